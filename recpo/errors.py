@@ -10,8 +10,8 @@ class RecpoError(Exception):
     command line prints it without a traceback and exits with status 1.
 
     Attributes:
-        code: what kind of error it is, for programs and tests, such as ``out_of_range``; stays the same when the message
-            is worded differently.
+        code: what kind of error it is, for programs and tests, such as ``out_of_range``; stays the same when the
+            message is worded differently.
         field: the option, column, file or key that it is about; None = it is about several.
     """
 

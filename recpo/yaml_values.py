@@ -19,7 +19,7 @@ def as_configuration(value: Any) -> Any:
     """A Python value in the form that YAML would have.
 
     Directories that recpo wrote become their paths. Classes, ``functools.partial`` of classes, and dataclasses that
-    derive from a base (objectives, rewards, layouts, methods) become class paths; other dataclasses become their fields.
+    derive from a base (objectives, rewards, layouts, methods) become class paths; others become their fields.
 
     Raises:
         RecpoError: an object that no configuration can name (code ``not_yaml``).

@@ -1,4 +1,4 @@
-"""``recpo VERB --help``: what a user sets on the first day, on one screen, read from the source without importing it."""
+"""``recpo VERB --help``: what a user sets on the first day, on one screen, read from the source without an import."""
 
 from __future__ import annotations
 

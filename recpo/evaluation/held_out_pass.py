@@ -37,6 +37,8 @@ _EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
 
 
 class Evaluated(NamedTuple):
+    """What one pass found: the metrics, the off-policy value, and how much history the contender reads."""
+
     contender: ContenderResult
     value: OffPolicyResult | None
     max_history: int

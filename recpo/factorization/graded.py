@@ -38,7 +38,8 @@ class FactorOptions:
 
     method: Literal["variational", "als"] = "variational"
     """variational keeps a posterior of every user and item and learns their priors from the data (Lim and Teh, 2007;
-    ``recpo.factorization.variational``); als is alternating least squares with one ridge (``recpo.factorization.graded``)"""
+    ``recpo.factorization.variational``); als is alternating least squares with one ridge
+    (``recpo.factorization.graded``)"""
     ranks: Sequence[PositiveInt] | None = None
     """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
@@ -53,13 +54,13 @@ class FactorOptions:
     uncertainty: bool = True
     """keep the covariances that bounds need: ``V (r + 1)^2`` numbers"""
     lower_bound: NonNegativeFloat = 2.0
-    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior; 0 without
-    ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier than the gain.
-    ``tilt`` and ``FactorReward`` have separate options for bounds"""
+    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior; 0
+    without ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier
+    than the gain. ``tilt`` and ``FactorReward`` have separate options for bounds"""
     period: Period = "train"
-    """period whose events are fitted. A model of valid or test has not seen the events that policies and rewards learned
-    from (train), so it can compare their lists as a ``FactorReward``. No period is left to select its rank, so there is
-    one rank, and the method is variational"""
+    """period whose events are fitted. A model of valid or test has not seen the events that policies and rewards
+    learned from (train), so it can compare their lists as a ``FactorReward``. No period is left to select its rank,
+    so there is one rank, and the method is variational"""
 
     def __post_init__(self) -> None:
         validate_ranges(self)

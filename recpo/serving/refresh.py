@@ -169,8 +169,8 @@ def refresh_bundle(
     Args:
         root: the bundle.
         items: Parquet file with ``item_id`` (or the user's own name of it), ``retired`` and ``available_from`` as
-            ``prepare`` writes them, ``available_until`` (times, or milliseconds since 1970; null = no limit), and, where
-            items are new and nothing is ``encoded``, the columns of the features.
+            ``prepare`` writes them, ``available_until`` (times, or milliseconds since 1970; null = no limit), and,
+            where items are new and nothing is ``encoded``, the columns of the features.
         out: bundle directory to make.
         encoded: the features of the rows of ``items``, of a prepared table.
         overwrite: replace a bundle in ``out``.

@@ -160,12 +160,14 @@ def chosen_beta(trials: Sequence[TiltTrial]) -> float:
 
 
 def default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
+    """The monitor reward if there is one, else grades if the period has some, else AUC."""
     if monitor is not None:
         return "monitor_reward"
     return "grade" if graded else "auc"
 
 
 def has_grades(data: Prepared) -> bool:
+    """Whether an event of the validation period is graded."""
     return any(len(chunk.grade) for chunk in chunks(data, period="valid"))
 
 

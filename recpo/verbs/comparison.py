@@ -80,6 +80,7 @@ class Comparison:
 
 
 def validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
+    """Raises ``RecpoError`` if a bundle cannot list k items, or reads feedback levels from other columns."""
     longest = min(bundle.k, data.num_items)
     if not 1 <= k <= longest:
         raise RecpoError(
@@ -107,6 +108,7 @@ class SharedItems:
 
     @classmethod
     def of(cls, known: IdMap, bundles: Mapping[str, Bundle]) -> SharedItems:
+        """Numbers the items of the data, then those that only bundles know."""
         external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
         places = {name: known.to_internal(ids) for name, ids in external.items()}
         strange = [ids.filter(pa.array(places[name] == 0)) for name, ids in external.items()]
@@ -150,6 +152,7 @@ class Answers:
 
     @classmethod
     def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> Answers:
+        """Before the first batch."""
         histories = HeldOutHistories(data, split, bundle.manifest.reads.batches)
         at = None if has_positions(data) else int(np.max(begin_of(data, split)))
         return cls(bundle, bundle.reader, numbers, histories, data.item_ids(), at)
@@ -185,6 +188,7 @@ class Answers:
 
 
 def contender_of(name: str, bundle: Bundle, answers: Answers) -> Contender:
+    """A bundle as a contender that reads raw events, as a server does."""
     recommender = Recommender(
         recommend_to_users=answers.recommend,
         name=f"the {name} bundle",
@@ -195,6 +199,7 @@ def contender_of(name: str, bundle: Bundle, answers: Answers) -> Contender:
 
 
 def bundle_facts(bundle: Bundle) -> Document:
+    """What identifies a bundle, for the document."""
     return {
         "path": str(bundle.root),
         "checksum": sha256(bundle.root / MANIFEST),

@@ -79,7 +79,7 @@ class Demo(Verb[DemoSummary]):
 
     first_day: ClassVar = ("out", "policy", "seeds", "users", "items", "events")
 
-    out: Path = Path("demo")  # noqa: RUF009  frozen
+    out: Path = Path("demo")
     """output directory for all files of the demo"""
     configs: Path | None = None
     """directory of the YAML files for training; null = ``configs`` here, or else the files installed with recpo"""

@@ -24,6 +24,8 @@ class Part(NamedTuple):
 
 
 class Finding(NamedTuple):
+    """A library as it is here: its version, whether it works, and what it said."""
+
     part: Part
     version: str | None
     works: bool

@@ -79,8 +79,8 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
     out: Path | str | None = None
     """output directory; null = keep the evaluation in memory only"""
     baselines: bool = True
-    """add popularity, recency, cooccurrence, random, and factorization if the log has grades, unless ``contenders`` names
-    a baseline"""
+    """add popularity, recency, cooccurrence, random, and factorization if the log has grades, unless ``contenders``
+    names a baseline"""
     candidates: CandidateTable | Frame | str | Path | None = None
     """items that could be listed at the start of the period: a Parquet file or frame of items (item_id and optionally
     available_from and available_until), a CandidateTable with other column names, or the word all. null = the times of
@@ -99,9 +99,9 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
     """directory of fitted baselines, which evaluations of the same data can share; null = in ``out``, where a later
     evaluation that replaces this one reads them. Each baseline is fitted once per data and options"""
     truth: Path | str | None = None
-    """directory written by ``recpo simulate``; adds the true expected reward and the true probability of a dislike (means
-    over the first k places, on the first day of the period), the oracle, which lists every user's best items, and each
-    contender's share of the oracle's gain over the pre-trained policy"""
+    """directory written by ``recpo simulate``; adds the true expected reward and the true probability of a dislike
+    (means over the first k places, on the first day of the period), the oracle, which lists every user's best items,
+    and each contender's share of the oracle's gain over the pre-trained policy"""
     rerank: Sequence[Reranker] | Reranker = ()
     """MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of them:
     every run, bundle and factor model is also evaluated with lists re-ranked by each method (slates of the first k), to

@@ -59,8 +59,8 @@ class Export(Verb[Bundle | Refreshed]):
     """items of the history may be listed again, as in music or groceries; only items that a request excludes are not
     listed"""
     attributes: Frame | Path | str | None = None
-    """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of them) that
-    requests can filter by (``allow``, ``deny``)"""
+    """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
+    them) that requests can filter by (``allow``, ``deny``)"""
     triton: Path | str | None = None
     """also write this directory, a model repository for the Triton Inference Server"""
     compiled: Path | str | None = None

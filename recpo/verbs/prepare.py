@@ -44,9 +44,9 @@ __all__ = [
     "Number",
     "NumericColumn",
     "Vector",
+    "WatchQuantiles",
     "WatchRatio",
     "WatchTimeGain",
-    "WatchQuantiles",
     "prepare",
 ]
 

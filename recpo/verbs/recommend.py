@@ -70,8 +70,8 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     first_day: ClassVar = ("source", "histories", "out", "k", "show", "exclude", "users", "prepared")
 
     source: Source
-    """a bundle, a run or factors, or the directory of one; or a baseline of ``recpo evaluate`` with its default options,
-    such as popularity. Of a run, the best checkpoint is used"""
+    """a bundle, a run or factors, or the directory of one; or a baseline of ``recpo evaluate`` with its default
+    options, such as popularity. Of a run, the best checkpoint is used"""
     histories: Frame | str | Path
     """events, one per row: a Parquet file or directory with adjacent rows for each user, or a frame: user_id, item_id,
     timestamp (times, or milliseconds since 1970) and, if the log had them, watch_time and duration (seconds), dislike,
@@ -91,13 +91,13 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     context: Frame | str | Path | None = None
     """user_id and features of the current requests; only if the policy reads them"""
     allow: Mapping[str, Sequence[int | str]] | None = None
-    """attribute -> values, for a bundle with attributes: list only items that have one of the values of every attribute,
-    such as {"category": ["film"]}"""
+    """attribute -> values, for a bundle with attributes: list only items that have one of the values of every
+    attribute, such as {"category": ["film"]}"""
     deny: Mapping[str, Sequence[int | str]] | None = None
     """attribute -> values: list no item that has one of these values"""
     at: Moment | None = None
-    """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not available
-    then (available_from, available_until) are left out. null = now"""
+    """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not
+    available then (available_from, available_until) are left out. null = now"""
     prepared: PreparedData | None = None
     """for factors and baselines, the prepared data with their items: that on which factors were fitted; a baseline is
     fitted on its training events"""

@@ -127,7 +127,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
         truth = stands.truth
         if self.world not in ("default", truth.world):
             raise RecpoError(
-                f"simulate: world is {self.world}, {stands.root} is {truth.world}: leave world out when a policy is given",
+                f"simulate: world is {self.world}, {stands.root} is {truth.world}: leave world out when a policy is "
+                "given",
                 field="world",
             )
         for name, known in dataclasses.asdict(truth.preferences.parameters).items():
@@ -142,8 +143,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
                     )
             elif value != known:
                 raise RecpoError(
-                    f"simulate: {name} is {value!r}, {stands.root} has {known!r}: a policy serves an existing world; give "
-                    "only days and seed",
+                    f"simulate: {name} is {value!r}, {stands.root} has {known!r}: a policy serves an existing world; "
+                    "give only days and seed",
                     field=name,
                 )
 

@@ -24,6 +24,7 @@ from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.simulation.served import DayReport
 from recpo.types import Recommendations
+from recpo.verbs.loop import LoopResult
 from recpo.verbs.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_rounds import ListValue, Round

@@ -27,7 +27,7 @@ def _options(verb):
 
 @pytest.mark.parametrize("file", SHOWN, ids=lambda file: file.stem)
 def test_the_next_commands_are_ones_that_recpo_understands(file):
-    """The words of every ``command(verb, ...)`` in the source: verbs and flags that exist, or class arguments of them."""
+    """The words of every ``command(verb, ...)`` in the source are verbs and flags that exist."""
     for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "command":
             verb = ast.literal_eval(call.args[0])
