@@ -52,7 +52,8 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
     Raises:
         RecpoError: a value lies outside its range (code ``out_of_range``; ``field`` names the option).
     """
-    hints = _hints(type(options))
+    kind_of_options: Any = type(options)
+    hints = _hints(kind_of_options)
     for field in fields(options):
         for kind in _ranges(hints[field.name]):
             value = getattr(options, field.name)

@@ -85,19 +85,10 @@ def evaluated(road, tmp_path_factory):
     """Everybody at once, in a process of its own: the directory and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
     pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
-    runs = json.dumps([str(road / "run-0"), str(road / "run-1")])
-    options = ["--prepared", str(road / "prepared"), "--contenders", runs, "--contenders", str(road / "bundle")]
-    options += [
-        "--contenders",
-        f"other={out.parent / 'other.parquet'}",
-        "--ks",
-        "[5, 10]",
-        "--truth",
-        str(road / "log"),
-        "--out",
-        str(out),
-    ]
-    options += ["--contenders", '["popularity","positives","recency","cooccurrence","factorization","random"]']
+    compared = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
+    compared += [str(road / "run-0"), str(road / "run-1"), str(road / "bundle"), f"other={out.parent / 'other.parquet'}"]
+    options = ["--prepared", str(road / "prepared"), "--contenders", *compared, "--ks", "5", "10"]
+    options += ["--truth", str(road / "log"), "--out", str(out)]
     options += ["--baseline_options.factorization.ranks", "[2]", "--baseline_options.factorization.ridges", "[4.0]"]
     features = str(road / "log" / "truth" / "items.parquet")
     options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
@@ -239,7 +230,7 @@ def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unask
     assert main(again) == 1
     assert "exists already" in capsys.readouterr().err
     assert main([*again, "--overwrite", "true", "--contenders", "[random]", "--off_policy", "null"]) == 0
-    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 7
+    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 3
 
 
 def run_on(road, out, *options):
