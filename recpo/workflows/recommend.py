@@ -163,7 +163,8 @@ def write_recommendations(
     events = _open(Path(histories))
     more, allowed = _features(user_features, context), filtered(server.filters, allow, deny)
     counts, writer = ServingCounts(), None
-    given = [source, getattr(source, "root", None), histories, exclude, users, user_features, context, prepared]
+    given = [source if isinstance(source, str | PathLike) else getattr(source, "root", None), histories, exclude, users]
+    given += [user_features, context, prepared]
     inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
     with output_file(Path(out), inputs=inputs) as partial:
         try:
