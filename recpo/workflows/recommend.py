@@ -169,7 +169,8 @@ def write_recommendations(
     more, allowed = _features(user_features, context), filtered(server.filters, allow, deny)
     at = milliseconds(at)  # one time for all blocks
     counts, writer = ServingCounts(), None
-    given = [source, getattr(source, "root", None), histories, exclude, users, user_features, context, prepared]
+    given = [source if isinstance(source, str | PathLike) else getattr(source, "root", None), histories, exclude, users]
+    given += [user_features, context, prepared]
     inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
     with output_file(Path(out), inputs=inputs) as partial:
         try:
