@@ -51,11 +51,13 @@ class Target(NamedTuple):
         files: of a directory, which of them are changed; patterns.
         read: reads the directory, and returns what it found there as comparable text.
         sealed: what was changed must be noticed.
+        change: makes another content of a file; None = ``mutations``.
     """
 
     files: tuple[str, ...]
     read: Callable[[Path], str]
     sealed: bool
+    change: Callable[[bytes, random.Random], bytes] | None = None
 
 
 def mutations(content: bytes, choose: random.Random) -> bytes:
@@ -111,6 +113,7 @@ def targets(base: Path) -> dict[str, Target]:
         "item table": Target(("items.parquet",), _item_table, False),
         "feature table": Target(("items.parquet",), _feature_table, False),
         "yaml": Target(("train.yaml", "resolved.yaml"), _yaml, False),
+        "options": Target(("options/*.yaml",), _options, False, wrong_values),
     }
 
 
@@ -146,6 +149,7 @@ def make_base(base: Path, configs: Path, models: bool = True) -> None:
             status, said = quiet(command)
             assert status == 0, said
     _make_files(base)
+    _make_options(base / "options")
     _make_journal(base / "served")
     shutil.copy2(configs / "gbpo.yaml", base / "train.yaml")
     shutil.copy2(base / "run" / "resolved.yaml" if models else configs / "pretrain.yaml", base / "resolved.yaml")
@@ -396,6 +400,48 @@ def _yaml(root: Path) -> str:
     return _text(found)
 
 
+_WRONG_VALUES = ["3", "[]", "[a]", "[[1]]", "{}", "{a: 1}", "word", "null", "true", "-1", "0", ".inf", ".nan", "9" * 20]
+_OPTIONS = {
+    "prepare": "columns: {}\nfeatures: {}\nfeedback: {positive_threshold: 0.75}\ncsv: {}\nlabel: WatchQuantiles\n"
+    "split: {class_path: TemporalSplit, init_args: {test_days: 1}}\nmax_context: 20\nretire: []\nbehaviors: null\n"
+    "max_watch_time: 100.0\nitems: null\nlog: LOG\n",
+    "evaluate": "rerank_options: {}\nbaseline_options: {}\noff_policy: {}\nitem_features: null\nrerank: []\n"
+    "ks: [5]\nbaselines: [popularity]\nreward: {positive: 1.0}\nrun: []\nlists: []\nbootstrap_resamples: 0\n",
+    "tokenize": "vectors: VectorsFromCooccurrence\nlevels: 2\ncodebook_size: 8\ncapacity_slack: null\nseed: 0\n"
+    "collisions: null\niterations: 3\n",
+    "simulate": "exploration: null\nafter: null\nusers: 20\nitems: 20\nevents: 100\ndays: 3\nseed: 0\n",
+}
+
+
+def _make_options(directory: Path) -> None:
+    directory.mkdir()
+    for verb, text in _OPTIONS.items():
+        log = str(directory.parent / "log.csv")
+        (directory / f"{verb}.yaml").write_text(text.replace("LOG", log), encoding="utf-8")
+
+
+def wrong_values(content: bytes, choose: random.Random) -> bytes:
+    """Options with one to three values of another kind, such as a number in place of a group."""
+    lines = content.decode().splitlines()
+    for _ in range(choose.choice((1, 1, 2, 3))):
+        place = choose.randrange(len(lines))
+        name = lines[place].partition(":")[0]
+        lines[place] = f"{name}: {choose.choice(_WRONG_VALUES)}"
+    return "\n".join(lines).encode()
+
+
+def _options(root: Path) -> str:
+    found = []
+    for verb in _OPTIONS:
+        file = root / "options" / f"{verb}.yaml"
+        whole = _BASE[0] / "options" / f"{verb}.yaml"
+        if file.read_bytes() != whole.read_bytes():  # the others would only take time
+            needed = [] if verb in ("prepare", "simulate") else ["--prepared", str(_BASE[0] / "prepared")]
+            out = ["--out", str(root / "out"), "--overwrite", "true"]
+            found.append(_status(quiet([verb, "--config", str(file), *needed, *out])))
+    return _text(found)
+
+
 def _status(ended: tuple[int, str]) -> str:
     status, said = ended
     assert status in (0, 1, 2), said
@@ -447,7 +493,7 @@ class Fuzzer:
         """Input ``number``: its outcome in a word, and the fault that it shows."""
         choose = random.Random(f"{self.name} {self.seed} {number}")
         file = choose.choice(self.files)
-        content = mutations(file.read_bytes(), choose)
+        content = (self.target.change or mutations)(file.read_bytes(), choose)
         return self.read(number, file, content)
 
     def read(self, number: int, file: Path, content: bytes) -> tuple[str, Fault | None]:

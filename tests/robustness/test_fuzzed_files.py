@@ -22,6 +22,7 @@ INPUTS = {
     "lists": 20,
     "item table": 20,
     "yaml": 6,
+    "options": 40,
 }
 
 
