@@ -78,7 +78,7 @@ def _print_served(simulated: Simulation, served: ServedDays) -> None:
 
 def defaults(chosen: Namespace) -> dict[str, Any]:
     """The defaults of the other options in the chosen world, or the options of the world that continues."""
-    if chosen.after is None:
+    if not chosen.after:  # an empty list is refused later
         return dict(WORLDS[chosen.world])
     stands = chosen.after if isinstance(chosen.after, Path) else chosen.after[0]
     parameters = dataclasses.asdict(Truth.load(stands).preferences.parameters)

@@ -127,8 +127,8 @@ class Preparation:
         for name, least in (("max_context", 1), ("rows_per_shard", 1), ("min_user_events", 0), ("min_item_events", 0)):
             if getattr(self, name) < least:
                 raise RecpoError(f"{name} {getattr(self, name)} must be at least {least}")
-        if not self.max_watch_time > 0:
-            raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
+        if not 0 < self.max_watch_time < float("inf"):
+            raise RecpoError(f"max_watch_time {self.max_watch_time} must be a positive number of seconds")
         self.more  # noqa: B018 checks the names of behaviors
 
     @property

@@ -70,10 +70,10 @@ class FactorOptions:
             raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1, or null")
         if not self.ridges or not min(self.ridges) > 0:
             raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
-        if self.sweeps < 1:
-            raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
-        if self.max_history is not None and self.max_history < 1:
-            raise RecpoError(f"max_history is {self.max_history}; it is at least 1, or null")
+        for name, least in (("sweeps", 1), ("seed", 0), ("max_history", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise RecpoError(f"{name} is {value}; it is at least {least}")
         if not 0 <= self.lower_bound < float("inf"):
             raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
         if self.lower_bound and not self.uncertainty:

@@ -14,6 +14,7 @@ from recpo.tokenizer.codebooks import Codebooks, Normalization, nearest, normali
 
 _POINTS_PER_CODE = 32
 _LARGEST = 1e15
+_MOST_LEVELS = 64
 
 
 def _nothing() -> None:
@@ -50,6 +51,8 @@ class ResidualKMeans:
         for name in ("levels", "codebook_size", "iterations", "sample"):
             if getattr(self, name) < 1:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.levels > _MOST_LEVELS:
+            raise RecpoError(f"levels must be at most {_MOST_LEVELS}, got {self.levels}")
         if self.capacity_slack is not None and not self.capacity_slack >= 1:
             raise RecpoError(
                 f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}"

@@ -23,6 +23,8 @@ from recpo.tokenizer.tokenization import Codes, Collisions, make_codes, report_o
 from recpo.training.run import Run
 from recpo.workflows.devices import compute_device
 
+_LARGEST_SEED = 2**32 - 1  # of scikit-learn
+
 
 @dataclass(frozen=True)
 class VectorsFromRun(VectorSource):
@@ -102,6 +104,8 @@ def tokenize(
         RecpoError: ``out`` exists, options contradict each other, or items have no vectors.
     """
     kmeans = ResidualKMeans(**quantizer)
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise RecpoError(f"seed must lie between 0 and {_LARGEST_SEED}, got {seed}")
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     source = VectorsFromFrame(vectors) if isinstance(vectors, ArrowStream | Mapping) else vectors
     items, place, out = data.item_ids(), compute_device(device), Path(out)

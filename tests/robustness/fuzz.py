@@ -260,6 +260,7 @@ def targets(base: Path) -> dict[str, Target]:
         "manifest names": target("prepared/manifest.json", read=_prepared, sealed=True, change=outside_names),
         "archives": target("run/checkpoints/*", read=_run_weights, change=archives, seal=_seal_run),
         "index": target("indexed/index.faiss", read=_indexed, seal=_seal_bundle),
+        "options": target("options/*.yaml", read=_options, change=wrong_values),
     }
 
 
@@ -305,6 +306,7 @@ def make_base(base: Path, configs: Path, models: bool = True) -> None:
             assert status == 0, said
     _make_files(base)
     _make_payload(base)
+    _make_options(base / "options")
     _make_journal(base / "served")
     shutil.copy2(configs / "gbpo.yaml", base / "train.yaml")
     shutil.copy2(base / "run" / "resolved.yaml" if models else configs / "pretrain.yaml", base / "resolved.yaml")
@@ -626,6 +628,48 @@ def _yaml(root: Path) -> str:
             found.append(resolved(parse_arguments(["--config", str(root / name), "--init_from", "null"])))
         except ArgumentError:
             found.append("refused")
+    return _text(found)
+
+
+_WRONG_VALUES = ["3", "[]", "[a]", "[[1]]", "{}", "{a: 1}", "word", "null", "true", "-1", "0", ".inf", ".nan", "9" * 20]
+_OPTIONS = {
+    "prepare": "columns: {}\nfeatures: {}\nfeedback: {positive_threshold: 0.75}\ncsv: {}\nlabel: WatchQuantiles\n"
+    "split: {class_path: TemporalSplit, init_args: {test_days: 1}}\nmax_context: 20\nretire: []\nbehaviors: null\n"
+    "max_watch_time: 100.0\nitems: null\nlog: LOG\n",
+    "evaluate": "rerank_options: {}\nbaseline_options: {}\noff_policy: {}\nitem_features: null\nrerank: []\n"
+    "ks: [5]\nbaselines: [popularity]\nreward: {positive: 1.0}\nrun: []\nlists: []\nbootstrap_resamples: 0\n",
+    "tokenize": "vectors: VectorsFromCooccurrence\nlevels: 2\ncodebook_size: 8\ncapacity_slack: null\nseed: 0\n"
+    "collisions: null\niterations: 3\n",
+    "simulate": "exploration: null\nafter: null\nusers: 20\nitems: 20\nevents: 100\ndays: 3\nseed: 0\n",
+}
+
+
+def _make_options(directory: Path) -> None:
+    directory.mkdir()
+    for verb, text in _OPTIONS.items():
+        log = str(directory.parent / "log.csv")
+        (directory / f"{verb}.yaml").write_text(text.replace("LOG", log), encoding="utf-8")
+
+
+def wrong_values(content: bytes, choose: random.Random) -> bytes:
+    """Options with one to three values of another kind, such as a number in place of a group."""
+    lines = content.decode().splitlines()
+    for _ in range(choose.choice((1, 1, 2, 3))):
+        place = choose.randrange(len(lines))
+        name = lines[place].partition(":")[0]
+        lines[place] = f"{name}: {choose.choice(_WRONG_VALUES)}"
+    return "\n".join(lines).encode()
+
+
+def _options(root: Path) -> str:
+    found = []
+    for verb in _OPTIONS:
+        file = root / "options" / f"{verb}.yaml"
+        whole = _BASE[0] / "options" / f"{verb}.yaml"
+        if file.read_bytes() != whole.read_bytes():  # the others would only take time
+            needed = [] if verb in ("prepare", "simulate") else ["--prepared", str(_BASE[0] / "prepared")]
+            out = ["--out", str(root / "out"), "--overwrite", "true"]
+            found.append(_status(quiet([verb, "--config", str(file), *needed, *out])))
     return _text(found)
 
 

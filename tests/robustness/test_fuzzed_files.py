@@ -25,6 +25,7 @@ INPUTS = {
     "lists": 20,
     "item table": 20,
     "yaml": 6,
+    "options": 40,
 }
 
 
