@@ -5,6 +5,7 @@ The command line and YAML files check them while they parse; ``validate_ranges``
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -64,8 +65,9 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
 
 def _validate(value: Any, kind: Any, name: str) -> None:
     try:
-        kind(value)
-    except (ValueError, TypeError) as error:
+        if not math.isfinite(kind(value)):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError) as error:
         whole = "a whole number" if kind._type is int else "a number"
         limits = re.sub(r"v([<>=]+)", r"\1 ", kind._expression)
         message = f"{name} is {value!r}, expected {whole} {limits}"

@@ -6,6 +6,7 @@ own kind, which it may replace, from a foreign directory, which it may not. It c
 killed process from the work of a running one, which holds a lock on its working directory.
 """
 
+from recpo.artifacts.archives import validate_archive
 from recpo.artifacts.checksums import is_inside, seal, sha256, unseal, verify
 from recpo.artifacts.class_names import lies_in, named_class
 from recpo.artifacts.disk import flush
@@ -43,6 +44,7 @@ __all__ = [
     "seal",
     "sha256",
     "unseal",
+    "validate_archive",
     "validate_configuration_files",
     "validate_output_directory",
     "verify",

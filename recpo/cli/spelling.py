@@ -6,6 +6,7 @@ does not decide, such as the options of a class of the user's own, is left to it
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ _OF_PARSERS = ("config", "help", "print_config", "print_shtab", "quiet", "json")
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
 _MOST_SHOWN = 12
 _MOST_SUGGESTED = 3
+_LARGEST = 2**63 - 1
 
 _Trail = tuple[str, ...]
 
@@ -144,6 +146,8 @@ class _Check:
             if "unknown" not in kinds:
                 self._mapping_value(source, trail, value, known, options)
         elif not value.tag.endswith(":null"):
+            if value.tag.endswith(":int") and abs(_number(value.value)) > _LARGEST and not _has_text(options):
+                self._refuse(source, trail, key, f"{value.value} is too large; expected a whole number below 2^63")
             known += [form for one in elements for form in forms(one.module, one.annotation)]
             if {"class"} <= {form.kind for form in known} <= {"class", "null", "list"}:
                 self._name_or_group(source, trail, key, value, list(_classes(known)))
@@ -264,6 +268,18 @@ def _named_class(name: str, classes: Iterable[Definition]) -> Definition | None:
     module, _, last = name.rpartition(".")
     module = module or _known_classes(classes).get(last, "")
     return find(module, last) if module else None
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text.replace("_", ""), 0)
+    except ValueError:  # other notations of YAML, such as 1:30
+        return 0
+
+
+def _has_text(options: Sequence[Option]) -> bool:
+    """Whether a value may be text, such as an id, which has no largest number."""
+    return any(one.annotation is not None and "str" in ast.unparse(one.annotation) for one in options)
 
 
 def _line(file: str, node: Node) -> str:

@@ -20,6 +20,8 @@ from recpo.errors import RecpoError
 from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch
 
+_MOST_WORKERS = 256
+
 
 class FeedbackDataModule(LightningDataModule):
     """Batches of logged feedback from a prepared directory.
@@ -86,6 +88,8 @@ class FeedbackDataModule(LightningDataModule):
         for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:
             if size < least:
                 raise RecpoError(f"data.{name} must be at least {least}, got {size}")
+        if num_workers > _MOST_WORKERS:
+            raise RecpoError(f"data.num_workers must be at most {_MOST_WORKERS}, got {num_workers}")
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed

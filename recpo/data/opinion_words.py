@@ -11,7 +11,7 @@ _TRUE: Final = frozenset({"yes", "y", "true", "t", "on", "1"})
 _FALSE: Final = frozenset({"no", "n", "false", "f", "off", "0"})
 #: words that state an opinion in any column
 _LIKES: Final = frozenset(
-    {"like", "liked", "thumbsup", "thumbup", "upvote", "upvoted", "love", "loved", "favorite", "favourite", "👍", "❤"}
+    {"like", "liked", "thumbsup", "thumbup", "upvote", "upvoted", "love", "loved", "favorite", "👍", "❤"}
 )
 _DISLIKES: Final = frozenset(
     {"dislike", "disliked", "thumbsdown", "thumbdown", "downvote", "downvoted", "hate", "hated", "notinterested", "👎"}

@@ -101,6 +101,11 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         super().__init__()
         if num_items < 1:
             raise RecpoError(f"the catalog is empty (num_items = {num_items}): a policy needs at least one item")
+        if sparse and normalizer == "full":
+            raise RecpoError(
+                "policy.sparse: the exact softmax (policy.normalizer: full) gives every item a gradient, so none is "
+                "sparse: set policy.normalizer to sampled, or policy.sparse to false"
+            )
         if softmax_kernel == "fused" and normalizer == "sampled":
             raise RecpoError(
                 "policy.softmax_kernel fused computes the exact softmax, and policy.normalizer is sampled: set "

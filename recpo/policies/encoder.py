@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.errors import RecpoError
-from recpo.feedback import GRADES
+from recpo.feedback import GRADES, HIGHEST
 from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
 from recpo.types import EventPlaces, Histories
@@ -157,6 +157,11 @@ class HistoryEncoder(nn.Module):
             raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
         if attention_length is not None and attention_length < 1:
             raise RecpoError(f"attention_length must be at least 1, got {attention_length}")
+        if feedback_levels != 0 and feedback_levels <= HIGHEST:
+            raise RecpoError(
+                f"policy.feedback_levels must be 0 (feedback is not read) or at least {HIGHEST + 1} (prepared data has "
+                f"the levels 0 to {HIGHEST}), got {feedback_levels}"
+            )
         if fold_in < 0 or (fold_in and feedback_levels < 2):
             raise RecpoError(
                 f"fold_in is {fold_in} and feedback_levels {feedback_levels}: a fold-in is a regression of feedback, "

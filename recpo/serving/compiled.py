@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch._inductor.package import load_package
 
-from recpo.artifacts import output_file, sha256
+from recpo.artifacts import output_file, sha256, validate_archive
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
 from recpo.policies.blocked_table import BLOCK_ROWS
@@ -71,6 +71,7 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
     """
     loaded = Bundle.load(bundle)
     try:
+        validate_archive(Path(file), contents=True)  # a damaged library could end the process
         program: Any = load_package(str(file))
         found = program.get_metadata().get(_CHECKSUM)
     except Exception as error:  # errors of the loader, the linker, or zip

@@ -7,6 +7,8 @@ for a constant of the request: the normalizer would take all items.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -74,15 +76,18 @@ class ItemIndex:
         """
         faiss, facts = import_faiss(), manifest.index or {}
         try:
-            index = faiss.read_index(str(root / INDEX))
+            with _limits(faiss, (root / INDEX).stat().st_size):
+                index = faiss.read_index(str(root / INDEX))
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
             raise RecpoError(f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}") from error
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
             raise RecpoError(f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}")
         if index.ntotal != manifest.num_items:
             raise RecpoError(f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}")
+        if not _lists_every_item(faiss, index):
+            raise RecpoError(f"{root / INDEX} does not list every item once: {_REMEDY}")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
     def search(
@@ -175,6 +180,37 @@ class IndexRuntime(Runtime):
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         exclude = excluded(inputs, self.reads.repeats)
         return self.index.search(self.states(inputs), exclude, k, inputs.allowed)
+
+
+@contextmanager
+def _limits(faiss: Any, size: int) -> Iterator[None]:
+    """Lets faiss reserve no more memory for a part of a file than the file has bytes, where faiss can be told."""
+    names = [f"deserialization_{name}_limit" for name in ("loop", "vector_byte")]
+    names = [name for name in names if hasattr(faiss, f"set_{name}")]
+    before = [getattr(faiss, f"get_{name}")() for name in names]
+    for name in names:
+        getattr(faiss, f"set_{name}")(size)
+    try:
+        yield
+    finally:
+        for name, limit in zip(names, before, strict=True):
+            getattr(faiss, f"set_{name}")(limit)
+
+
+def _lists_every_item(faiss: Any, index: Any) -> bool:
+    """Whether the lists of an index contain the items 0 .. V - 1, each of them once."""
+    seen = np.zeros(index.ntotal, bool)
+    if index.invlists.nlist != index.nlist or index.quantizer.ntotal != index.nlist:
+        return False
+    sizes = [index.invlists.list_size(number) for number in range(index.nlist)]
+    if sum(sizes) != index.ntotal:
+        return False
+    for number, size in enumerate(sizes):
+        ids = faiss.rev_swig_ptr(index.invlists.get_ids(number), size) if size else np.zeros(0, np.int64)
+        if size and not 0 <= ids.min() <= ids.max() < index.ntotal:
+            return False
+        seen[ids] = True
+    return bool(seen.all())
 
 
 def import_faiss() -> Any:

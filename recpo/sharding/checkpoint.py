@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from recpo.artifacts import output_directory, write_tensors
 from recpo.errors import RecpoError
-from recpo.training.checkpoints import META, saved_tensors
+from recpo.training.checkpoints import META, load_plain, saved_tensors
 from recpo.training.optimizers import JointOptimizer
 
 _LARGE = 64 << 20  # bytes
@@ -73,7 +73,7 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
             "start from its policy with --init_from"
         )
     saved_tensors(path)  # rejects a checkpoint with missing files
-    skeleton = torch.load(path / META, map_location="cpu", weights_only=True)
+    skeleton = load_plain(path / META)
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     wanted = dict(tensors)

@@ -15,6 +15,7 @@ from recpo.tokenizer.codebooks import Codebooks, Normalization, nearest, normali
 
 _POINTS_PER_CODE = 32
 _LARGEST = 1e15
+_MOST_LEVELS = 64
 
 
 def _nothing() -> None:
@@ -47,6 +48,10 @@ class ResidualKMeans:
     def __post_init__(self) -> None:
         """Refuses invalid options."""
         validate_ranges(self)
+        if self.levels > _MOST_LEVELS:
+            raise RecpoError(
+                f"levels must be at most {_MOST_LEVELS}, got {self.levels}", code="out_of_range", field="levels"
+            )
         if self.capacity_slack is not None and not self.capacity_slack >= 1:
             raise RecpoError(
                 f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}",

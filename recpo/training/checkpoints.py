@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from zipfile import BadZipFile, ZipFile
 
 import torch
 from lightning import LightningModule, Trainer
@@ -21,13 +22,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from torch import Tensor
 
-from recpo.artifacts import PARTIAL, describe_os_error, flush
+from recpo.artifacts import PARTIAL, describe_os_error, flush, validate_archive
 from recpo.errors import RecpoError
 
 META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""
 RUN = "run"
 """Entry of a checkpoint: the run that wrote it (``run_directory.identity``)."""
+_REMEDY = "copy it again, or train again with --overwrite true"
 
 
 class _Block(NamedTuple):
@@ -82,21 +84,21 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
     """The weights in a checkpoint, by name. Nothing is unpickled, and large tensors stay on disk.
 
     Raises:
-        RecpoError: there is no checkpoint.
+        RecpoError: there is no checkpoint, or it is damaged.
     """
     if checkpoint.is_file():
-        weights: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        return weights
+        return dict(_weights(_loaded(checkpoint, "cpu"), checkpoint))
     if not (checkpoint / META).is_file():
         raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
     blocks: dict[str, list[_Block]] = defaultdict(list)
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118  it is no dictionary
-                shape = tuple(file.get_slice(name).get_shape())
-                blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
-    tensors = {name: SavedTensor(name, parts) for name, parts in blocks.items()}
+    with _damage(checkpoint):
+        for path in sorted(checkpoint.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                for name in file.keys():  # noqa: SIM118  it is no dictionary
+                    shape = tuple(file.get_slice(name).get_shape())
+                    blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
+        tensors = {name: SavedTensor(name, parts) for name, parts in blocks.items()}
     holes = sorted(name for name, parts in blocks.items() if _numbers(parts) != tensors[name].shape.numel())
     if holes:
         raise RecpoError(f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it")
@@ -116,54 +118,57 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
     Raises:
         RecpoError: it is damaged, or another run wrote it.
     """
-    remedy = "copy it again, or train again with --overwrite true"
-    content = _undamaged(checkpoint, remedy)
-    if run is not None and content.get(RUN) != run:
+    if checkpoint.is_dir():
+        saved_tensors(checkpoint)
+        content = load_plain(checkpoint / META)
+    else:
+        with _damage(checkpoint):
+            validate_archive(checkpoint, contents=True)
+        content = _loaded(checkpoint, "meta")
+        _weights(content, checkpoint)
+    if run is not None and (not isinstance(content, dict) or content.get(RUN) != run):
         raise RecpoError(
             f"{checkpoint} was written by another run than {checkpoint.parents[1]}, with other options or data, or by "
-            f"another version of recpo; {remedy}"
+            f"another version of recpo; {_REMEDY}"
         )
 
 
-def _undamaged(checkpoint: Path, remedy: str) -> dict[str, Any]:
-    """The content of a checkpoint, without its tensors."""
-    try:
-        if checkpoint.is_dir():
-            saved_tensors(checkpoint)
-            meta: dict[str, Any] = torch.load(checkpoint / META, map_location="meta", weights_only=True)
-            return meta
-        if (wrong := _damaged_record(checkpoint)) is not None:
-            raise RecpoError(f"{checkpoint} is damaged ({wrong}); {remedy}")
-        content: dict[str, Any] = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
-        content["state_dict"]
-        return content
-    except RecpoError:
-        raise
-    except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, checkpoint)}; {remedy}") from error
-    except Exception as error:  # zipfile, pickle and torch raise their own exceptions, and several kinds
-        reason = " ".join(str(error).split())[:200]
-        raise RecpoError(f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {remedy}") from error
+def load_plain(file: Path) -> Any:
+    """What torch saved in a file, without unpickling objects, on the CPU.
 
-
-def _damaged_record(archive: Path) -> str | None:
-    """The first record of an archive whose CRC-32 is wrong, or that torch would not read as it is here.
-
-    ``ZipFile.testzip`` looks records up by their names, so it misses one whose name has become the name of another. A
-    record that its attributes mark as a directory gives torch nothing to read: the tensor would keep whatever its
-    memory contained. torch writes no attributes.
+    Raises:
+        RecpoError: it is damaged.
     """
-    with ZipFile(archive) as file:
-        for record in file.infolist():
-            if record.external_attr:
-                return f"{record.filename}: its attributes have changed"
-            try:
-                with file.open(record) as content:
-                    while content.read(1 << 20):
-                        pass
-            except BadZipFile as error:
-                return f"{record.filename}: {error}"
-    return None
+    return _loaded(file, "cpu")
+
+
+def _loaded(file: Path, device: Literal["cpu", "meta"]) -> Any:
+    with _damage(file):
+        validate_archive(file, contents=False)
+        return torch.load(file, map_location=device, weights_only=True, mmap=True)
+
+
+def _weights(content: Any, checkpoint: Path) -> dict[str, Tensor]:
+    weights = content.get("state_dict") if isinstance(content, dict) else None
+    dense = isinstance(weights, dict) and all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
+        for name, value in weights.items()
+    )
+    if not dense:
+        raise RecpoError(f"{checkpoint} is damaged (state_dict is no mapping of names to tensors); {_REMEDY}")
+    return dict(weights)  # type: ignore[arg-type]  # a mapping, as checked
+
+
+@contextmanager
+def _damage(checkpoint: Path) -> Iterator[None]:
+    """Reports in one message what zipfile, pickle, safetensors and torch raise, each its own exceptions."""
+    try:
+        yield
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, checkpoint)}; {_REMEDY}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecpoError(f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {_REMEDY}") from error
 
 
 def _numbers(blocks: list[_Block]) -> int:

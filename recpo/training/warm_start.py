@@ -22,7 +22,7 @@ from recpo.errors import RecpoError
 from recpo.policies.item_table import Rows
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.semantic_codes import SemanticCodes
-from recpo.training.checkpoints import SavedTensor
+from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
 from recpo.training.run import CODES, Run, load_weights
@@ -207,7 +207,7 @@ class WarmStart:
         Raises:
             RecpoError: it is that of other parameters.
         """
-        saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)["optimizer_states"][0]
+        saved = load_plain(self._checkpoint)["optimizer_states"][0]
         if not isinstance(optimizer, JointOptimizer):
             return self._grown_state(saved, optimizer)
         members = saved.get("members", [])

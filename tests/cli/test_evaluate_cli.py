@@ -86,7 +86,12 @@ def evaluated(road, tmp_path_factory):
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
     pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
     compared = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
-    compared += [str(road / "run-0"), str(road / "run-1"), str(road / "bundle"), f"other={out.parent / 'other.parquet'}"]
+    compared += [
+        str(road / "run-0"),
+        str(road / "run-1"),
+        str(road / "bundle"),
+        f"other={out.parent / 'other.parquet'}",
+    ]
     options = ["--prepared", str(road / "prepared"), "--contenders", *compared, "--ks", "5", "10"]
     options += ["--truth", str(road / "log"), "--out", str(out)]
     options += ["--baseline_options.factorization.ranks", "[2]", "--baseline_options.factorization.ridges", "[4.0]"]

@@ -90,6 +90,7 @@ RIGHT = {
         "log.csv --out x",
         "--label NumericColumn --label.low 1 --split LeaveLastOut",
         "--behaviors {anything: column}",
+        "--retire [99999999999999999999] --log 99999999999999999999 --max_watch_time 1e30",
     ],
     "plan": ["--sharding {policy.item_table: row_wise}", "--sharding auto"],
 }
@@ -159,6 +160,9 @@ WRONG = {
     "prepare --features [a]": "--features: a list is no mapping",
     "prepare --features []": "--features: a list is no mapping",
     "prepare --feedback true": "--feedback: true is no mapping",
+    "train --data.batch_size 99999999999999999999": "99999999999999999999 is too large",
+    "train --seed -99999999999999999999": "--seed: -99999999999999999999 is too large",
+    "evaluate --ks [10,99999999999999999999]": "--ks: 99999999999999999999 is too large",
     "train --rollout [1]": "--rollout: a list is no mapping",
     "train --reward {class_path:_WeightedSum,rewards:[{class_path:_FactorRewrd}]}": "did you mean FactorReward?",
     "simulate --user 3": "did you mean --users?",

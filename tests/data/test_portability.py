@@ -6,7 +6,7 @@ from ibis.config import Config
 
 from recpo.data.catalog import add_positions, item_indices, item_table, place_events, user_indices
 from recpo.data.events import select_columns, standardize, time_order
-from recpo.data.schema import PRESETS, LogColumns
+from recpo.data.schema import PRESETS, FlagColumn, LogColumns
 from recpo.data.shaping import (
     D2Q,
     BinaryColumn,
@@ -53,6 +53,14 @@ def test_checks_and_standard_columns_compile_for_spark(time):
     assert "SELECT" in ibis.to_sql(standardize(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
     for check in row_checks(raw, PRESETS["plain"], 86_400.0):
         assert "SELECT" in ibis.to_sql(raw.aggregate(count=check.offends.sum()), dialect="pyspark"), check.reason
+
+
+@pytest.mark.parametrize("kind", ["string", "int64", "float64", "boolean"])
+def test_flags_of_values_compile_for_spark(kind):
+    rows = ibis.table({"thumb": kind, "__file": "string", "__row": "int64"}, name="log")
+    raw = select_columns(rows, {"dislike": "thumb"}, {"dislike": FlagColumn("thumb", ("down", 2))})
+    assert raw["dislike"].type().is_boolean()
+    assert "SELECT" in ibis.to_sql(raw, dialect="pyspark")
 
 
 def compiles(*tables):

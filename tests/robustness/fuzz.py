@@ -29,6 +29,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -51,11 +52,26 @@ class Target(NamedTuple):
         files: of a directory, which of them are changed; patterns.
         read: reads the directory, and returns what it found there as comparable text.
         sealed: what was changed must be noticed.
+        change: changes the content of a file.
+        seal: corrects the checksums of the directory afterwards, as somebody who hands it over could.
     """
 
     files: tuple[str, ...]
     read: Callable[[Path], str]
     sealed: bool
+    change: Callable[[bytes, random.Random], bytes]
+    seal: Callable[[Path], None]
+
+
+def target(
+    *files: str,
+    read: Callable[[Path], str],
+    sealed: bool = False,
+    change: Callable[[bytes, random.Random], bytes] | None = None,
+    seal: Callable[[Path], None] | None = None,
+) -> Target:
+    """A target whose files get ``mutations`` and keep their old checksums, unless something else is given."""
+    return Target(files, read, sealed, change or mutations, seal or (lambda root: None))
 
 
 def mutations(content: bytes, choose: random.Random) -> bytes:
@@ -90,32 +106,166 @@ def _mutate(content: bytearray, choose: random.Random) -> None:
         del content[choose.choice((place, 0, size - length)) :]
 
 
+#: what a run should never name; the first part is a package beside the run, whose import leaves a file
+_NAMES = ["fuzz_payload.P", "recpo.cli.main.os.system", "recpo.workflows.tilt.tilt", "recpo.training.run.shutil.rmtree"]
+_NAMES += ["builtins.exec", "os.system", "subprocess.Popen", "recpo.cli.main.main", "recpo.cli.main", "recpo.Bundle"]
+_NAMES += [
+    "recpo.CatalogSoftmaxPolicy",
+    "recpo.GBPO",
+    "lightning.Trainer",
+    "torch.optim.Adam",
+    "torch.hub.load",
+    "eval",
+]
+_RAN = "fuzz_payload_ran"
+
+
+def foreign_names(content: bytes, choose: random.Random) -> bytes:
+    """The configuration of a run with one or two options that name something to import, in any form that is parsed."""
+    import yaml
+
+    configuration = yaml.safe_load(content)
+    for _ in range(choose.choice((1, 1, 2))):
+        place = configuration
+        key = choose.choice(("policy", "objective", "critic", "data", "optimizer", "trainer", *configuration))
+        while isinstance(place.get(key), dict) and place[key] and choose.random() < 0.6:
+            place, key = place[key], choose.choice(list(place[key]))
+        place[key] = _naming(choose)
+    return yaml.safe_dump(configuration).encode()
+
+
+def _naming(choose: random.Random) -> Any:
+    name = choose.choice(_NAMES) if choose.random() < 0.6 else _attribute(choose)
+    arguments = {"command": f"touch {_RAN}", "path": _RAN, "trust": ["fuzz_payload"], "base": name, "num_items": 5}
+    arguments = {key: value for key, value in arguments.items() if choose.random() < 0.4}
+    whole = {"class_path": name, "init_args": arguments}
+    forms: list[Any] = [
+        name,
+        whole,
+        {"class_path": name},
+        [name],
+        [whole],
+        {"class_path": name, "dict_kwargs": arguments},
+    ]
+    forms += [f"{{class_path: {name}}}", f"class_path:\t{name}", f"class_path: {name}\ninit_args: {arguments}"]
+    forms += [str(_BASE[0] / "options.yaml"), {"trust": [name]}, {"init_args": whole}]
+    return choose.choice(forms)
+
+
+def _attribute(choose: random.Random) -> str:
+    """An attribute of a module that is loaded already, at the end of a chain of attributes."""
+    module = choose.choice(sorted(name for name in sys.modules if name.startswith(("recpo.", "torch.optim."))))
+    found, path = sys.modules[module], [module]
+    for _ in range(choose.choice((1, 2, 3))):
+        inside = sorted(name for name in vars(found) if name.isidentifier()) if hasattr(found, "__dict__") else []
+        if not inside:
+            break
+        path.append(choose.choice(inside))
+        found = vars(found)[path[-1]]
+    return ".".join(path)
+
+
+def outside_names(content: bytes, choose: random.Random) -> bytes:
+    """A manifest of prepared data, sealed, that names a file outside of its directory."""
+    from recpo.artifacts import seal
+
+    manifest = json.loads(content)
+    manifest.pop("sha256")
+    shards = [shard for period in manifest["shards"].values() for shard in period]
+    shard, names = choose.choice(shards), list(manifest["files"])
+    own = choose.choice([shard["file"], *names])
+    outside = choose.choice(
+        (
+            f"../prepared/{own}",
+            f"{_BASE[0]}/prepared/{own}",
+            f"train/../../prepared/{own}",
+            f"./{own}",
+            f"x//{own}",
+            "",
+            "..",
+        )
+    )
+    key = choose.choice(("file", "past", "files"))
+    if key == "files":
+        manifest["files"][outside] = manifest["files"].pop(choose.choice(names))
+    else:
+        shard[key] = outside
+    return json.dumps(seal(manifest)).encode()
+
+
+def archives(content: bytes, choose: random.Random) -> bytes:
+    """An archive of torch with records that inflate, that are named twice, or whose pickle says something else."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(made, "w") as out:
+        names = whole.namelist()
+        pickled = next(name for name in names if name.endswith("data.pkl"))
+        chosen, how = choose.choice([pickled, pickled, *names]), choose.randrange(6)
+        for name in names:
+            record = zipfile.ZipInfo(name)
+            data = whole.read(name)
+            if name == chosen and how in (0, 1):
+                record.compress_type = choose.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+                data = data if how else b"\x80\x02](" + choose.choice((b"N", b"\x00", b"]")) * (1 << 26)
+            elif name == chosen and how in (2, 3):
+                data = choose.choice(_PICKLES) if name == pickled and how == 2 else mutations(data, choose)
+            elif name == chosen and how == 4:
+                out.writestr(zipfile.ZipInfo(name), mutations(data, choose))
+            out.writestr(record, data)
+        for record in out.infolist():  # torch writes none
+            record.external_attr = 0
+    inflated = bytearray(made.getvalue())
+    if how == 5:
+        entry = inflated.rindex(chosen.encode()) - 46  # of the central directory
+        for place in choose.sample((20, 24, 42), choose.choice((1, 2, 3))):  # sizes, and where the record is
+            inflated[entry + place : entry + place + 4] = choose.choice((b"\xff" * 4, b"\x00\x00\x00\x7f", bytes(4)))
+    return bytes(inflated)
+
+
+_WEIGHTS = b"\x80\x02}X\x0a\x00\x00\x00state_dict"
+#: pickles that declare much or nothing: a large buffer, nested lists, a missing memo, an operating system call
+_PICKLES = [_WEIGHTS + b"c__builtin__\nbytearray\n\x8a\x05\x00\xe8vH\x17\x85Rs.", b"\x80\x02" + b"]" * 200_000 + b"."]
+_PICKLES += [
+    _WEIGHTS + b"]s.",
+    _WEIGHTS + b"}K\x01K\x02ss.",
+    b"\x80\x02Nr\xff\xff\xff\xff.",
+    b"\x80\x02h\x05.",
+    b"N.",
+    b"",
+]
+_PICKLES += [b"cos\nsystem\nX\x15\x00\x00\x00touch fuzz_payload_ran\x85R."]
+
+
 def targets(base: Path) -> dict[str, Target]:
     """Every reader, on what ``make_base`` made."""
     return {
-        "prepared": Target(("prepared/**/*",), _prepared, True),
-        "run": Target(("run/*.json", "run/*.yaml", "run/*.parquet", "run/checkpoints/*"), _run, True),
-        "reward": Target(("reward/*.json", "reward/checkpoints/best.ckpt"), _reward, True),
-        "checkpoint": Target(("run/checkpoints/last.ckpt",), _checkpoint, True),
-        "codes": Target(("codes/*",), _codes, True),
-        "factors": Target(("factors/*",), _factors, True),
-        "bundle": Target(("bundle/*",), _bundle, True),
-        "evaluation": Target(("evaluation/*.json", "evaluation/*.yaml"), _evaluation, True),
-        "comparison": Target(("comparison/*.json",), _comparison, True),
-        "simulation": Target(("log/recpo.json", "log/truth/*"), _simulation, True),
-        "journal": Target(("served/_journal/*/*",), _journal, False),
-        "parquet log": Target(("log/log/*.parquet",), _parquet_log, False),
-        "csv log": Target(("log.csv",), _csv_log, False),
-        "histories": Target(("histories.parquet",), _histories, False),
-        "lists": Target(("lists.parquet", "lists.csv"), _lists, False),
-        "item table": Target(("items.parquet",), _item_table, False),
-        "feature table": Target(("items.parquet",), _feature_table, False),
-        "yaml": Target(("train.yaml", "resolved.yaml"), _yaml, False),
+        "prepared": target("prepared/**/*", read=_prepared, sealed=True),
+        "run": target("run/*.json", "run/*.yaml", "run/*.parquet", "run/checkpoints/*", read=_run, sealed=True),
+        "reward": target("reward/*.json", "reward/checkpoints/best.ckpt", read=_reward, sealed=True),
+        "checkpoint": target("run/checkpoints/last.ckpt", read=_checkpoint, sealed=True),
+        "codes": target("codes/*", read=_codes, sealed=True),
+        "factors": target("factors/*", read=_factors, sealed=True),
+        "bundle": target("bundle/*", read=_bundle, sealed=True),
+        "evaluation": target("evaluation/*.json", "evaluation/*.yaml", read=_evaluation, sealed=True),
+        "comparison": target("comparison/*.json", read=_comparison, sealed=True),
+        "simulation": target("log/recpo.json", "log/truth/*", read=_simulation, sealed=True),
+        "journal": target("served/_journal/*/*", read=_journal),
+        "parquet log": target("log/log/*.parquet", read=_parquet_log),
+        "csv log": target("log.csv", read=_csv_log),
+        "histories": target("histories.parquet", read=_histories),
+        "lists": target("lists.parquet", "lists.csv", read=_lists),
+        "item table": target("items.parquet", read=_item_table),
+        "feature table": target("items.parquet", read=_feature_table),
+        "yaml": target("train.yaml", "resolved.yaml", read=_yaml),
+        "run names": target("run/resolved.yaml", read=_run_unharmed, change=foreign_names, seal=_seal_run),
+        "manifest names": target("prepared/manifest.json", read=_prepared, sealed=True, change=outside_names),
+        "archives": target("run/checkpoints/*", read=_run_weights, change=archives, seal=_seal_run),
+        "index": target("indexed/index.faiss", read=_indexed, seal=_seal_bundle),
+        "options": target("options/*.yaml", read=_options, change=wrong_values),
     }
 
 
 #: targets that need trained runs
-MODELS = frozenset({"run", "reward", "factors", "bundle", "comparison", "histories"})
+MODELS = frozenset({"run", "reward", "factors", "bundle", "comparison", "histories", "run names", "archives", "index"})
 
 
 def make_base(base: Path, configs: Path, models: bool = True) -> None:
@@ -140,12 +290,23 @@ def make_base(base: Path, configs: Path, models: bool = True) -> None:
         commands += [
             ["calibrate", "--run", str(base / "reward"), "--prepared", prepared, "--resamples", "5"],
             ["compare", *bundles, "--prepared", prepared, "--out", str(base / "comparison"), "--off_policy", "null"],
+            [
+                "export",
+                "--run",
+                str(base / "run"),
+                "--out",
+                str(base / "indexed"),
+                "--index",
+                "{recall: .01, lists: 4}",
+            ],
         ]
     for command in commands:
         if "--out" not in command or not Path(command[command.index("--out") + 1]).exists():
             status, said = quiet(command)
             assert status == 0, said
     _make_files(base)
+    _make_payload(base)
+    _make_options(base / "options")
     _make_journal(base / "served")
     shutil.copy2(configs / "gbpo.yaml", base / "train.yaml")
     shutil.copy2(base / "run" / "resolved.yaml" if models else configs / "pretrain.yaml", base / "resolved.yaml")
@@ -176,6 +337,14 @@ def _make_files(base: Path) -> None:
     items |= {"code_0": list(number), "code_1": [f"<a_{n % 7}>" for n in number], "age": [n / 7 for n in number]}
     items |= {"vector": pa.array([[n / 7.0, 1.0, -float(n)] for n in number], pa.list_(pa.float32()))}
     pq.write_table(pa.table(items), base / "items.parquet")
+
+
+def _make_payload(base: Path) -> None:
+    """A package whose import leaves a file, and options that name it."""
+    (base / "payload").mkdir()
+    ran = str(base / "payload" / _RAN)
+    (base / "payload" / "fuzz_payload.py").write_text(f"open({ran!r}, 'w').close()\nclass P: pass\n")
+    (base / "options.yaml").write_text("class_path: fuzz_payload.P\n")
 
 
 def _make_checkpoint(directory: Path) -> None:
@@ -244,6 +413,72 @@ def _run(root: Path) -> str:
     configuration = {name: part for name, part in run.configuration.items() if name != "out"}
     weights = [_tensors(run.policy(name).state_dict()) for name in ("best", "last")]
     return _text(run.facts, configuration, str(run.feedback), run.items.to_external([1, 2]).to_pylist(), weights)
+
+
+def _run_weights(root: Path) -> str:
+    from recpo.training.checkpoints import validate_checkpoint
+    from recpo.training.run import Run
+
+    for name in ("best", "last"):
+        validate_checkpoint(root / "run" / "checkpoints" / f"{name}.ckpt")
+    return _text([_tensors(Run.open(root / "run").policy(name).state_dict()) for name in ("best", "last")])
+
+
+def _run_unharmed(root: Path) -> str:
+    """Reads a run whose configuration may name anything: none of it may be imported or called."""
+    from recpo.contracts import Objective
+    from recpo.training.options import CriticOptions
+    from recpo.training.run import Run
+
+    os.chdir(root)
+    if (payload := str(_BASE[0] / "payload")) not in sys.path:
+        sys.path.insert(0, payload)
+    try:
+        run = Run.open(root / "run")
+        return _text(
+            run.policy().state_dict().keys(), run.option("objective", Objective), run.option("critic", CriticOptions)
+        )
+    finally:
+        ran = [path for path in (root / _RAN, _BASE[0] / "payload" / _RAN) if path.exists()]
+        for path in ran:
+            path.unlink()
+        imported = sys.modules.pop("fuzz_payload", None)
+        assert not ran, "somebody else's code ran"
+        assert imported is None, "somebody else's code was imported"
+
+
+def _seal_run(root: Path) -> None:
+    from recpo.artifacts import seal, sha256, write_json
+
+    facts = json.loads((root / "run" / "run.json").read_bytes())
+    facts.pop("sha256")
+    facts["files"] = {name: sha256(root / "run" / name) for name in facts["files"]}
+    write_json(root / "run" / "run.json", seal(facts))
+
+
+def _seal_bundle(root: Path) -> None:
+    from recpo.artifacts import sha256
+    from recpo.serving.manifest import _checksum
+
+    manifest = json.loads((root / "indexed" / "manifest.json").read_bytes())
+    manifest.pop("checksum")
+    manifest["files"] = {name: sha256(root / "indexed" / name) for name in manifest["files"]}
+    content = manifest | {"checksum": _checksum(manifest)}
+    (root / "indexed" / "manifest.json").write_text(json.dumps(content))
+
+
+def _indexed(root: Path) -> str:
+    import numpy as np
+
+    from recpo.serving.item_index import ItemIndex
+    from recpo.serving.manifest import BundleManifest
+
+    manifest = BundleManifest.read(root / "indexed")
+    index = ItemIndex.load(root / "indexed", manifest)
+    states = np.ascontiguousarray(index.vectors[1:4])
+    ids, scores = index.search(states, np.zeros((3, 1), np.int64), min(5, manifest.num_items))
+    assert 0 <= ids.min() <= ids.max() <= manifest.num_items
+    return _text(ids.tobytes(), scores.tobytes())
 
 
 def _reward(root: Path) -> str:
@@ -396,6 +631,48 @@ def _yaml(root: Path) -> str:
     return _text(found)
 
 
+_WRONG_VALUES = ["3", "[]", "[a]", "[[1]]", "{}", "{a: 1}", "word", "null", "true", "-1", "0", ".inf", ".nan", "9" * 20]
+_OPTIONS = {
+    "prepare": "columns: {}\nfeatures: {}\nfeedback: {positive_threshold: 0.75}\ncsv: {}\nlabel: WatchQuantiles\n"
+    "split: {class_path: TemporalSplit, init_args: {test_days: 1}}\nmax_context: 20\nretire: []\nbehaviors: null\n"
+    "max_watch_time: 100.0\nitems: null\nlog: LOG\n",
+    "evaluate": "rerank_options: {}\nbaseline_options: {}\noff_policy: {}\nitem_features: null\nrerank: []\n"
+    "ks: [5]\nbaselines: false\nreward: {dislike_cost: 1.0}\ncontenders: [popularity]\nbootstrap_resamples: 0\n",
+    "tokenize": "vectors: VectorsFromCooccurrence\nlevels: 2\ncodebook_size: 8\ncapacity_slack: null\nseed: 0\n"
+    "collisions: null\niterations: 3\n",
+    "simulate": "exploration: null\nafter: null\nusers: 20\nitems: 20\nevents: 100\ndays: 3\nseed: 0\n",
+}
+
+
+def _make_options(directory: Path) -> None:
+    directory.mkdir()
+    for verb, text in _OPTIONS.items():
+        log = str(directory.parent / "log.csv")
+        (directory / f"{verb}.yaml").write_text(text.replace("LOG", log), encoding="utf-8")
+
+
+def wrong_values(content: bytes, choose: random.Random) -> bytes:
+    """Options with one to three values of another kind, such as a number in place of a group."""
+    lines = content.decode().splitlines()
+    for _ in range(choose.choice((1, 1, 2, 3))):
+        place = choose.randrange(len(lines))
+        name = lines[place].partition(":")[0]
+        lines[place] = f"{name}: {choose.choice(_WRONG_VALUES)}"
+    return "\n".join(lines).encode()
+
+
+def _options(root: Path) -> str:
+    found = []
+    for verb in _OPTIONS:
+        file = root / "options" / f"{verb}.yaml"
+        whole = _BASE[0] / "options" / f"{verb}.yaml"
+        if file.read_bytes() != whole.read_bytes():  # the others would only take time
+            needed = [] if verb in ("prepare", "simulate") else ["--prepared", str(_BASE[0] / "prepared")]
+            out = ["--out", str(root / "out"), "--overwrite", "true"]
+            found.append(_status(quiet([verb, "--config", str(file), *needed, *out])))
+    return _text(found)
+
+
 def _status(ended: tuple[int, str]) -> str:
     status, said = ended
     assert status in (0, 1, 2), said
@@ -447,7 +724,7 @@ class Fuzzer:
         """Input ``number``: its outcome in a word, and the fault that it shows."""
         choose = random.Random(f"{self.name} {self.seed} {number}")
         file = choose.choice(self.files)
-        content = mutations(file.read_bytes(), choose)
+        content = self.target.change(file.read_bytes(), choose)
         return self.read(number, file, content)
 
     def read(self, number: int, file: Path, content: bytes) -> tuple[str, Fault | None]:
@@ -456,6 +733,7 @@ class Fuzzer:
         if self.name == "journal":
             self.fresh()  # reading moves its files
         (self.root / shown).write_bytes(content)
+        self.target.seal(self.root)
         try:
             found = self.target.read(self.root)
         except RecpoError as error:
@@ -466,6 +744,7 @@ class Fuzzer:
             return "raised", Fault(self.name, number, str(shown), traceback.format_exc()[-1500:])
         finally:
             shutil.copy2(file, self.root / shown)
+            self.target.seal(self.root)
         if self.target.sealed and found != self.whole:
             return "wrong", Fault(self.name, number, str(shown), "read as other data")
         return "same" if found == self.whole else "read", None
@@ -567,7 +846,7 @@ def main() -> int:
     given = parser.parse_args()
     configs, models = Path(__file__).parents[2] / "configs", given.models == "true"
     with tempfile.TemporaryDirectory(prefix="recpo-fuzz-") as temporary:
-        root = Path(temporary) if given.work is None else given.work
+        root = Path(temporary) if given.work is None else given.work.resolve()
         base, work = root / "base", root / "work"
         if not (root / "complete").exists():
             for directory in (base, work):

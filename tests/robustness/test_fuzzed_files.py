@@ -1,5 +1,7 @@
 """A sample of ``fuzz.py``: files with changed, missing and added bytes, and their readers."""
 
+import zipfile
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from recpo.artifacts import read_json, seal, unseal, write_json
 from recpo.errors import RecpoError
-from recpo.training.checkpoints import validate_checkpoint
+from recpo.training.checkpoints import saved_tensors, validate_checkpoint
 from tests.robustness.fuzz import Fuzzer, make_base
 
 #: inputs of each target that needs no trained model
@@ -16,12 +18,14 @@ INPUTS = {
     "evaluation": 60,
     "simulation": 30,
     "checkpoint": 60,
+    "manifest names": 40,
     "journal": 25,
     "csv log": 4,
     "parquet log": 4,
     "lists": 20,
     "item table": 20,
     "yaml": 6,
+    "options": 40,
 }
 
 
@@ -68,6 +72,34 @@ def test_numbers_that_json_has_not_are_a_changed_document(tmp_path, value):
     file.write_text(file.read_text().replace("0.5", value))
     with pytest.raises(RecpoError, match=r"calibration\.json is not as it was written"):
         unseal(read_json(file, "again"), file, "again")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("record", ["data.pkl", "data/0"])
+def test_a_record_that_would_inflate_is_refused_before_it_does(tmp_path, method, record):
+    whole, bomb = tmp_path / "whole.ckpt", tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"first": torch.arange(9.0)}}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(bomb, "w") as out:
+        for name in source.namelist():
+            entry = zipfile.ZipInfo(name)
+            entry.compress_type = method if name.endswith(record) else zipfile.ZIP_STORED
+            out.writestr(entry, b"\x80\x02](" + b"N" * (1 << 24) if name.endswith(record) else source.read(name))
+        for entry in out.infolist():
+            entry.external_attr = 0
+    assert bomb.stat().st_size < 1 << 16
+    for read in (validate_checkpoint, saved_tensors):
+        with pytest.raises(RecpoError, match=rf"last\.ckpt is damaged.*{record} is compressed"):
+            read(bomb)
+
+
+@pytest.mark.parametrize(
+    "content", [{"state_dict": [1]}, {"other": {}}, {"state_dict": {"x": torch.eye(2).to_sparse()}}, 5]
+)
+def test_a_checkpoint_without_weights_is_one_message(tmp_path, content):
+    torch.save(content, tmp_path / "last.ckpt")
+    for read in (validate_checkpoint, saved_tensors):
+        with pytest.raises(RecpoError, match=r"last\.ckpt is damaged.*state_dict"):
+            read(tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize("change", ["name", "directory", "number"])

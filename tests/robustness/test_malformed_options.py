@@ -1,4 +1,4 @@
-"""Impossible options of `recpo train` through the command line: exit 1 or 2, one message, nothing written."""
+"""Impossible options through the command line: exit 1 or 2, one message, nothing written."""
 
 import pytest
 
@@ -12,6 +12,9 @@ REFUSED = {
     "--data.batch_size -3": "batch_size must be at least 1, got -3",
     "--data.batch_size many": "batch_size",
     "--data.num_workers -1": "num_workers must be at least 0",
+    "--data.num_workers 99999": "num_workers must be at most 256",
+    "--data.batch_size 99999999999999999999": "--data.batch_size: 99999999999999999999 is too large",
+    "--data 3": "data",
     "--data.evaluation_batch_size 0": "evaluation_batch_size must be at least 1",
     "--data.max_validation_users 0": "max_validation_users must be at least 1",
     "--data.layout.history_length 0": "history_length",
@@ -40,6 +43,21 @@ REFUSED = {
     "--policy.heads 3": "heads",
     "--policy.dropout 1.5": "dropout",
     "--policy.temperature 0": "temperature",
+    "--policy.sparse true": "policy.normalizer to sampled",
+    "--policy.feedback_levels 3": "policy.feedback_levels",
+    "--policy.item_features 3": "--policy.item_features: 3 is no mapping",
+    "--policy.dim 99999999999999999999": "--policy.dim: 99999999999999999999 is too large",
+    "--rollout 3": "--rollout: 3 is no mapping",
+    "--rollout []": "--rollout: a list is no mapping",
+    "--rollout.collapse yes": "--rollout.collapse: yes is no mapping",
+    "--critic 3": "--critic: 3 is no mapping",
+    "--weight_averaging half": "--weight_averaging: half is no mapping",
+    "--trainer 3": "trainer",
+    "--objective []": "objective",
+    "--objective 3": "objective",
+    "--optimizer 3": "optimizer",
+    "--trainer.callbacks [3]": "trainer",
+    "--trainer.devices []": "devices=[]",
     "--critic.hidden 0": "critic.hidden must be at least 1",
     "--critic.gamma 1": "critic.gamma must lie in [0, 1)",
     "--rollout.group_size 1": "rollout.group_size must be at least 2",
@@ -66,3 +84,53 @@ def test_an_impossible_option_is_one_message(prepared, tmp_path, capfd, options)
     assert REFUSED[options] in printed
     assert "Traceback" not in printed
     assert not out.exists()
+
+
+HUGE = "99999999999999999999"
+OF_OTHER_VERBS = {
+    "prepare --log [] --out OUT": "log: an empty list names no file",
+    "prepare --log LOG --out OUT --columns 3": "--columns: 3 is no mapping",
+    "prepare --log LOG --out OUT --csv comma": "--csv: comma is no mapping",
+    "prepare --log LOG --out OUT --feedback 3": "--feedback: 3 is no mapping",
+    "prepare --log LOG --out OUT --features [a]": "--features: a list is no mapping",
+    "prepare --log LOG --out OUT --features.item 3": "features",
+    "prepare --log LOG --out OUT --label 3": "label",
+    "prepare --log LOG --out OUT --split []": "split",
+    "prepare --log LOG --out OUT --max_watch_time .inf": "max_watch_time inf",
+    f"prepare --log LOG --out OUT --max_context {HUGE}": f"--max_context: {HUGE} is too large",
+    f"prepare --log LOG --out OUT --threads {HUGE}": f"--threads: {HUGE} is too large",
+    "init []": "log: an empty list names no file",
+    "init LOG --out OUT --columns 3": "--columns: 3 is no mapping",
+    "tokenize --prepared DATA --out OUT --vectors 3": "vectors",
+    "tokenize --prepared DATA --out OUT --levels 1000000": "levels must be at most 64",
+    "tokenize --prepared DATA --out OUT --seed 9999999999": "seed must lie between 0 and 4294967295",
+    "factorize --prepared DATA --out OUT --seed -1": "seed is -1",
+    "factorize --prepared DATA --out OUT --ranks []": "ranks is []",
+    "simulate --out OUT --after []": "after",
+    "simulate --out OUT --after [] --policy nowhere": "after is an empty list",
+    f"simulate --out OUT --users {HUGE}": f"--users: {HUGE} is too large",
+    "simulate --out OUT --exploration 3": "--exploration: 3 is no mapping",
+    "evaluate --prepared DATA --out OUT --rerank_options 3": "--rerank_options: 3 is no mapping",
+    "evaluate --prepared DATA --out OUT --baseline_options 3": "--baseline_options: 3 is no mapping",
+    "evaluate --prepared DATA --out OUT --off_policy yes": "--off_policy: yes is no mapping",
+    "evaluate --prepared DATA --out OUT --rerank 3": "rerank",
+    "evaluate --prepared DATA --out OUT --ks []": "ks must be different whole numbers",
+    f"evaluate --prepared DATA --out OUT --ks [{HUGE}]": f"--ks: {HUGE} is too large",
+    f"plan --num_items {HUGE}": f"--num_items: {HUGE} is too large",
+    "calibrate --prepared DATA --reward [3]": "reward",
+    "export --run nowhere --out OUT --index 3": "--index: 3 is no mapping",
+    "serve --bundle nowhere --rerank_options 3": "--rerank_options: 3 is no mapping",
+    "loop --out OUT --recipe []": "recipe is []",
+}
+
+
+@pytest.mark.parametrize("line", OF_OTHER_VERBS)
+def test_an_impossible_option_of_another_verb_is_one_message(prepared, tmp_path, capfd, line):
+    places = {"LOG": str(prepared / "histories.parquet"), "DATA": str(prepared), "OUT": str(tmp_path / "out")}
+    words = [places.get(word, word) for word in line.split()]
+    assert main(words) in (1, 2)
+    printed = capfd.readouterr().err
+    assert OF_OTHER_VERBS[line] in printed
+    assert printed.count("error: ") == 1
+    assert "Traceback" not in printed
+    assert list(tmp_path.iterdir()) == []

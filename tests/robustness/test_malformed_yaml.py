@@ -46,3 +46,22 @@ def test_any_content_is_a_mapping_or_a_message(tmp_path_factory, content):
 
 def test_text_that_is_not_a_file_is_left_to_the_parser(tmp_path):
     validate_configuration_files(["--config", '{"seed": 1}', "--config=nowhere.yaml", "--config"])
+
+
+GROUPS = {
+    "train": ["rollout: 3", "rollout: []", "critic: yes", "adaptive_kl: 0.5", "weight_averaging: 0.99"],
+    "prepare": ["columns: 3", "columns: [user_id]", "features: [a]", "feedback: 3", "csv: comma"],
+    "evaluate": ["rerank_options: 3", "baseline_options: 3", "off_policy: [1]", "item_features: tags"],
+    "serve": ["rerank_options: 3", "exploration: 0.1"],
+}
+
+
+@pytest.mark.parametrize(("verb", "line"), [(verb, line) for verb, lines in GROUPS.items() for line in lines])
+def test_a_group_that_is_no_mapping_is_one_message_with_its_line(tmp_path, capsys, verb, line):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"# a comment\n{line}\n", encoding="utf-8")
+    assert main([verb, "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    name = line.partition(":")[0]
+    assert said.startswith(f"error: {file}, line 2: {name}: ")
+    assert "is no mapping; expected one with the keys " in said

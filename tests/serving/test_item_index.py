@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,3 +170,26 @@ def test_a_damaged_index_and_unsuitable_options_are_refused(indexed, parts, tmp_
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     with pytest.raises(RecpoError, match=r"pip install recpo\[index\]"):
         Bundle.load(path)
+
+
+@pytest.mark.parametrize("fault", ["an item twice", "an item beyond the catalog", "a billion dimensions", "cut short"])
+def test_a_damaged_index_is_refused_without_its_checksum(indexed, tmp_path, fault):
+    bundle, root = Bundle.load(indexed[1]), tmp_path / "bundle"
+    shutil.copytree(indexed[1], root)
+    content = bytearray((root / "index.faiss").read_bytes())
+    ids = content.index(first_ids(root)[:2].tobytes())
+    if fault.startswith("an item"):
+        content[ids : ids + 8] = np.int64(ITEMS + 5 if "beyond" in fault else first_ids(root)[1]).tobytes()
+    elif fault == "cut short":
+        del content[-100:]
+    else:
+        content[4:8] = np.int32(1 << 30).tobytes()  # the number of dimensions
+    (root / "index.faiss").write_bytes(content)
+    with pytest.raises(RecpoError, match=r"index\.faiss"):
+        ItemIndex.load(root, bundle.manifest)
+
+
+def first_ids(root):
+    """The ids in the first list of an index."""
+    index = faiss.read_index(str(root / "index.faiss"))
+    return faiss.rev_swig_ptr(index.invlists.get_ids(0), index.invlists.list_size(0)).copy()
