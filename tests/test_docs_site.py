@@ -202,7 +202,7 @@ def test_python_blocks_use_names_that_exist(path):
     for code in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "recpo":
-                assert node.attr in {*recpo.__all__, "workflows", "server"}, f"{path.name}: recpo.{node.attr}"
+                assert node.attr in {*recpo.__all__, "verbs", "server"}, f"{path.name}: recpo.{node.attr}"
 
 
 def run(command, directory):

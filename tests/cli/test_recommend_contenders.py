@@ -24,7 +24,7 @@ def data(prepared):
 
 @pytest.fixture(scope="module")
 def factors(data):
-    return fit_factors(data, FactorOptions("als", ranks=(3,), ridges=(2.0,), sweeps=3))
+    return fit_factors(data, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
 
 
 @pytest.fixture(scope="module")

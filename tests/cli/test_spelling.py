@@ -1,6 +1,5 @@
 """Names of options, keys and classes: right ones pass, wrong ones get a suggestion, and torch is not imported."""
 
-import importlib
 import random
 import re
 import shlex
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentError
 
-from recpo.cli.main import VERBS, main, parser_of
-from recpo.cli.signatures import options_of
-from recpo.cli.spelling import _entry, check_spelling, nearest
+from recpo.cli.main import VERBS, main
+from recpo.cli.parser import parser_of, verb_class
+from recpo.cli.signatures import entry, options_of
+from recpo.cli.spelling import check_spelling, nearest
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -26,7 +26,7 @@ def verb_of(config):
 
 
 def actions(verb):
-    parser = parser_of(getattr(importlib.import_module(f"recpo.cli.{verb}"), verb))
+    parser = parser_of(verb_class(verb))
     return {action.dest for action in parser._actions} - {"help", "config", "print_config", "print_shtab"}
 
 
@@ -38,7 +38,7 @@ def refused(verb, *words):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_source_names_the_options_of_the_parser(verb):
-    found = options_of(_entry(verb))
+    found = options_of(entry(verb))
     assert found.is_complete
     assert set(found.named) - {"config"} == {name.split(".")[0] for name in actions(verb)}
     for name in actions(verb):
@@ -111,7 +111,7 @@ def changed(word, choose):
 def test_typing_errors_get_the_right_suggestion(tmp_path):
     choose, file, tried = random.Random(0), tmp_path / "options.yaml", 0
     verbs = {config: verb_of(config) for config in CONFIGS}
-    options = {verb: sorted(options_of(_entry(verb)).named) for verb in VERBS if verb != "doctor"}
+    options = {verb: sorted(options_of(entry(verb)).named) for verb in VERBS if verb != "doctor"}
     right = {name for names in options.values() for name in names} | {"Adam", "GRPO"}
     while tried < 120:
         config = choose.choice(CONFIGS)

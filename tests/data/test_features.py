@@ -438,5 +438,5 @@ def test_spark_writes_the_same_bytes(data, tmp_path):
     if shutil.which("java") is None:
         pytest.skip("Spark needs Java")
     settings = {"spark.sql.shuffle.partitions": 2}
-    spark = EngineOptions("spark", memory_limit="1GB", threads=2, spark_master="local[2]", spark_conf=settings)
+    spark = EngineOptions(engine="spark", memory_limit="1GB", threads=2, spark_master="local[2]", spark_conf=settings)
     assert prepare(tmp_path / "out", engine=spark).checksums == data.checksums

@@ -23,7 +23,7 @@ from recpo.factorization.implicit import ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
 
 SMALL = BaselineOptions(
-    factorization=FactorOptions("als", ranks=(2,), ridges=(2.0,), sweeps=2),
+    factorization=FactorOptions(method="als", ranks=(2,), ridges=(2.0,), sweeps=2),
     implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
     ease=EaseOptions(ridges=(100.0,)),
 )

@@ -17,7 +17,7 @@ def data(prepared):
 
 @pytest.fixture(scope="session")
 def factors(data):
-    return fit_factors(data, FactorOptions("als", ranks=(3,), ridges=(2.0,), sweeps=3))
+    return fit_factors(data, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ def test_small_chunks_and_many_shards_give_the_same_model(many, factors, monkeyp
     assert many.num_shards("train") > 5
     monkeypatch.setattr(graded, "CHUNK_EVENTS", 100)
     assert max(len(chunk.grade) for chunk in chunks(many)) < 400
-    again = fit_factors(many, FactorOptions("als", ranks=(3,), ridges=(2.0,), sweeps=3))
+    again = fit_factors(many, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
     for name, tensor in factors.tensors.items():
         torch.testing.assert_close(again.tensors[name], tensor, atol=1e-6, rtol=1e-5)
     assert again.noise == pytest.approx(factors.noise)
@@ -79,7 +79,7 @@ def test_small_chunks_and_many_shards_give_the_same_model(many, factors, monkeyp
 @pytest.mark.parametrize("method", ["als", "variational"])
 def test_a_fold_in_of_all_training_events_is_the_fitted_user(data, factors, method):
     if method == "variational":
-        factors = fit_factors(data, FactorOptions(method, ranks=(3,), sweeps=4))
+        factors = fit_factors(data, FactorOptions(method=method, ranks=(3,), sweeps=4))
     assert factors.user_factors is not None
     every = Factors(**{**vars(factors), "max_history": 10_000})
     shard = data.load("train", 0)
@@ -110,14 +110,14 @@ def test_one_seed_gives_one_model_and_another_seed_another(data, factors):
 
 
 def test_the_smallest_error_on_the_validation_period_is_chosen(data):
-    options = FactorOptions("als", ranks=(1, 6), ridges=(0.1, 4.0, 50.0), sweeps=2)
+    options = FactorOptions(method="als", ranks=(1, 6), ridges=(0.1, 4.0, 50.0), sweeps=2)
     chosen = fit_factors(data, options)
     tried = chosen.facts["tried"]
     assert [(one["rank"], one["ridge"]) for one in tried] == [(r, x) for r in (1, 6) for x in (0.1, 4.0, 50.0)]
     best = min(tried, key=lambda one: one["squared_error"])
     assert (chosen.rank, chosen.ridge) == (best["rank"], best["ridge"])
     for one in tried[:2]:
-        alone = fit_factors(data, FactorOptions("als", (one["rank"],), (one["ridge"],), sweeps=2))
+        alone = fit_factors(data, FactorOptions(method="als", ranks=(one["rank"],), ridges=(one["ridge"],), sweeps=2))
         assert alone.facts["tried"] == [one]
         assert by_hand(data, alone) == pytest.approx(one["squared_error"], rel=1e-5)
     json.dumps(chosen.facts)
@@ -140,8 +140,8 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
     monkeypatch.setattr("recpo.factorization.selection.validation_batches", lambda *_: iter(()))
     assert validation_errors(data, [factors]) == ([0.0], 0)
     with pytest.raises(RecpoError, match="give one rank, and with the method als one ridge"):
-        fit_factors(data, FactorOptions("als", ranks=(1, 2), ridges=(1.0,), sweeps=1))
-    alone = fit_factors(data, FactorOptions("als", ranks=(2,), ridges=(1.0,), sweeps=1))
+        fit_factors(data, FactorOptions(method="als", ranks=(1, 2), ridges=(1.0,), sweeps=1))
+    alone = fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
     assert alone.facts["tried"] == [{"rank": 2, "ridge": 1.0, "squared_error": None}]
 
 
@@ -166,7 +166,7 @@ def test_a_period_has_the_grades_of_its_own_events(data):
 def test_a_log_without_grades_is_refused(data, monkeypatch):
     monkeypatch.setattr(graded, "GRADES", (float("nan"),) * 6)
     with pytest.raises(RecpoError, match="no event of the period train has a grade"):
-        fit_factors(data, FactorOptions("als", ranks=(2,), ridges=(1.0,), sweeps=1))
+        fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
 
 
 @pytest.mark.parametrize(

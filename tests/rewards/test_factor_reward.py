@@ -26,7 +26,7 @@ from recpo.types import Histories, Slates
 @pytest.fixture(scope="module")
 def place(prepared, tmp_path_factory):
     out = tmp_path_factory.mktemp("factors") / "factors"
-    fit_factors(Prepared.open(prepared), FactorOptions("als", ranks=(3,), ridges=(2.0,), sweeps=3)).save(out)
+    fit_factors(Prepared.open(prepared), FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3)).save(out)
     return out
 
 

@@ -107,7 +107,7 @@ def _mutate(content: bytearray, choose: random.Random) -> None:
 
 
 #: what a run should never name; the first part is a package beside the run, whose import leaves a file
-_NAMES = ["fuzz_payload.P", "recpo.cli.main.os.system", "recpo.workflows.tilt.tilt", "recpo.training.run.shutil.rmtree"]
+_NAMES = ["fuzz_payload.P", "recpo.cli.main.os.system", "recpo.verbs.tilt.tilt", "recpo.training.run.shutil.rmtree"]
 _NAMES += ["builtins.exec", "os.system", "subprocess.Popen", "recpo.cli.main.main", "recpo.cli.main", "recpo.Bundle"]
 _NAMES += [
     "recpo.CatalogSoftmaxPolicy",
