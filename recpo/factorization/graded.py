@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from recpo.data.prepared import Period, Prepared, run_change
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
 from recpo.feedback import GRADES
@@ -70,6 +70,7 @@ class FactorOptions:
             raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1, or null")
         if not self.ridges or not min(self.ridges) > 0:
             raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
+        validate_seed(self.seed)
         if self.sweeps < 1:
             raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
         if self.max_history is not None and self.max_history < 1:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from recpo.artifacts import output_directory, write_resolved
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.frames import ArrowStream, Frame
 from recpo.semantic_codes import FILES, SemanticCodes
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
@@ -101,6 +101,7 @@ def tokenize(
     Raises:
         RecpoError: ``out`` exists, options contradict each other, or items have no vectors.
     """
+    validate_seed(seed)
     kmeans = ResidualKMeans(**quantizer)
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     source = VectorsFromFrame(vectors) if isinstance(vectors, ArrowStream | Mapping) else vectors
