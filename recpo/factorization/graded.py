@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from recpo.data.prepared import Period, Prepared, run_change
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
 from recpo.feedback import GRADES
@@ -70,10 +70,11 @@ class FactorOptions:
             raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1, or null")
         if not self.ridges or not min(self.ridges) > 0:
             raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
-        for name, least in (("sweeps", 1), ("seed", 0), ("max_history", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise RecpoError(f"{name} is {value}; it is at least {least}")
+        validate_seed(self.seed)
+        if self.sweeps < 1:
+            raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
+        if self.max_history is not None and self.max_history < 1:
+            raise RecpoError(f"max_history is {self.max_history}; it is at least 1, or null")
         if not 0 <= self.lower_bound < float("inf"):
             raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
         if self.lower_bound and not self.uncertainty:

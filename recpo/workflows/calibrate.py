@@ -18,7 +18,7 @@ from recpo.artifacts import kind_of, seal, write_json
 from recpo.contracts import Objective, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.calibration import (
     BoolArray,
@@ -123,6 +123,7 @@ def calibrate(
         RecpoError: an entry of rewards is not a reward or knows other items, a period has no graded exposure, or an
             option is out of range.
     """
+    validate_seed(seed)
     if min(batch_size, resamples, k) < 1:
         raise RecpoError(f"batch_size is {batch_size}, resamples is {resamples} and k is {k}, expected at least 1 each")
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)

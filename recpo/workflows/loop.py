@@ -22,7 +22,7 @@ from recpo.artifacts import (
     unseal,
     write_json,
 )
-from recpo.errors import Interrupted, RecpoError
+from recpo.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.exploration import Exploration
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
@@ -30,7 +30,15 @@ from recpo.simulation.parameters import WORLDS, SimulationParameters, World
 from recpo.workflows.loop_outcomes import Outcome, outcomes_of
 from recpo.workflows.loop_recipe import Recipe
 from recpo.workflows.loop_report import loop_report
-from recpo.workflows.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
+from recpo.workflows.loop_rounds import (
+    BUNDLE,
+    SEEDS_PER_LOOP,
+    Round,
+    RoundOptions,
+    as_json,
+    make_round,
+    round_directory,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +47,7 @@ LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
 FORMAT_VERSION: Final = 2
 
+_MAX_SEED: Final = MAX_SEED // SEEDS_PER_LOOP - 1  # the rounds have seeds of their own
 _LEAST_DAYS: Final = 3  # for training, validation and test
 _REMEDY: Final = "run the loop again with overwrite"
 
@@ -220,6 +229,7 @@ def _validate(rounds: int, k: int, repeat_after: float | None, parameters: Simul
             "days from 0 on, or null for never",
         ),
         "rounds": (rounds, not isinstance(rounds, bool) and rounds >= 1, "at least 1"),
+        "seed": (parameters.seed, parameters.seed <= _MAX_SEED, f"at most {_MAX_SEED}"),
         "k": (k, not isinstance(k, bool) and k >= 1, "at least 1"),
         "days": (parameters.days, parameters.days >= _LEAST_DAYS, f"at least {_LEAST_DAYS}: train, validation, test"),
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.exploration import Exploration
 from recpo.simulation.log import Simulation, write_simulation
 from recpo.simulation.parameters import WORLDS, SimulationParameters, World
@@ -157,3 +157,4 @@ def _validate_options(stands: Simulation, world: str, options: Mapping[str, Any]
                 f"simulate: {name} is {value!r}, {stands.root} has {known[name]!r}: a policy serves an "
                 "existing world; give only days and seed"
             )
+    validate_seed(options["seed"], "simulate: seed")

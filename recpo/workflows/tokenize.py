@@ -13,7 +13,7 @@ from tqdm import tqdm
 from recpo.artifacts import output_directory, write_resolved
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.frames import ArrowStream, Frame
 from recpo.semantic_codes import FILES, SemanticCodes
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
@@ -103,6 +103,7 @@ def tokenize(
     Raises:
         RecpoError: ``out`` exists, options contradict each other, or items have no vectors.
     """
+    validate_seed(seed)
     kmeans = ResidualKMeans(**quantizer)
     if not 0 <= seed <= _LARGEST_SEED:
         raise RecpoError(f"seed must lie between 0 and {_LARGEST_SEED}, got {seed}")
