@@ -11,20 +11,11 @@ from recpo.artifacts import write_json
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_plan
-from recpo.errors import RecpoError
-
-try:
-    from recpo.sharding.costs import Exchange, Links, Sharding, TableOptimizerName
-    from recpo.sharding.policy_costs import Blocks
-    from recpo.sharding.workload import PolicyKind, Workload
-    from recpo.workflows.plan import catalog_of, item_features_of
-    from recpo.workflows.plan import plan as planned
-except (ImportError, OSError) as fault:
-    raise RecpoError(
-        f"recpo plan uses the planner of torchrec, which does not load ({fault}): install the extra "
-        "sharding through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to "
-        "fix it"
-    ) from fault
+from recpo.sharding.costs import Exchange, Links, Sharding, TableOptimizerName
+from recpo.sharding.policy_costs import Blocks
+from recpo.sharding.workload import PolicyKind, Workload
+from recpo.workflows.plan import catalog_of, item_features_of
+from recpo.workflows.plan import plan as planned
 
 
 def plan(

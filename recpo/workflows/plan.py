@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.sharding import planning
 from recpo.sharding.costs import GIB, Links, Placement, Sharding, transfer_seconds
 from recpo.sharding.workload import StepCosts, Workload, estimate, place_softmax_tables, table_memory
 
@@ -98,6 +98,18 @@ def catalog_of(num_items: int | None, prepared: str | Path | None, events: int |
     return data.num_items, sum(shard["targets"] for shard in data.manifest["shards"]["train"])
 
 
+def _planner() -> ModuleType:
+    """The module that needs torchrec. Tables of an exact softmax are placed without it."""
+    try:
+        from recpo.sharding import planning
+    except (ImportError, OSError) as fault:  # an fbgemm build that does not fit the machine raises OSError
+        raise RecpoError(
+            f"recpo plan uses the planner of torchrec, which does not load ({fault}): install recpo[sharding] "
+            "through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to fix it"
+        ) from fault
+    return planning
+
+
 def _placements(
     workload: Workload, sharding: Sharding | dict[str, Sharding], node: int, limit: int | None, links: Links
 ) -> tuple[dict[str, Placement], RecpoError | None]:
@@ -111,6 +123,7 @@ def _placements(
     def planned(memory: int | None) -> dict[str, Placement]:
         if not specs:
             return fixed
+        planning = _planner()
         made = planning.plan_tables(
             specs,
             sharding=sharding,

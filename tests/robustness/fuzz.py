@@ -637,7 +637,7 @@ _OPTIONS = {
     "split: {class_path: TemporalSplit, init_args: {test_days: 1}}\nmax_context: 20\nretire: []\nbehaviors: null\n"
     "max_watch_time: 100.0\nitems: null\nlog: LOG\n",
     "evaluate": "rerank_options: {}\nbaseline_options: {}\noff_policy: {}\nitem_features: null\nrerank: []\n"
-    "ks: [5]\nbaselines: [popularity]\nreward: {positive: 1.0}\nrun: []\nlists: []\nbootstrap_resamples: 0\n",
+    "ks: [5]\nbaselines: [popularity]\nreward: {}\nrun: []\nlists: []\nbootstrap_resamples: 0\n",
     "tokenize": "vectors: VectorsFromCooccurrence\nlevels: 2\ncodebook_size: 8\ncapacity_slack: null\nseed: 0\n"
     "collisions: null\niterations: 3\n",
     "simulate": "exploration: null\nafter: null\nusers: 20\nitems: 20\nevents: 100\ndays: 3\nseed: 0\n",
