@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MAX_SEED = 2**32 - 1
+"""The largest seed that NumPy, scikit-learn and torch all take."""
+
 
 class RecpoError(Exception):
     """An error in the user's input: a file, a column, an option, or a combination of them.
@@ -38,3 +41,9 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def validate_seed(seed: int, name: str = "seed") -> None:
+    """Raises ``RecpoError`` if the option ``name`` is not a seed from 0 to ``MAX_SEED``."""
+    if not 0 <= seed <= MAX_SEED:
+        raise RecpoError(f"{name} must be between 0 and {MAX_SEED}, got {seed}")

@@ -100,6 +100,26 @@ def test_the_core_imports_without_torchrec(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+OPTIONAL = ("torchrec", "fbgemm_gpu", "triton", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
+OPTIONAL += ("pyspark", "matplotlib", "polars")
+#: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them
+INTEGRATIONS = {
+    "torchrec": ["sharding.lookup_table", "sharding.planning", "sharding.strategy", "sharding.table_optimizer"],
+    "fastapi": ["server.app", "server.processes", "server.protocol"],
+    "triton": ["ops.triton_catalog"],
+}
+
+
+def test_every_module_imports_without_the_optional_packages():
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES}
+    names = {name.removesuffix(".__init__") for name in names}
+    names -= {f"recpo.{name}" for modules in INTEGRATIONS.values() for name in modules}
+    code = "import importlib, sys, warnings; warnings.simplefilter('ignore')\n"
+    code += f"sys.modules.update(dict.fromkeys({OPTIONAL}))\nfor name in {sorted(names)}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_command_line_imports_only_the_verb_asked_for():
     heavy = "{'torch', 'lightning', 'pandas', 'ibis'}"
     code = f"import sys; from recpo.cli.main import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"

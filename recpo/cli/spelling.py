@@ -78,7 +78,7 @@ def _given(words: Sequence[str]) -> Iterator[_Source]:
             if isinstance(node, MappingNode):
                 yield _Source(text if is_file else None, node)
             continue
-        yield _Source(None, _nested(flag[2:].split("."), _composed(text or "null")))
+        yield _Source(None, _nested(flag[2:].split("."), _composed("{}" if text is None else text)))
 
 
 def _composed(text: str) -> Node:
@@ -145,7 +145,10 @@ class _Check:
         elif isinstance(value, MappingNode):
             if "unknown" not in kinds:
                 self._mapping_value(source, trail, value, known, options)
-        elif not value.tag.endswith(":null"):
+        elif value.tag.endswith(":null"):
+            if not any(map(_may_be_null, options)):
+                self._refuse(source, trail, key, "null is no value of it; leave it out for its default")
+        else:
             if value.tag.endswith(":int") and abs(_number(value.value)) > _LARGEST and not _has_text(options):
                 self._refuse(source, trail, key, f"{value.value} is too large; expected a whole number below 2^63")
             known += [form for one in elements for form in forms(one.module, one.annotation)]
@@ -275,6 +278,16 @@ def _number(text: str) -> int:
         return int(text.replace("_", ""), 0)
     except ValueError:  # other notations of YAML, such as 1:30
         return 0
+
+
+def _may_be_null(option: Option) -> bool:
+    """False for numbers, booleans and groups that are not optional: null would reach the verb, and end it."""
+    if isinstance(option.default, ast.Constant) and option.default.value is None:
+        return True
+    if option.annotation is not None and ast.unparse(option.annotation) in ("int", "float", "bool"):
+        return False
+    known = list(forms(option.module, option.annotation))
+    return not all(form.kind == "class" and form.of is not None and is_group(form.of) for form in known)
 
 
 def _has_text(options: Sequence[Option]) -> bool:

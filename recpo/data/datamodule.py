@@ -16,7 +16,7 @@ from recpo.data.locations import Place
 from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
 from recpo.data.train_batches import Assign, Phases, Planner, ResumableLoader, Segments, TrainBatches
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch
 
@@ -90,6 +90,7 @@ class FeedbackDataModule(LightningDataModule):
                 raise RecpoError(f"data.{name} must be at least {least}, got {size}")
         if num_workers > _MOST_WORKERS:
             raise RecpoError(f"data.num_workers must be at most {_MOST_WORKERS}, got {num_workers}")
+        validate_seed(seed, "data.seed")
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.factorization.graded import Chunk, chunks_of
 from recpo.factorization.model_file import ModelInOneFile, plain
 from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices
@@ -61,6 +61,7 @@ class ImplicitOptions:
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
             raise RecpoError(f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1")
+        validate_seed(self.seed, "implicit_als: seed")
         if self.sweeps < 1:
             raise RecpoError(f"implicit_als: sweeps is {self.sweeps}; it is at least 1")
         if not self.unobserved or not min(self.unobserved) > 0:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-
 from recpo.server.bundles import LoadedBundle
 from recpo.server.settling import Settled
 from recpo.serving.histories import ServingCounts
@@ -24,6 +21,8 @@ class Metrics:
     """Counters of one worker."""
 
     def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # of the extra `serve`
+
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "recpo_requests", "Requests by route and status.", ["route", "status"], registry=registry
@@ -93,6 +92,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """The values of this worker, or the sum over all workers."""
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.multiprocess import MultiProcessCollector
+
         if SHARED not in os.environ:
             return generate_latest(self._registry)
         shared = CollectorRegistry()

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.simulation.life import LifeParameters
 
 MILLISECONDS_PER_DAY = 86_400_000
@@ -112,10 +112,11 @@ class SimulationParameters(LifeParameters):
         self._require("latent_dim", self.latent_dim >= 2, "at least 2, or a taste has nowhere to drift to")
         for name in ("random_share", "topic_share", "clickbait_share", "skip_share"):
             self._require(name, 0 <= getattr(self, name) <= 1, "a probability between 0 and 1")
-        for name in ("drift", "dislike_cost", "seed", "start_ms", "duration_bias", "topic_noise", "dislike_base"):
+        for name in ("drift", "dislike_cost", "start_ms", "duration_bias", "topic_noise", "dislike_base"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         for name in ("popularity_spread", "activity_spread", "duration_spread", "watch_noise"):
             self._require(name, 0 <= getattr(self, name) <= 3, "between 0 and 3")
+        validate_seed(self.seed, "simulate: seed")
         self._require("session_length", self.session_length >= 1, "at least 1")
         self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
         total_dislike = self.dislike_base + self.clickbait_dislike

@@ -18,7 +18,7 @@ from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from recpo.artifacts import describe_os_error
 from recpo.contracts import Policy
@@ -39,7 +39,7 @@ from recpo.training.monitor import default_monitor, held_out_facts, validate_mon
 from recpo.training.options import TrainOptions, rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run
 from recpo.training.run_features import hand_over
-from recpo.training.trainer import Throughput
+from recpo.training.trainer import Throughput, trainer_error
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
 from recpo.training.weight_averaging import WeightAveraging
 
@@ -232,6 +232,10 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
         if not trainer.interrupted:
             raise
         raise Interrupted(_kept(out, "SIGINT", trainer, again), 130) from error
+    except (MisconfigurationException, ValueError) as error:
+        if not isinstance(error, MisconfigurationException) and "val_check_interval" not in str(error):
+            raise
+        raise trainer_error(error) from error
     except RuntimeError as error:
         if "find_unused_parameters" in str(error):
             raise RecpoError(

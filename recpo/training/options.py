@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.features.schema import Reads
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -293,7 +293,8 @@ class LearningOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _validate_at_least("", self, snapshot_every=1, validation_k=1, seed=0)
+        _validate_at_least("", self, snapshot_every=1, validation_k=1)
+        validate_seed(self.seed)
         for name, weight in (("anchor_coef", self.anchor_coef), ("item_coef", self.item_coef)):
             if not 0.0 <= weight < float("inf"):
                 raise RecpoError(f"{name} is a weight of at least 0, got {weight}")

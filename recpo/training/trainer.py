@@ -186,9 +186,10 @@ class TrainerOptions:
                 raise RecpoError(f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}")
         if not (self._options.get("gradient_clip_val") or 0) >= 0:
             raise RecpoError(f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}")
-        limit = self._options.get("limit_train_batches")
-        if limit is not None and not limit > 0:
-            raise RecpoError(f"trainer.limit_train_batches must be above 0, got {limit}")
+        for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
+            value = self._options.get(name)
+            if isinstance(value, int | float) and not value > 0:
+                raise RecpoError(f"trainer.{name} must be above 0, got {value}")
 
     @property
     def shards_tables(self) -> bool:
@@ -227,13 +228,24 @@ class TrainerOptions:
             options["enable_model_summary"] = False
         options["default_root_dir"] = run
         try:
-            return TrainerOptions(**options)._trainer()
-        except (MisconfigurationException, ValueError, TypeError) as error:
-            raise RecpoError(f"trainer: {' '.join(str(error).split())}") from error
+            trainer = TrainerOptions(**options)._trainer()
+        except (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError) as error:
+            raise trainer_error(error) from error
+        if str(options.get("precision")) in ("16", "16-mixed") and trainer.strategy.root_device.type == "cpu":
+            raise RecpoError(  # Lightning would take bf16-mixed instead
+                f"trainer.precision: {options['precision']} needs a GPU; on a CPU set 32-true, 64-true, bf16-mixed "
+                "or bf16-true"
+            )
+        return trainer
 
     def _trainer(self) -> Trainer:
         # in these words: the parser reads from them whose options these are
         return Trainer(**self._options)
+
+
+def trainer_error(error: Exception) -> RecpoError:
+    """What Lightning says about options that it does not accept, in one line."""
+    return RecpoError(f"trainer: {' '.join(str(error).split())}")
 
 
 def _quieten() -> None:
@@ -241,6 +253,7 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     # frozen copies stay in evaluation mode on purpose
     for message in (
+        ".*AMP with fp16 is not supported on CPU.*",  # refused, see build
         ".*LeafSpec.*",
         ".*in eval mode at the start.*",
         ".*IterableDataset. has .__len__. defined.*",

@@ -21,7 +21,7 @@ from recpo.artifacts import (
     unseal,
     write_json,
 )
-from recpo.errors import Interrupted, RecpoError
+from recpo.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.exploration import Exploration
 from recpo.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.rewards import LoggedReward
@@ -30,7 +30,15 @@ from recpo.simulation.parameters import WORLDS, SimulationParameters, World
 from recpo.verbs.loop_outcomes import Outcome, outcomes_of
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_report import loop_report
-from recpo.verbs.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
+from recpo.verbs.loop_rounds import (
+    BUNDLE,
+    SEEDS_PER_LOOP,
+    Round,
+    RoundOptions,
+    as_json,
+    make_round,
+    round_directory,
+)
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 if TYPE_CHECKING:
@@ -40,6 +48,7 @@ LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
 FORMAT_VERSION: Final = 2
 
+_MAX_SEED: Final = MAX_SEED // SEEDS_PER_LOOP - 1  # the rounds have seeds of their own
 _LEAST_DAYS: Final = 3  # for training, validation and test
 _REMEDY: Final = "run the loop again with overwrite"
 
@@ -190,6 +199,10 @@ class Loop(SimulationParameters, Verb[LoopResult]):
         validate_ranges(self)
         if self.world not in WORLDS:
             raise RecpoError(f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}", field="world")
+        if self.seed > _MAX_SEED:
+            raise RecpoError(
+                f"loop: seed is {self.seed}, expected at most {_MAX_SEED}", code="out_of_range", field="seed"
+            )
         if self.days < _LEAST_DAYS:
             raise RecpoError(
                 f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test", field="days"

@@ -39,7 +39,7 @@ BUNDLE: Final = "bundle"
 EVALUATION: Final = "evaluation"
 
 _LEAST_K: Final = 100  # length of a bundle's lists: the default shortlist of exploration
-_SEEDS_PER_LOOP: Final = 1000
+SEEDS_PER_LOOP: Final = 1000
 _NOT_LOGGED: Final = ("propensity", "is_random")
 
 
@@ -150,7 +150,7 @@ def make_round(
     days.append(_log(here / LOG, before, days, options, progress))
     truth, last_day = days[0].truth, days[-1].days[-1]
     data = _prepared(here / PREPARED, days, last_day, options.log_propensities, progress)
-    seed = _SEEDS_PER_LOOP * options.seed + number
+    seed = SEEDS_PER_LOOP * options.seed + number
     trained = recipe.train(here, data, before, seed=seed, trust=trust, progress=progress)
     bundle = _bundle(here / BUNDLE, trained.run, options, truth, trust)
     found = _evaluation(here / EVALUATION, bundle, data, days[0], options, progress).document

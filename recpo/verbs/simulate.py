@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.exploration import Exploration
 from recpo.serving.bundle import Bundle
 from recpo.simulation.log import Simulation, write_simulation
@@ -63,7 +63,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
-        if self.after is None:  # the parameters of a world that continues are known to be valid
+        validate_seed(self.seed, "simulate: seed")
+        if self.after is None:  # the other parameters of a world that continues are known to be valid
             super().__post_init__()
 
     @classmethod

@@ -42,7 +42,7 @@ def test_the_source_names_the_options_of_the_parser(verb):
     assert found.is_complete
     assert set(found.named) - {"config"} == {name.split(".")[0] for name in actions(verb)}
     for name in actions(verb):
-        check_spelling(verb, [f"--{name}", "null"])
+        check_spelling(verb, [f"--{name}", "{}"])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -163,6 +163,9 @@ WRONG = {
     "train --data.batch_size 99999999999999999999": "99999999999999999999 is too large",
     "train --seed -99999999999999999999": "--seed: -99999999999999999999 is too large",
     "evaluate --ks [10,99999999999999999999]": "--ks: 99999999999999999999 is too large",
+    "prepare --max_watch_time null": "--max_watch_time: null is no value",
+    "prepare --columns null": "--columns: null is no value",
+    "evaluate --exclude_past null": "--exclude_past: null is no value",
     "train --rollout [1]": "--rollout: a list is no mapping",
     "train --reward {class_path:_WeightedSum,rewards:[{class_path:_FactorRewrd}]}": "did you mean FactorReward?",
     "simulate --user 3": "did you mean --users?",

@@ -393,6 +393,28 @@ def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepar
     assert train(prepared, **{**OPTIONS, "out": tmp_path / "plain", "trainer": unvalidated}).policy("best")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trainer.precision": "16-mixed"}, "trainer.precision: 16-mixed needs a GPU.*bf16-mixed"),
+        ({"trainer.precision": 16}, "trainer.precision: 16 needs a GPU"),
+        ({"trainer.precision": "transformer-engine"}, "trainer: .*transformer_engine"),
+        ({"trainer.check_val_every_n_epoch": 0}, "trainer.check_val_every_n_epoch must be above 0, got 0"),
+        ({"trainer.val_check_interval": 0}, "trainer.val_check_interval must be above 0, got 0"),
+        ({"trainer.val_check_interval": 100_000}, r"trainer: .*val_check_interval.*\(100000\)"),
+        ({"seed": 2**32}, "seed must be between 0 and 4294967295, got 4294967296"),
+        ({"seed": 99999999999999999999}, "seed must be between 0 and 4294967295"),
+        ({"data.seed": -1}, "data.seed must be between 0 and 4294967295, got -1"),
+    ],
+    ids=str,
+)
+def test_options_that_lightning_or_numpy_would_stumble_over_are_one_error(prepared, tmp_path, options, message):
+    with pytest.raises(RecpoError, match=message) as error:
+        train(prepared, **{**OPTIONS, "out": tmp_path / "run", **options})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_making_a_module_changes_nothing_of_the_policy(prepared):
     data = FeedbackDataModule(prepared, layout=SequenceLayout(12))
     policy = CatalogSoftmaxPolicy(data.prepared.num_items, **SIZES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recpo.errors import RecpoError
+from recpo.errors import RecpoError, validate_seed
 from recpo.evaluation.off_policy.estimators import (
     DM,
     DR,
@@ -54,6 +54,7 @@ class OffPolicyOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        validate_seed(self.seed, "off-policy value: seed")
         checks = {
             "pool_size": (self.pool_size is None or self.pool_size >= 1, "at least 1, or null"),
             "top_k": (self.top_k is None or (len(self.top_k) > 0 and min(self.top_k) >= 1), "list lengths from 1 on"),

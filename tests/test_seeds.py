@@ -1,0 +1,44 @@
+"""Every option that is a seed takes the numbers that NumPy, scikit-learn and torch all take, and refuses others."""
+
+import pytest
+from recpo.workflows.loop import loop
+
+import recpo
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.errors import MAX_SEED, RecpoError
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.factorization.graded import FactorOptions
+from recpo.factorization.implicit import ImplicitOptions
+from recpo.simulation.parameters import SimulationParameters
+from recpo.training.options import LearningOptions
+
+OPTIONS = [LearningOptions, FactorOptions, ImplicitOptions, OffPolicyOptions, SimulationParameters]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda kind: kind.__name__)
+def test_options_take_a_seed_up_to_the_largest(options):
+    assert options(seed=MAX_SEED).seed == MAX_SEED
+    for seed in (-1, MAX_SEED + 1, 99999999999999999999):
+        with pytest.raises(RecpoError, match=f"seed must be between 0 and {MAX_SEED}, got {seed}"):
+            options(seed=seed)
+
+
+VERBS = {
+    "tokenize": lambda prepared, out: recpo.tokenize(prepared, out, seed=-1),
+    "factorize": lambda prepared, out: recpo.factorize(prepared, out, seed=-1),
+    "calibrate": lambda prepared, out: recpo.calibrate(prepared, [], out=out, seed=-1),
+    "data": lambda prepared, out: FeedbackDataModule(prepared, seed=-1),
+    "simulate": lambda prepared, out: recpo.simulate(out, seed=-1),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_refuse_a_seed_before_they_write(prepared, tmp_path, verb):
+    with pytest.raises(RecpoError, match="seed must be between 0"):
+        VERBS[verb](prepared, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_seed_of_a_loop_leaves_room_for_those_of_its_rounds(tmp_path):
+    with pytest.raises(RecpoError, match="loop: seed is 4294967, expected at most 4294966"):
+        loop(tmp_path / "out", recipe=["configs/pretrain.yaml"], seed=4_294_967)
