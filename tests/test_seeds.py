@@ -1,7 +1,7 @@
 """Every option that is a seed takes the numbers that NumPy, scikit-learn and torch all take, and refuses others."""
 
 import pytest
-from recpo.workflows.loop import loop
+from recpo.verbs.loop import loop
 
 import recpo
 from recpo.data.datamodule import FeedbackDataModule
