@@ -53,15 +53,15 @@ def test_a_run_meets_no_data_of_another_definition(road, others, kind, fact):
 @pytest.mark.parametrize(
     "options",
     [
-        ["evaluate", "--run", "run-0", "--prepared", "OTHER"],
-        ["evaluate", "--bundle", "bundle", "--prepared", "OTHER"],
-        ["evaluate", "--factors", "FACTORS", "--prepared", "OTHER"],
+        ["evaluate", "--contenders", "run-0", "--prepared", "OTHER"],
+        ["evaluate", "--contenders", "bundle", "--prepared", "OTHER"],
+        ["evaluate", "--contenders", "FACTORS", "--prepared", "OTHER"],
         ["train", "--config", "CONFIGS/pretrain.yaml", "--init_from", "run-0", "--data.prepared", "OTHER"],
-        ["calibrate", "--run", "run-0", "--prepared", "OTHER"],
-        ["calibrate", "--factors", "FACTORS", "--prepared", "OTHER"],
+        ["calibrate", "--rewards", "run-0", "--prepared", "OTHER"],
+        ["calibrate", "--rewards", "FACTORS", "--prepared", "OTHER"],
         ["tilt", "--run", "run-0", "--factors", "FACTORS", "--prepared", "OTHER"],
     ],
-    ids=lambda options: " ".join(options[:2]),
+    ids=lambda options: " ".join(options[:3]),
 )
 def test_every_verb_refuses_data_of_another_definition(road, factors, others, options, request, tmp_path, capsys):
     places = {"OTHER": str(others["label"].root), "FACTORS": str(factors)}

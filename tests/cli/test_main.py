@@ -46,11 +46,10 @@ def test_a_signal_ends_a_verb_with_its_status_and_leaves_nothing_unfinished(tmp_
 
 
 def _raises(error):
-    def verb() -> None:
-        """Fails."""
+    def run(verb, options):
         raise error
 
-    return verb
+    return run
 
 
 class OutOfMemoryError(RuntimeError):
@@ -84,7 +83,7 @@ def _exit_after_ctrl_c():
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_verb_may_end_with_becomes_one_message_and_a_status(monkeypatch, capsys, error, status, message):
-    monkeypatch.setattr(command_line, "_function", lambda verb: _raises(error))
+    monkeypatch.setattr(command_line, "run", _raises(error))
     assert main(["doctor"]) == status
     printed = capsys.readouterr().err
     assert message in printed
@@ -92,7 +91,7 @@ def test_what_a_verb_may_end_with_becomes_one_message_and_a_status(monkeypatch, 
 
 
 def test_a_fault_of_recpo_itself_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(command_line, "_function", lambda verb: _raises(IndexError("a bug")))
+    monkeypatch.setattr(command_line, "run", _raises(IndexError("a bug")))
     with pytest.raises(IndexError, match="a bug"):
         main(["doctor"])
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
