@@ -8,6 +8,7 @@ dictionaries of columns. Internally, frames are ``pyarrow.Table``. Functions tha
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -64,7 +65,7 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise RecpoError(f"{name}: its columns do not form an Arrow table ({_one_line(error)})") from error
     table = table.select([index for index, column in enumerate(table.column_names) if not _is_index(column)])
-    twice = sorted({column for column in table.column_names if table.column_names.count(column) > 1})
+    twice = sorted(column for column, count in Counter(table.column_names).items() if count > 1)
     if twice:
         raise RecpoError(f"{name}: two columns are called {twice[0]!r}: rename one")
     columns = [_plain(column) for column in table.columns]

@@ -86,7 +86,8 @@ def read(module: str) -> Module | None:
         return None
     places = [Path(place, *rest) for place in spec.submodule_search_locations or ()]
     files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    files += [Path(spec.origin)] if not rest and not places and str(spec.origin).endswith(".py") else []
+    if not rest and not places and spec.origin is not None and spec.origin.endswith(".py"):
+        files = [Path(spec.origin)]  # a module that is no package
     file = next(filter(Path.is_file, files), None)
     try:
         return None if file is None else Module(module, file, _names(module, file))
@@ -332,8 +333,9 @@ def subclasses(name: str, module: str) -> dict[str, str]:
 @cache
 def _children(package: str) -> dict[str, list[tuple[str, str]]]:
     """Name of a class -> the names and modules of the classes in the package that inherit from one of this name."""
-    source, children = read(package), {}
+    source = read(package)
     assert source is not None
+    children: dict[str, list[tuple[str, str]]] = {}
     place = source.file.parent
     for file in place.rglob("*.py"):
         where = ".".join([package, *file.relative_to(place).with_suffix("").parts]).removesuffix(".__init__")

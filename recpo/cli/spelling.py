@@ -147,10 +147,12 @@ class _Check:
                 self._mapping_value(source, trail, value, known, options)
         elif value.tag.endswith(":null"):
             if not any(map(_may_be_null, options)):
-                self._refuse(source, trail, key, "null is no value of it; leave it out for its default")
+                self._report_fault(source, trail, key, "null is no value of it; leave it out for its default")
         else:
             if value.tag.endswith(":int") and abs(_number(value.value)) > _LARGEST and not _has_text(options):
-                self._refuse(source, trail, key, f"{value.value} is too large; expected a whole number below 2^63")
+                self._report_fault(
+                    source, trail, key, f"{value.value} is too large; expected a whole number below 2^63"
+                )
             known += [form for one in elements for form in forms(one.module, one.annotation)]
             if {"class"} <= {form.kind for form in known} <= {"class", "null", "list"}:
                 self._name_or_group(source, trail, key, value, list(_classes(known)))
@@ -199,7 +201,7 @@ class _Check:
             names = sorted(Options.union(map(options_of, classes)).named)
             shown = ", ".join(names[:_MOST_SHOWN]) + ", ..." * (len(names) > _MOST_SHOWN)
             given = value.value if isinstance(value, ScalarNode) else "a list"
-            self._refuse(source, trail, key, f"{given} is no mapping; expected one with the keys {shown}")
+            self._report_fault(source, trail, key, f"{given} is no mapping; expected one with the keys {shown}")
         elif is_text:
             self._class(source, trail, value, classes)
 
@@ -222,7 +224,7 @@ class _Check:
         is_ours = all(one.split(".")[0] == "recpo" for one in places) and bool(known)
         if is_ours or meant:
             full = [f"{module}.{one}" if module else one for one in meant]
-            self._refuse(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
+            self._report_fault(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
 
     def _unknown_key(self, source: _Source, trail: _Trail, key: Node, name: str, options: Options) -> NoReturn:
         known = [*options.named, *(_OF_CLASSES if trail else ("quiet", "json") if source.file is None else ())]
@@ -245,7 +247,7 @@ class _Check:
             found += [f"{group}.{name}"] * (name in inside.named)
         return found
 
-    def _refuse(self, source: _Source, trail: _Trail, key: Node, fault: str) -> NoReturn:
+    def _report_fault(self, source: _Source, trail: _Trail, key: Node, fault: str) -> NoReturn:
         if source.file is None:
             raise ArgumentError(None, f"--{'.'.join(trail)}: {fault}")
         raise ArgumentError(None, f"{_line(source.file, key)}: {'.'.join(trail)}: {fault}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -21,8 +21,9 @@ from recpo.data.prepared import ITEM_FEATURES, USER_FEATURES, vocabulary_file
 from recpo.data.schema import TRAIN, Derived, LogColumns
 from recpo.data.writing import write_rows
 from recpo.features.encoding import FittedFeatures, Moments, Vocabulary, scaled
-from recpo.features.schema import Categories, Category, Feature, Number, Side, of_type
+from recpo.features.schema import Categories, Category, Feature, Number, Side, Vector, of_type
 
+_COLUMNS_OF_QUERY: Final = 64
 _GIVEN: Final = "is_given"
 _FILES: Final = {"item": ITEM_FEATURES, "user": USER_FEATURES}
 _KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogColumns.USER_ID, Derived.USER_INDEX)}
@@ -43,31 +44,66 @@ def fit_features(
     """
     (root / "vocabularies").mkdir(exist_ok=True)
     moments = _moments(engine, [(one, columns[one.name]) for one in of_type(features, Number)], rows)
-    fitted, vocabularies = list[Feature](), dict[str, Vocabulary]()
+    vocabularies = dict[str, Vocabulary]()
+    for name, values in _value_counts(engine, features, rows, columns):
+        write_rows([values], values.schema, root / vocabulary_file(side, name))
+        vocabularies[name] = Vocabulary(values["value"].combine_chunks())
+    return FittedFeatures(tuple(_fitted(one, vocabularies, moments) for one in features), vocabularies)
+
+
+def _fitted(
+    feature: Feature, vocabularies: Mapping[str, Vocabulary], moments: Mapping[str, tuple[float, float]]
+) -> Feature:
+    if isinstance(feature, Category | Categories):
+        return replace(feature, num_codes=vocabularies[feature.name].num_codes)
+    if isinstance(feature, Number):
+        mean, std = moments[feature.name]
+        return replace(feature, mean=mean, std=std)
+    return feature
+
+
+def _value_counts(
+    engine: Engine, features: Sequence[Feature], rows: ir.Table, columns: Mapping[str, str]
+) -> Iterator[tuple[str, pa.Table]]:
+    """The name of every category, and its ``value`` and ``count``, the most frequent first.
+
+    One query counts the values of many columns. A query for each column would take time quadratic in their number,
+    because every query is compiled with all columns of ``rows``.
+    """
+    alike = dict[str, list[Category | Categories]]()
     for feature in features:
         if isinstance(feature, Category | Categories):
-            values = _write_vocabulary(
-                engine, feature, rows, columns[feature.name], root / vocabulary_file(side, feature.name)
-            )
-            vocabularies[feature.name] = Vocabulary(values)
-            feature = replace(feature, num_codes=vocabularies[feature.name].num_codes)
-        elif isinstance(feature, Number):
-            mean, std = moments[feature.name]
-            feature = replace(feature, mean=mean, std=std)
-        fitted.append(feature)
-    return FittedFeatures(tuple(fitted), vocabularies)
+            alike.setdefault(str(rows[columns[feature.name]].type()), []).append(feature)
+    for same in alike.values():
+        for begin in range(0, len(same), _COLUMNS_OF_QUERY):
+            some = same[begin : begin + _COLUMNS_OF_QUERY]
+            table = engine.table(_counts_of(some, rows, columns))
+            kind = pa.string() if pa.types.is_string(table["value"].type) else pa.int64()
+            table = table.cast(pa.schema([("place", pa.int32()), ("value", kind), ("count", pa.int64())]))
+            ends = np.searchsorted(table["place"].to_numpy(), np.arange(len(some) + 1))
+            for place, feature in enumerate(some):
+                yield feature.name, table.slice(ends[place], ends[place + 1] - ends[place]).drop_columns(["place"])
 
 
-def _write_vocabulary(
-    engine: Engine, feature: Category | Categories, rows: ir.Table, column: str, file: Path
-) -> pa.Array:
-    values = rows.select(value=rows[column].unnest() if isinstance(feature, Categories) else rows[column])
-    counts = values.filter(values["value"].notnull()).group_by("value").aggregate(count=ibis._.count())
-    kept = counts.filter(counts["count"] >= feature.min_count)
-    ordered = kept.order_by([kept["count"].desc(), kept["value"].asc()])
-    kind = pa.string() if values["value"].type().is_string() else pa.int64()
-    write_rows(engine.stream(ordered), pa.schema([("value", kind), ("count", pa.int64())]), file)
-    return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+def _counts_of(some: Sequence[Category | Categories], rows: ir.Table, columns: Mapping[str, str]) -> ir.Table:
+    """``place`` (of a feature in ``some``), ``value`` and ``count``, in order. The columns have one type."""
+    cells = [
+        ibis.struct(
+            {
+                "place": ibis.literal(place, "int32"),
+                "least": ibis.literal(feature.min_count, "int64"),
+                "value": rows[columns[feature.name]],
+            }
+        )
+        for place, feature in enumerate(some)
+    ]
+    cell = rows.select(cell=ibis.array(cells).unnest())["cell"]
+    value = cell["value"].unnest() if isinstance(some[0], Categories) else cell["value"]
+    values = cell.as_table().select(place=cell["place"], least=cell["least"], value=value)
+    known = values.filter(values["value"].notnull())
+    counts = known.group_by(["place", "least", "value"]).aggregate(count=ibis._.count())
+    kept = counts.filter(counts["count"] >= counts["least"])
+    return kept.order_by([kept["place"], kept["count"].desc(), kept["value"]]).select("place", "value", "count")
 
 
 def _moments(engine: Engine, numbers: list[tuple[Number, str]], rows: ir.Table) -> dict[str, tuple[float, float]]:
@@ -111,13 +147,18 @@ def write_table(
     rows = table.rows(engine)
     placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
     trained = events.filter(events[Derived.PERIOD] == TRAIN).select(index).distinct()
-    fitted = fit_features(engine, table.side, table.features, placed.semi_join(trained, index), columns, root)
+    fitted_to = [columns[one.name] for one in table.features if not isinstance(one, Vector)]
+    train = engine.materialize("train_rows", placed.semi_join(trained, index).select(index, *fitted_to))
+    fitted = fit_features(engine, table.side, table.features, train, columns, root)
+    engine.drop("train_rows")
     if table.features:
         joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
         plain = joined.select(**{name: joined[column] for name, column in columns.items()})
         names = [feature.name for feature in of_type(table.features, Category)]
         write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
-    read, used, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in (rows, placed, indices))
+    found = rows.select(ID)
+    counted = (found, found.semi_join(indices, found[ID] == indices[key]), indices)
+    read, used, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in counted)
     return fitted, {"rows": read, "unused": read - used, "without": kept - used}
 
 

@@ -312,7 +312,7 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
         table: a table without other faults.
         unit: unit of a numeric ``available_from``.
     """
-    rows = table.rows(engine)
+    rows = table.rows(engine).select(ID, *[AVAILABLE] * table.has_available, Engine.FILE, Engine.ROW)
     known = rows.filter(rows[ID].notnull())
     place = ibis.row_number().over(group_by=known[ID], order_by=[known[Engine.FILE], known[Engine.ROW]])
     numbered = known.mutate(copy=place)
