@@ -78,8 +78,6 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     Raises:
         RecpoError: a name does not exist, or is a directory without such files.
     """
-    if what == "log" and not log:
-        raise RecpoError("log: an empty list names no file; expected files, directories or patterns")
     found: dict[object, Place] = {}
     for name in [log] if isinstance(log, str) else log:
         place = locate(name)

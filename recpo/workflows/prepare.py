@@ -202,5 +202,7 @@ def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Tab
     if isinstance(log, Sequence):
         if not all(isinstance(name, str | PathLike) for name in log):
             raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
+        if what == "log" and not log:
+            raise RecpoError("log: an empty list names no file; expected files, directories or patterns")
         return [fspath(name) for name in log]
     return to_arrow(log, what)
