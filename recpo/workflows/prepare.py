@@ -207,5 +207,7 @@ def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Tab
     if isinstance(log, Sequence):
         if not all(isinstance(name, str | PathLike) for name in log):
             raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
+        if not log:
+            raise RecpoError(f"{what} []: an empty list; name at least one file, directory or pattern")
         return [fspath(name) for name in log]
     return to_arrow(log, what)
