@@ -85,10 +85,8 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     as ``s3://``, refers to an object store (``recpo.data.locations``).
 
     Raises:
-        RecpoError: there is no name, a name does not exist, or it is a directory without such files.
+        RecpoError: a name does not exist, or is a directory without such files.
     """
-    if not log:
-        raise RecpoError(f"{what} {log!r}: name at least one file, directory or pattern")
     found: dict[object, Place] = {}
     for name in [log] if isinstance(log, str) else log:
         place = locate(name)

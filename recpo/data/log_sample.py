@@ -72,6 +72,8 @@ def sample_tables(
         RecpoError: there is no file, or one cannot be read.
     """
     files = find_files(log)
+    if not files:
+        raise RecpoError("log: an empty list names no file; expected files, directories or patterns")
     share = max(_LEAST_ROWS, most_rows // len(files))
     groups: dict[tuple[str, ...], list[TableSample]] = {}
     for file in files:
