@@ -167,6 +167,8 @@ def _source(log: str | Path | Sequence[str | Path] | Frame, what: str) -> list[s
         if not all(isinstance(name, str | PathLike) for name in log):
             raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
         if not log:
-            raise RecpoError(f"{what}: an empty list names no file; expected files, directories or patterns", field=what)
+            raise RecpoError(
+                f"{what}: an empty list names no file; expected files, directories or patterns", field=what
+            )
         return [fspath(name) for name in log]
     return to_arrow(log, what)
