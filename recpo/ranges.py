@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 from recpo.errors import RecpoError
 
 if TYPE_CHECKING:
-    PositiveInt = NonNegativeInt = Seed = int
-    PositiveFloat = NonNegativeFloat = ClosedUnitInterval = OpenUnitInterval = float
+    PositiveInt = int
+    NonNegativeInt = int
+    Seed = int
+    PositiveFloat = float
+    NonNegativeFloat = float
+    ClosedUnitInterval = float
+    OpenUnitInterval = float
 else:
     from jsonargparse.typing import (
         ClosedUnitInterval,
