@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
+from recpo.artifacts import named_class
 from recpo.data import shaping, splits
 from recpo.data.feature_columns import (
     PRESET_BEHAVIORS,
@@ -164,9 +165,10 @@ def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
     """A label or a split as the manifest describes it: a class of recpo, or the object that the caller passed."""
     if describe(asked) == entry:
         return asked
-    own = getattr(module, entry["class_path"].rpartition(".")[2], None)
-    if own is None or entry["class_path"] != f"{own.__module__}.{own.__qualname__}":
-        raise RecpoError(f"extends: {entry['class_path']} is none of recpo's own: give it with its options")
+    try:
+        own = named_class(entry["class_path"], object, [module.__name__])
+    except (ValueError, ImportError) as error:
+        raise RecpoError(f"extends: {entry['class_path']} is none of recpo's own: give it with its options") from error
     return own(**entry["init_args"])
 
 

@@ -1,6 +1,6 @@
 """The classes that the configuration of a run names, and which of them it may name.
 
-``resolved.yaml`` is a document: whoever hands over a run also wrote it. Every class in it is looked up by
+``resolved.yaml`` is a document, and somebody else may have written it. Every class in it is looked up by
 ``recpo.artifacts.named_class`` before jsonargparse sees the configuration, which imports whatever it finds and follows
 the attributes of modules.
 """
