@@ -17,8 +17,8 @@ def show(verb: Export, result: Bundle | Refreshed) -> VerbResult:
             f"{verb.out}: {result.listed:,} items may be listed, {result.later:,} of them later (available_from); "
             f"{result.retired:,} are retired; {result.added:,} new ones are added, {result.left_out:,} left out"
         )
-        facts = {"items": result.listed, "retired": result.retired, "left_out": result.left_out}
-        return VerbResult((str(verb.out),), following, facts)
+        counts = {"items": result.listed, "retired": result.retired, "left_out": result.left_out}
+        return VerbResult((str(verb.out),), following, counts)
     print(f"{verb.out}: {len(result.items):,} items, lists of {result.k}; {_verified(result.manifest)}")
     if verb.triton is not None:
         print(f"{verb.triton}: model repository for Triton")

@@ -76,7 +76,7 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
     validate_configuration_files(words)
     parser = parser_of(verb)
     given = parser.parse_args(words, defaults=False)
-    parser.set_defaults(dict(verb.presets(given)))
+    parser.set_defaults(dict(verb.presets(given.as_dict())))
     configuration = parser.parse_args(words)
     configuration.pop("config", None)
     _validate_local_paths(configuration)
@@ -98,7 +98,8 @@ def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
     options = [one.name for one in dataclasses.fields(verb)]
     takes_list = {f"--{name}" for name in options if _takes_list(hints[name], any)}
     takes_nothing_else = {f"--{name}" for name in options if _takes_list(hints[name], all)}
-    rest, others, lists = list(words), [], {}
+    rest, others = list(words), list[str]()
+    lists: dict[str, list[str]] = {}
     if rest and not rest[0].startswith("-"):
         first = next((one.name for one in dataclasses.fields(verb) if not one.kw_only), None)
         rest = rest if first is None else [f"--{first}", *rest]

@@ -146,7 +146,7 @@ class Demo(Verb[DemoSummary]):
     def _train_all(self, configs: Path) -> list[Path]:
         """Trains every kind of policy with every seed, and tilts the value-aligned ones; returns the runs."""
         prepared, factors = self.out / "prepared", self.out / "factors"
-        hurry = [] if self.epochs is None else ["--trainer.max_epochs", self.epochs]
+        hurry: list[object] = [] if self.epochs is None else ["--trainer.max_epochs", self.epochs]
         runs = []
         for family in self._families:
             for seed in range(self.seeds):

@@ -156,7 +156,7 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
     def _inputs(self) -> list[object]:
         """Directories and files that are read, and therefore must not be replaced."""
         table, features = table_of(self.candidates), self.item_features
-        read = [self._data.root, self.truth, self.baseline_cache, self.rerank_options.attributes]
+        read: list[object] = [self._data.root, self.truth, self.baseline_cache, self.rerank_options.attributes]
         read += [features and features.file, table and table.path]
         return [*read, *(one.path if isinstance(one, Lists) else directory_of(one) for one in self._named)]
 

@@ -212,7 +212,8 @@ def _bundle(out: Path, run: Run, options: RoundOptions, truth: Truth, trust: Seq
         return Bundle.load(out)
     shortlist = 1 if options.exploration is None else options.exploration.shortlist
     longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
-    return export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=trust)
+    export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=trust)
+    return Bundle.load(out)
 
 
 def _evaluation(

@@ -99,7 +99,17 @@ class Plan(Verb[Needs]):
     def execute(self) -> Needs:
         """Counts everything; nothing is run."""
         catalog, in_log = catalog_of(self.num_items, self.prepared, self.events)
-        same = ("ranks", "slate", "policy", "dim", "blocks", "layers", "heads", "feedback_levels", "tie_weights")
+        same: tuple[str, ...] = (
+            "ranks",
+            "slate",
+            "policy",
+            "dim",
+            "blocks",
+            "layers",
+            "heads",
+            "feedback_levels",
+            "tie_weights",
+        )
         same += ("normalizer", "num_negatives", "decoder_layers", "kv_groups", "kv_layers", "item_vectors", "copies")
         workload = Workload(
             num_items=catalog,
@@ -140,7 +150,8 @@ def item_features_of(prepared: Prepared | str | Path | None, hidden: int) -> dic
         return {}
     if prepared is None:
         raise RecpoError("--item_features counts the features of a prepared directory: name it with --prepared")
-    features = Prepared.open(prepared).feature_schema.item
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    features = data.feature_schema.item
     if not features:
         raise RecpoError(f"{prepared} has no item features: prepare it with --items, or leave --item_features out")
     return {"item_features": features, "feature_hidden": hidden}
@@ -159,5 +170,5 @@ def catalog_of(
     if prepared is None:
         assert num_items is not None
         return num_items, events
-    data = Prepared.open(prepared)
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
     return data.num_items, sum(shard["targets"] for shard in data.manifest["shards"]["train"])

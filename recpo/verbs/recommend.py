@@ -151,7 +151,10 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         asked = None if self.users is None else _ids(self.users)
         at = milliseconds(self.at)  # one time for all pieces
         read = replace(
-            self, **{name: _in_memory(getattr(self, name)) for name in ("exclude", "user_features", "context")}
+            self,
+            exclude=_in_memory(self.exclude),
+            user_features=_in_memory(self.user_features),
+            context=_in_memory(self.context),
         )
         given = [self.source, getattr(self.source, "root", None), histories, self.exclude, self.users, self.prepared]
         inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
@@ -177,7 +180,8 @@ def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequenc
     """The ids of users, of a frame or a file if they are in one."""
     if users is None or isinstance(users, list | tuple | pa.Array | np.ndarray):
         return users
-    return id_column(read_frame(users, "users"), USER_ID, "users")
+    frame: Any = users
+    return id_column(read_frame(frame, "users"), USER_ID, "users")
 
 
 recommend = function_of(Recommend)
@@ -190,18 +194,20 @@ def _server(
     trust: Sequence[str],
     prepared: PreparedData | None,
 ) -> Server:
-    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
     if prepared is not None:
         return _contender(source, prepared)
-    if kind == "run":
-        from recpo.training.run import Run  # a bundle can be served without torch and lightning
+    opened: Any = source
+    if isinstance(source, str | PathLike):
+        kind = kind_of(Path(source))
+        if kind == "run":
+            from recpo.training.run import Run  # a bundle can be served without torch and lightning
 
-        source = Run.open(Path(source), trust)  # type: ignore[arg-type]  kind_of read it as a path
-    elif isinstance(source, str | PathLike) and kind != "factors":
-        source = Bundle.load(Path(source), engine, provider=provider)
-    if isinstance(source, str | PathLike) or not hasattr(source, "runtime"):
+            opened = Run.open(Path(source), trust)
+        elif kind != "factors":
+            opened = Bundle.load(Path(source), engine, provider=provider)
+    if not hasattr(opened, "runtime"):
         raise RecpoError("factors hold no item ids: name the prepared data that they were fitted on (prepared)")
-    return Server(source.runtime, source.reader, source.filters if isinstance(source, Bundle) else None)
+    return Server(opened.runtime, opened.reader, opened.filters if isinstance(opened, Bundle) else None)
 
 
 def _contender(source: Source, prepared: PreparedData) -> Server:
