@@ -86,6 +86,6 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _ranges(hint: Any) -> list[Any]:
     """The range of a type, of an optional type, or of the entries of a sequence: empty if there is none."""
-    if get_origin(hint) in (Union, UnionType, tuple, list):
+    if get_origin(hint) in (Union, UnionType, tuple, list, Sequence):
         return [kind for part in get_args(hint) for kind in _ranges(part)]
     return [hint] if hasattr(hint, "_restrictions") else []

@@ -9,7 +9,6 @@ from dataclasses import fields, is_dataclass
 from os import PathLike, fspath
 from typing import Any
 
-import numpy as np
 from jsonargparse._util import get_import_path
 
 from recpo.errors import RecpoError
@@ -36,7 +35,7 @@ def as_configuration(value: Any) -> Any:
         return {str(name): as_configuration(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [as_configuration(part) for part in value]
-    if getattr(value, "ndim", None) == 0 or isinstance(value, np.generic):
+    if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or torch
         return value.item()
     return _of_object(value)
 

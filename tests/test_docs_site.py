@@ -154,11 +154,11 @@ def test_options_are_shown_with_type_default_and_anchor():
     options = module("verb_options")
     by_name = {option.flags[0]: option for _, group in options.groups("tilt") for option in group}
     assert by_name["--run"].required
-    assert by_name["--run"].kind == "Path"
+    assert by_name["--run"].kind == "Run or Path or str"
     assert by_name["--k"].default == "10"
     assert "--config" not in by_name
     text = options.markdown("tilt")
-    assert '<span id="out"></span>`--out` (`Path`, required)\n:   ' in text
+    assert '<span id="out"></span>`--out` (`Path or str`, required)\n:   ' in text
 
 
 @pytest.mark.slow

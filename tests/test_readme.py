@@ -29,7 +29,7 @@ _NEEDED = {
     "tilt": ("run", "factors", "prepared", "out"),
     "evaluate": ("prepared", "out"),
     "export": ("out",),
-    "recommend": ("histories", "out"),
+    "recommend": ("source", "histories", "out"),
 }
 _FOLDERS = ("recpo", "configs", "data", "docs", "notebooks", "benchmarks", "tests", "requirements", ".ci")
 

@@ -95,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_words(error: ArgumentError) -> str:
-    """What the parser says about an option, in a user's words."""
+    """The parser's message about an option, in a user's words."""
     text = re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", str(error))
     refused = re.search(r"^([\w.]+): .*?(\S+) does not conform to restriction v?([^\n]*)", text, re.DOTALL)
-    return text if refused is None else f"{refused[1]}: expected a number {refused[3]}, got {refused[2]}"
+    limits = "" if refused is None else refused[3].replace("and v", "and ")
+    return text if refused is None else f"{refused[1]}: expected a number {limits}, got {refused[2]}"
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 _WITHOUT_OPTIONS = frozenset({"ABC", "Generic", "Protocol", "NamedTuple", "TypedDict", "object", "Module"})
-_SCALARS = frozenset({"str", "int", "float", "bool", "Path", "PathLike", "Literal"})
+_RANGES = {"PositiveInt", "NonNegativeInt", "Seed", "PositiveFloat", "NonNegativeFloat", "ClosedUnitInterval"}
+_SCALARS = frozenset({"str", "int", "float", "bool", "Path", "PathLike", "Literal", "OpenUnitInterval", *_RANGES})
 _LISTS = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "set", "frozenset"})
 PACKAGES = ("recpo", "torch", "lightning")
 """Where the classes of options come from, besides the user's own."""

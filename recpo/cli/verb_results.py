@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def command(verb: str, *words: object) -> str:
 
 def path_of(given: object) -> str:
     """The path of an input: a directory that recpo wrote, or its path."""
-    return str(getattr(given, "root", given))
+    return str(given if isinstance(given, str | PathLike) else getattr(given, "root", given))
 
 
 def configuration(name: str, here: Path = Path()) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from recpo.artifacts import (
     MARKER,
     is_inside,
+    kind_of,
     marker,
     other_kind,
     output_file,
@@ -105,7 +106,7 @@ class Run:
             return root
         root = Path(root)
         if not (root / FINISHED).is_file():
-            if (root / RESOLVED).is_file():
+            if (root / RESOLVED).is_file() and kind_of(root) in (None, "run"):
                 raise RecpoError(
                     f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
                 )

@@ -156,7 +156,8 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             user_features=_in_memory(self.user_features),
             context=_in_memory(self.context),
         )
-        given = [self.source, getattr(self.source, "root", None), histories, self.exclude, self.users, self.prepared]
+        source = self.source if isinstance(self.source, str | PathLike) else getattr(self.source, "root", None)
+        given = [source, histories, self.exclude, self.users, self.prepared]
         inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
         counts, writer = ServingCounts(), None
         with output_file(out, inputs=inputs) as partial:

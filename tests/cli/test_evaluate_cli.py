@@ -337,7 +337,7 @@ def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsy
         shutil.copytree(road / f"run-{number}", run)
     out, proposed = tmp_path / "evaluation", []
     for order in (runs, runs[::-1]):
-        options = ["--run", json.dumps(list(map(str, order))), "--baselines", "[]", "--segments", "false"]
+        options = ["--contenders", *map(str, order), "--baselines", "false", "--segments", "false"]
         assert run_on(road, out, *options, "--off_policy", "null", "--overwrite", "true") == 0
         proposed.append(capsys.readouterr().out.strip().splitlines()[-1])
     document = document_in(out)
@@ -349,7 +349,7 @@ def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsy
 
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     short = tmp_path / "short"
-    export = ["--contenders", str(road / "run-0"), "--out", str(short), "--k", "7"]
+    export = ["--run", str(road / "run-0"), "--out", str(short), "--k", "7"]
     assert main(["export", *export]) == 0
     out = tmp_path / "evaluation"
     assert run_on(road, out, "--contenders", str(short)) == 1

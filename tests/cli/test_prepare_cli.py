@@ -118,6 +118,6 @@ def test_spark_from_the_command_line(tmp_path):
 
 
 def test_the_help_explains_every_option():
-    text = " ".join(recpo("--help").stdout.split())
+    text = " ".join(recpo("--help", "all").stdout.split())
     assert "One error lists every fault of the log" in text
     assert 'unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.' in text

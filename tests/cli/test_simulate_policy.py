@@ -111,7 +111,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
         ({"policy": bundle, "after": world, "users": 50}, "users is 50, .* has 60"),
         ({"policy": bundle, "after": world, "days": 0}, "days is 0"),
         ({"policy": bundle, "after": world, "seed": 1.5}, "seed is 1.5"),
-        ({"policy": bundle, "after": world, "strange": 1}, "no option strange"),
         ({"policy": bundle, "after": world, "world": "small"}, "world is small"),
         ({"policy": world, "after": world}, "is not a bundle but a simulation"),
     ):

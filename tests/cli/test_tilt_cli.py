@@ -227,7 +227,7 @@ def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(roa
     assert "base *" in printed
     assert "no temperature (beta) is better than the untilted policy" in printed
     assert "wrote" not in printed
-    assert f"next: recpo evaluate --prepared {road.prepared} --run {road.root / 'base'}" in printed
+    assert f"next: recpo evaluate --prepared {road.prepared} --contenders {road.root / 'base'}" in printed
     assert list(tmp_path.iterdir()) == []
     reward = recpo.WeightedSum([recpo.FactorReward(road.root / "factors", "folded")], [-1.0])
     arguments = (road.root / "base", road.root / "factors", road.prepared)

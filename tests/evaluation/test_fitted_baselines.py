@@ -27,7 +27,7 @@ SMALL = BaselineOptions(
     implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
     ease=EaseOptions(ridges=(100.0,)),
 )
-QUICK = {"ks": [5], "off_policy": None, "segments": False, "baseline_options": SMALL}
+QUICK = {"baselines": False, "ks": [5], "off_policy": None, "segments": False, "baseline_options": SMALL}
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ def test_the_document_holds_segments_and_totals():
     document = metrics_document(contenders, setting=SETTING, warnings=["few users"])
     entry = document["contenders"][0]
     assert document["warnings"] == ["few users"]
-    assert set(entry["totals"]) == {f"{name}@{k}" for name in ("coverage", "gini") for k in KS}
+    assert set(entry["totals"]) == {f"{name}@{k}" for name in ("coverage", "gini", "overlap") for k in KS}
     assert set(entry["segments"]) == {"history length", "item popularity", "item duration"}
     assert document["setting"]["segments"]["item popularity"] == ["head", "torso", "tail", "unseen in training"]
     of_bins = {f"{name}@{k}" for name in ("NDCG", "Recall", "HitRate") for k in KS}

@@ -173,8 +173,8 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
     ("options", "said"),
     [
         ({"method": "svd"}, "method is"),
-        ({"ranks": ()}, "ranks is"),
-        ({"ranks": (0,)}, "ranks is"),
+        ({"ranks": ()}, "ranks is empty"),
+        ({"ranks": (0,)}, "ranks is 0"),
         ({"ridges": ()}, "ridges is"),
         ({"ridges": (1.0, 0.0)}, "ridges is"),
         ({"ridges": (float("nan"),)}, "ridges is"),

@@ -153,7 +153,7 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
     assert evaluate(place, "--contenders", "{run-0}", "--ks", "[4]") == 0
     found = recpo.evaluate(
         place["prepared"],
-        [place["run-0"]],
+        place["run-0"],
         out=tmp_path / "python",
         ks=[4],
         segments=False,

@@ -265,7 +265,7 @@ def test_no_verb_runs_what_a_run_of_somebody_else_names(prepared, copy, payload,
     arguments = {
         "export": ["--run", str(copy.root)],
         "recommend": ["--source", str(copy.root), "--histories", str(prepared / "histories.parquet")],
-        "evaluate": ["--prepared", str(prepared), "--run", str(copy.root)],
+        "evaluate": ["--prepared", str(prepared), "--contenders", str(copy.root)],
         "train": ["--init_from", str(copy.root), "--trainer.max_steps", "1", *data],
     }[verb]
     assert main([verb, *arguments, "--out", out]) == 1
