@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 _WITHOUT_OPTIONS = frozenset({"ABC", "Generic", "Protocol", "NamedTuple", "TypedDict", "object", "Module"})
-_RANGES = {"PositiveInt", "NonNegativeInt", "Seed", "PositiveFloat", "NonNegativeFloat", "ClosedUnitInterval"}
-_SCALARS = frozenset({"str", "int", "float", "bool", "Path", "PathLike", "Literal", "OpenUnitInterval", *_RANGES})
+NUMBERS = frozenset(
+    {"int", "float", "bool", "PositiveInt", "NonNegativeInt", "Seed", "PositiveFloat", "NonNegativeFloat"}
+    | {"ClosedUnitInterval", "OpenUnitInterval"}
+)
+"""Types of numbers and booleans; the ranges are those of ``recpo.ranges``."""
+_SCALARS = NUMBERS | {"str", "Path", "PathLike", "Literal"}
 _LISTS = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "set", "frozenset"})
 PACKAGES = ("recpo", "torch", "lightning")
 """Where the classes of options come from, besides the user's own."""

@@ -18,6 +18,7 @@ from jsonargparse import ArgumentError
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from recpo.cli.signatures import (
+    NUMBERS,
     PACKAGES,
     Definition,
     Form,
@@ -286,7 +287,7 @@ def _may_be_null(option: Option) -> bool:
     """False for numbers, booleans and groups that are not optional: null would reach the verb, and end it."""
     if isinstance(option.default, ast.Constant) and option.default.value is None:
         return True
-    if option.annotation is not None and ast.unparse(option.annotation) in ("int", "float", "bool"):
+    if option.annotation is not None and ast.unparse(option.annotation) in NUMBERS:
         return False
     known = list(forms(option.module, option.annotation))
     return not all(form.kind == "class" and form.of is not None and is_group(form.of) for form in known)

@@ -59,7 +59,7 @@ def test_the_baseline_is_the_model_that_factorize_fits(data, tmp_path):
     model = recpo.factorize(data, tmp_path / "mine", **options)
     directory = recpo.evaluate(data, [tmp_path / "mine"], **QUICK)
     assert [(c["name"], c["kind"]) for c in directory.document["contenders"]] == [("mine", "factors")]
-    assert directory.options["factors"] == [str(tmp_path / "mine")]
+    assert directory.options["contenders"] == [str(tmp_path / "mine")]
     assert directory.document["provenance"]["runs"]["mine"]["max_history"] == model.max_history
     memory = recpo.evaluate(data, [model], **QUICK)
     assert metrics_of(baseline) == metrics_of(directory) == metrics_of(memory)

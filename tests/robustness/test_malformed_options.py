@@ -117,7 +117,7 @@ OF_OTHER_VERBS = {
     "evaluate --prepared DATA --out OUT --ks []": "ks must be different whole numbers",
     f"evaluate --prepared DATA --out OUT --ks [{HUGE}]": f"--ks: {HUGE} is too large",
     f"plan --num_items {HUGE}": f"--num_items: {HUGE} is too large",
-    "calibrate --prepared DATA --rewards [3]": "reward",
+    "calibrate --prepared DATA --rewards [3]": "[3] is not a run directory",
     "export --run nowhere --out OUT --index 3": "--index: 3 is no mapping",
     "serve --bundle nowhere --rerank_options 3": "--rerank_options: 3 is no mapping",
     "loop --out OUT --recipe []": "recipe is []",

@@ -95,5 +95,5 @@ def test_identifiers_have_gaps(small):
     ],
 )
 def test_an_impossible_argument_is_named(name, value):
-    with pytest.raises(RecpoError, match=f"simulate: {name} is "):
+    with pytest.raises(RecpoError, match=f"simulate: {name} "):
         SimulationParameters(**{name: value})
