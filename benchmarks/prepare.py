@@ -43,7 +43,7 @@ def with_recpo_on_spark(log, out):
     from recpo.data.engine import EngineOptions
     from recpo.data.prepare import Preparation
 
-    Preparation().run(str(log), out, engine=EngineOptions("spark"), progress=False)
+    Preparation().run(str(log), out, engine=EngineOptions(engine="spark"), progress=False)
 
 
 def with_pandas(log, out):

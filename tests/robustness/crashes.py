@@ -81,11 +81,11 @@ def verbs(base: Path, place: Path, configs: Path) -> dict[str, Verb]:
         "train": Verb([*train, "--checkpoint_every", "3"], ["--seed", "1"], resume=("--resume", "true")),
         "tilt": Verb(tilt, ["--beta", "2"]),
         "calibrate": Verb(
-            ["calibrate", "--run", str(place / "reward"), "--prepared", prepared, *out, "--resamples", "5"],
+            ["calibrate", "--rewards", str(place / "reward"), "--prepared", prepared, *out, "--resamples", "5"],
             ["--seed", "1"],
             overwrite=(),
         ),
-        "evaluate": Verb(["evaluate", "--prepared", prepared, "--run", run, *out, *ranked], ["--ks", "[4]"]),
+        "evaluate": Verb(["evaluate", "--prepared", prepared, "--contenders", run, *out, *ranked], ["--ks", "[4]"]),
         "export": Verb(["export", "--run", run, *out], ["--k", "7"]),
         "recommend": Verb(
             ["recommend", "--source", bundle, "--histories", f"{prepared}/histories.parquet", *out],

@@ -284,11 +284,11 @@ def make_base(base: Path, configs: Path, models: bool = True) -> None:
     prepared, bundles = str(base / "prepared"), ["--old", str(base / "bundle"), "--new", str(base / "bundle")]
     commands = [
         ["tokenize", "--prepared", prepared, "--out", str(base / "codes"), "--codebook_size", "8"],
-        ["evaluate", "--prepared", prepared, "--baselines", "[popularity,random]", "--out", str(base / "evaluation")],
+        ["evaluate", "--prepared", prepared, "--contenders", "[popularity,random]", "--out", str(base / "evaluation")],
     ]
     if models:
         commands += [
-            ["calibrate", "--run", str(base / "reward"), "--prepared", prepared, "--resamples", "5"],
+            ["calibrate", "--rewards", str(base / "reward"), "--prepared", prepared, "--resamples", "5"],
             ["compare", *bundles, "--prepared", prepared, "--out", str(base / "comparison"), "--off_policy", "null"],
             [
                 "export",
