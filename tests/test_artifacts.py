@@ -525,12 +525,12 @@ def test_the_umask_decides_who_reads_any_output(tmp_path, request, umask):
     for arguments in (
         ["export", *run, "--out", str(tmp_path / "indexed"), *indexed],
         ["tokenize", *prepared, "--out", str(tmp_path / "codes"), "--codebook_size", "8"],
-        ["calibrate", "--run", str(tmp_path / "reward"), *prepared, "--resamples", "5"],
+        ["calibrate", "--rewards", str(tmp_path / "reward"), *prepared, "--resamples", "5"],
         ["tilt", *run, "--factors", str(tmp_path / "factors"), *prepared, "--out", str(tmp_path / "tilted")],
-        ["evaluate", *prepared, "--baselines", "[popularity]", "--out", str(tmp_path / "evaluation")],
+        ["evaluate", *prepared, "--contenders", "[popularity]", "--out", str(tmp_path / "evaluation")],
         [
             "recommend",
-            *run,
+            str(tmp_path / "run"),
             "--histories",
             str(tmp_path / "prepared/histories.parquet"),
             "--out",

@@ -122,7 +122,9 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[st
     Raises:
         RecpoError: there is no calibration, or it belongs to other weights.
     """
-    fix = f"run `recpo calibrate --run {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
+    fix = (
+        f"run `recpo calibrate --rewards {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
+    )
     file = Path(run) / CALIBRATION
     if not file.is_file():
         raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {fix}")

@@ -112,7 +112,7 @@ def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(run
     assert "topic" in done.stdout
     resolved = yaml.safe_load((tmp_path / "one" / "resolved.yaml").read_text())
     assert [one["class_path"].split(".")[-1] for one in resolved["rerank"]] == ["AttributeCap", "Determinantal"]
-    assert resolved["contenders"] == [str(run.root)]
+    assert resolved["contenders"] == str(run.root)
     again = [*command, "--config", str(tmp_path / "one" / "resolved.yaml"), "--out", str(tmp_path / "two")]
     done = subprocess.run(again, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
