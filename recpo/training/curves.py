@@ -7,6 +7,8 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
+from recpo.errors import RecpoError
+
 _SHOWN = ("train/loss", "val/")
 _MOST_POINTS = 200
 
@@ -18,14 +20,24 @@ def training_curves(run: Path) -> Curves:
     """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
 
     A resumed run logs into another file, which continues where the first one ended. Empty where the run has no CSV log.
+
+    Raises:
+        RecpoError: a log is no table of numbers.
     """
     curves: dict[str, dict[float, float]] = defaultdict(dict)
     for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda file: _number(file.parent.name)):
-        with file.open(encoding="utf-8", newline="") as handle:
-            for row in csv.DictReader(handle):
-                for name, text in row.items():
-                    if text and name.startswith(_SHOWN) and math.isfinite(float(text)):
-                        curves[name][float(row["step"])] = float(text)
+        try:
+            with file.open(encoding="utf-8", newline="") as handle:
+                for row in csv.DictReader(handle):
+                    for name, text in row.items():
+                        if text and name.startswith(_SHOWN) and math.isfinite(float(text)):
+                            curves[name][float(row["step"])] = float(text)
+        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+            raise RecpoError(
+                f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
+                "its curves need",
+                field=file.name,
+            ) from error
     return {name: _thinned([list(point) for point in sorted(points.items())]) for name, points in curves.items()}
 
 
