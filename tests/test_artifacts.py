@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -517,27 +518,40 @@ def test_the_umask_decides_who_reads_tensors(tmp_path, umask):
     assert torch.equal(load_file(tmp_path / "old.safetensors")["x"], torch.ones(3))
 
 
-@pytest.mark.slow
-def test_the_umask_decides_who_reads_any_output(tmp_path, request, umask):
-    make_inputs(tmp_path, request.config.rootpath / "configs")
-    run, prepared = ["--run", str(tmp_path / "run")], ["--prepared", str(tmp_path / "prepared")]
+def write_every_output(base, configs):
+    make_inputs(base, configs)
+    run, prepared = ["--run", str(base / "run")], ["--prepared", str(base / "prepared")]
     indexed = ["--index", "{recall: 0.01, lists: 4}"] if importlib.util.find_spec("faiss") else []
     for arguments in (
-        ["export", *run, "--out", str(tmp_path / "indexed"), *indexed],
-        ["tokenize", *prepared, "--out", str(tmp_path / "codes"), "--codebook_size", "8"],
-        ["calibrate", "--rewards", str(tmp_path / "reward"), *prepared, "--resamples", "5"],
-        ["tilt", *run, "--factors", str(tmp_path / "factors"), *prepared, "--out", str(tmp_path / "tilted")],
-        ["evaluate", *prepared, "--contenders", "[popularity]", "--out", str(tmp_path / "evaluation")],
+        ["export", *run, "--out", str(base / "indexed"), *indexed],
+        ["tokenize", *prepared, "--out", str(base / "codes"), "--codebook_size", "8"],
+        ["calibrate", "--rewards", str(base / "reward"), *prepared, "--resamples", "5"],
+        ["tilt", *run, "--factors", str(base / "factors"), *prepared, "--out", str(base / "tilted")],
+        ["evaluate", *prepared, "--contenders", "[popularity]", "--out", str(base / "evaluation")],
         [
             "recommend",
-            str(tmp_path / "run"),
+            str(base / "run"),
             "--histories",
-            str(tmp_path / "prepared/histories.parquet"),
+            str(base / "prepared/histories.parquet"),
             "--out",
-            str(tmp_path / "r.csv"),
+            str(base / "r.csv"),
         ],
     ):
         assert run_verb(arguments).status == 0, arguments
+
+
+@pytest.mark.slow
+def test_the_umask_decides_who_reads_any_output(tmp_path, request):
+    umask = 0o027
+    fresh = multiprocessing.get_context("spawn")  # verbs run in forks, which threads of earlier tests would disturb
+    writer = fresh.Process(target=write_every_output, args=(tmp_path, request.config.rootpath / "configs"))
+    before = os.umask(umask)
+    try:
+        writer.start()
+    finally:
+        os.umask(before)
+    writer.join()
+    assert writer.exitcode == 0
     found = permissions(tmp_path)
     kinds = {name.split("/")[0] for name in found}
     assert kinds >= {

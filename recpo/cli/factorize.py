@@ -14,8 +14,7 @@ from recpo.verbs.factorize import Factorize, similar_lists
 def show(verb: Factorize, factors: Factors) -> VerbResult:
     """Prints the errors on the validation period; the reward of MPO comes next."""
     _print(factors, verb.out)
-    given = verb.prepared
-    caution = similar_lists(factors, given if isinstance(given, Prepared) else Prepared.open(given))
+    caution = similar_lists(factors, Prepared.open(verb.prepared))
     if caution is not None:
         console().print(f"warning: {caution}", style="yellow", soft_wrap=True)
     facts = {"rank": factors.rank, "ridge": factors.ridge, "squared_error": factors.noise, **factors.facts}

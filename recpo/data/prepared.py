@@ -124,13 +124,17 @@ class Prepared:
     manifest: dict[str, Any] = field(repr=False)
 
     @classmethod
-    def open(cls, root: Place | str) -> Prepared:
+    def open(cls, root: Prepared | Place | str) -> Prepared:
         """Opens a directory written by ``recpo prepare``, here or in an object store (``recpo.data.locations``).
+
+        Prepared data that are open already are returned as they are.
 
         Raises:
             RecpoError: no manifest (not a prepared directory, or an unfinished preparation), another format version, a
                 shard that is missing or truncated, or a manifest, item table or user table that was changed.
         """
+        if isinstance(root, Prepared):
+            return root
         root = locate(root)
         file = root / MANIFEST
         if isinstance(root, Path) and (other := other_kind(root, "prepared")):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.measures import Measure, Observed
 from recpo.ops.item_sets import is_member
 
 
-class BehaviorRates:
+class BehaviorRates(Measure):
     """``<behavior>_rate@k`` ``[B]``: the rate among the first k items that the user was shown in the period.
 
     An item with several events has a behavior if one of its events has it. nan if the user was shown none of the first
@@ -37,7 +37,3 @@ class BehaviorRates:
             share = is_member(lists, slates.item_ids, done).sum(1) / shown.clamp_min(1)
             rates[f"{name}_rate@{self._k}"] = share.masked_fill(shown == 0, torch.nan)
         return rates
-
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.item_facts import ItemFacts, ItemTags, popularity_bins
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.measures import Measure, Observed
 from recpo.ops.item_sets import is_member
 
 _CELLS_AT_ONCE = 1 << 24  # of users x tags
@@ -78,7 +78,7 @@ def list_overlap(counts: Tensor, lists: int) -> float:
     return (counts * (counts - 1)).sum().item() / pairs if pairs > 0 else math.nan
 
 
-class BeyondAccuracy:
+class BeyondAccuracy(Measure):
     """Per-user metrics ``[B]`` at every k of the lists alone, without held-out events.
 
     With training counts ``c_i`` of the items, ``N`` their sum and ``V`` items:
@@ -123,10 +123,6 @@ class BeyondAccuracy:
             by_name["tag_entropy"] = tag_entropy(item_ids, self._tags, self._ks)
             by_name["miscalibration"] = miscalibration(item_ids, history, self._tags, self._ks)
         return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
-
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
 
 
 def mean_to_k(values: Tensor, item_ids: Tensor, ks: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -92,8 +93,10 @@ class Observed(NamedTuple):
 class Measure(Protocol):
     """Metrics that the pass computes in addition to rankings. One instance serves one pass of one recommender."""
 
+    @abstractmethod
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
         """Per-user metrics ``[B]`` of the batch by name; nan if a user has none; empty if there are only totals."""
 
     def totals(self) -> Mapping[str, float]:
-        """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics."""
+        """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics, as by default."""
+        return {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.beyond_accuracy import mean_to_k
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.segments import ItemSegment
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.ops.ranking import accuracy_of_bin, named, ranked_hits
@@ -22,7 +22,7 @@ LARGEST_CATALOG: Final = 50_000
 
 
 @dataclass(frozen=True)
-class NewItems:
+class NewItems(Measure):
     """Per-user metrics ``[B]`` at every k of new items: candidates without an event in the training period.
 
     - ``new_share@k``: share of new items among the filled ones of the first k places; nan for an empty list.
@@ -54,10 +54,6 @@ class NewItems:
             worth = self.truth.of_lists(observed.batch.user_ids, observed.new_lists.item_ids)
             metrics |= {f"new_{name}": values for name, values in worth.items() if name.startswith("true_reward@")}
         return metrics
-
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
 
     @property
     def others(self) -> Tensor | None:

@@ -17,13 +17,13 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import first_allowed
 from recpo.evaluation.headroom import ORACLE
-from recpo.evaluation.measures import Observed, Recommender
+from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.simulation.truth import Truth
 from recpo.types import FeedbackBatch, Recommendations, Slates
 
 
 @dataclass(frozen=True)
-class TrueRewards:
+class TrueRewards(Measure):
     """Adds ``true_reward@k`` and ``true_dislike@k``, means over the filled places of a list, nan for an empty list.
 
     Attributes:
@@ -43,10 +43,6 @@ class TrueRewards:
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
         return self.of_lists(observed.batch.user_ids, observed.lists.item_ids)
-
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
 
     def of_logging_policy(self, users: Tensor) -> dict[str, Tensor]:
         """The exact expected reward ``[U]`` of the logging policy, the same at every k."""

@@ -83,7 +83,7 @@ def _placements(
         made = planning.plan_tables(
             specs,
             sharding=sharding,
-            optimizer=workload.optimizer,
+            optimizer=workload.table_optimizer,
             world_size=workload.ranks,
             local_world_size=node,
             compute_device=workload.device,

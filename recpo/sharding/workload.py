@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -40,40 +41,69 @@ _BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
 _BYTES_PER_ITEM = 8 + 1 + 8
 _NOWHERE = Placement("", [])
 _POSITIVE = (
-    *("num_items", "ranks", "batch", "history", "dim", "layers", "heads"),
+    *("num_items", "ranks", "batch_size", "history_length", "dim", "layers", "heads"),
     *("num_negatives", "decoder_layers", "kv_groups", "kv_layers", "feature_hidden"),
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """A policy, its batches, and the ranks that train it, without the catalog."""
+
+    ranks: int = 1
+    """number of processes, one per device"""
+    device: policy_costs.Device = "cuda"
+    """device of every rank"""
+    batch_size: int = 128
+    """contexts per rank and step"""
+    history_length: int = 50
+    """events per context"""
+    slate: int | None = None
+    """number of items scored after the full history (an impression, a list, a group); null = pre-training, which
+    scores every event of the history"""
+    policy: PolicyKind = "softmax"
+    """kind of policy: a softmax over the catalog, or semantic ids"""
+    dim: int = 64
+    """width of vectors and states"""
+    blocks: policy_costs.Blocks = "sasrec"
+    """kind of blocks of the history encoder"""
+    layers: int = 2
+    """number of layers of the history encoder"""
+    heads: int = 2
+    """number of attention heads"""
+    feedback_levels: int = 6
+    """number of feedback levels that the encoder reads"""
+    tie_weights: bool = True
+    """catalog softmax: one table for input and output"""
+    normalizer: Literal["full", "sampled"] = "full"
+    """catalog softmax: normalize over all items, or over sampled ones"""
+    num_negatives: int = 1024
+    """number of sampled items per step"""
+    codebooks: Sequence[int] = (256, 256, 256, 256)
+    """semantic ids: the number of codes of every level"""
+    decoder_layers: int = 2
+    """semantic ids: number of decoder layers"""
+    kv_groups: int = 1
+    """semantic ids: groups of query heads that share keys and values"""
+    kv_layers: int = 1
+    """semantic ids: number of distinct sets of keys and values over the decoder layers"""
+    item_vectors: bool = True
+    """semantic ids: the encoder also reads a vector per item"""
+    copies: int = 0
+    """number of frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference"""
+    table_optimizer: TableOptimizerName = "rowwise_adagrad"
+    """optimizer of the tables; Adam updates all other parameters"""
+    precision: Literal["32-true", "16-mixed", "bf16-mixed"] = "32-true"
+    """mixed precision makes activations smaller, but not weights, optimizer states or messages"""
+
+
 @dataclass(frozen=True)
-class Workload:
-    """A policy, its batches, and the ranks that train it. See ``recpo plan`` for the fields."""
+class Workload(WorkloadOptions):
+    """The options with a catalog of ``num_items`` items, whose ``item_features`` the encoder reads."""
 
     num_items: int
-    ranks: int = 1
-    batch: int = 128
-    history: int = 50
-    slate: int | None = None
-    policy: PolicyKind = "softmax"
-    dim: int = 64
-    blocks: policy_costs.Blocks = "sasrec"
-    layers: int = 2
-    heads: int = 2
-    feedback_levels: int = 6
-    tie_weights: bool = True
-    normalizer: Literal["full", "sampled"] = "full"
-    num_negatives: int = 1024
-    codebooks: tuple[int, ...] = (256, 256, 256, 256)
-    decoder_layers: int = 2
-    kv_groups: int = 1
-    kv_layers: int = 1
-    item_vectors: bool = True
     item_features: tuple[Feature, ...] = ()
     feature_hidden: int = 64
-    copies: int = 0
-    optimizer: TableOptimizerName = "rowwise_adagrad"
-    mixed: bool = False
-    device: policy_costs.Device = "cuda"
 
     def __post_init__(self) -> None:
         """Rejects values that no policy can have."""
@@ -97,32 +127,37 @@ class Workload:
             )
 
     @property
+    def mixed(self) -> bool:
+        """Whether activations are kept in 16 bits."""
+        return self.precision != "32-true"
+
+    @property
     def events(self) -> int:
         """History events that a rank encodes in a step."""
-        return self.batch * self.history
+        return self.batch_size * self.history_length
 
     @property
     def scored(self) -> int:
         """Number of items that a rank scores: all events of the history, or the slate."""
-        return self.batch * (self.slate or self.history)
+        return self.batch_size * (self.slate or self.history_length)
 
     @property
     def states(self) -> int:
         """Number of states that they are scored from: one per event, or one per context."""
-        return self.batch * (self.history if self.slate is None else 1)
+        return self.batch_size * (self.history_length if self.slate is None else 1)
 
     @cached_property
     def policy_on_meta(self) -> nn.ModuleDict:
         """The policy's modules with parameters, by name, on the meta device (no memory)."""
         encoder: dict[str, Any] = {
             **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
-            **{"max_history": self.history, "dropout": 0.0, "feedback_levels": self.feedback_levels},
+            **{"max_history": self.history_length, "dropout": 0.0, "feedback_levels": self.feedback_levels},
         }
         with torch.device("meta"):
             if self.policy == "semantic":
                 network = semantic_network(
                     self.num_items,
-                    self.codebooks,
+                    tuple(self.codebooks),
                     decoder_layers=self.decoder_layers,
                     kv_groups=self.kv_groups,
                     kv_layers=self.kv_layers,
@@ -167,7 +202,7 @@ class Workload:
 
     def optimizer_of(self, name: str) -> TableOptimizerName:
         """The table of an exact softmax is updated by Adam, like the dense parameters."""
-        return "adam" if name == self.softmax_table else self.optimizer
+        return "adam" if name == self.softmax_table else self.table_optimizer
 
     def gradients(self, name: str, sharding: str) -> int:
         """Number of dense gradients of a table in a backward pass; see ``costs.block_bytes``."""
@@ -268,7 +303,7 @@ def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[
     w = workload
     parameters = w.dense_parameters
     activations = policy_costs.encoder_activation_bytes(
-        w.events, w.dim, w.layers, w.blocks, w.heads, w.history, mixed=w.mixed
+        w.events, w.dim, w.layers, w.blocks, w.heads, w.history_length, mixed=w.mixed
     )
     dense = policy_costs.dense_bytes(parameters, w.ranks, w.copies, mixed=w.mixed)
     parts = {"dense parameters, gradients, Adam": float(dense)}
@@ -339,13 +374,13 @@ def _operations(workload: Workload) -> dict[str, float]:
     w = workload
     passes = 3 + w.copies
     parts = {
-        "history encoder": passes * policy_costs.encoder_flops(w.events, w.dim, w.layers, w.blocks, w.history),
+        "history encoder": passes * policy_costs.encoder_flops(w.events, w.dim, w.layers, w.blocks, w.history_length),
     }
     if w.feature_sizes is not None:
         parts["item features"] = _feature_operations(w, w.feature_sizes)
     if w.policy == "semantic":
         parts["decoder"] = passes * policy_costs.decoder_flops(
-            w.scored, w.dim, w.decoder_layers, w.codebooks, w.history
+            w.scored, w.dim, w.decoder_layers, w.codebooks, w.history_length
         )
         return parts
     # forward: logits and expected rows; backward: logits again unless kept, and the gradient of the rows

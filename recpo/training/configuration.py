@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from os import PathLike, fspath
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse._util import get_import_path
-from torch import Tensor
 
 import recpo.advantages
 import recpo.data.preference_lists
@@ -27,19 +21,17 @@ import recpo.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.advantages import TernaryAdvantage
 from recpo.artifacts import validate_configuration_files
-from recpo.contracts import AdvantageEstimator, Objective, RewardFunction
-from recpo.data.prepared import Prepared
-from recpo.data.slates import Layout
+from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.training.class_names import without_trust
 from recpo.training.options import TrainOptions
 from recpo.training.run import Run
 from recpo.training.trainer import DEFAULT_EPOCHS, says_when_to_stop
+from recpo.yaml_values import as_configuration
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
 """Default advantage of objectives that weigh logged feedback only by advantages, such as GBPO."""
 _UNRECORDED = ("config", "resume", "overwrite", "trust")
-_BY_CLASS = (Objective, AdvantageEstimator, RewardFunction, Layout)
 
 
 def train_parser() -> ArgumentParser:
@@ -171,50 +163,6 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
         value, there = as_configuration(value), place.get(last)
         place[last] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
     return ["--config", json.dumps(tree)] if tree else []
-
-
-def as_configuration(value: Any) -> Any:
-    """A Python value in the form that YAML would have.
-
-    Classes, ``functools.partial`` of classes, objectives, advantages, rewards and layouts become class paths; other
-    options become their fields; directories become paths.
-
-    Raises:
-        RecpoError: an object that no configuration can name.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (Run, Prepared)):
-        return str(value.root)
-    if isinstance(value, PathLike):
-        return fspath(value)
-    if isinstance(value, Mapping):
-        return {str(name): as_configuration(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [as_configuration(part) for part in value]
-    if isinstance(value, (np.generic, Tensor)) and getattr(value, "ndim", 0) == 0:
-        return value.item()
-    if isinstance(value, functools.partial) and not value.args:
-        return {"class_path": _import_path(value.func), "init_args": as_configuration(value.keywords)}
-    if inspect.isclass(value):
-        return {"class_path": _import_path(value)}
-    if is_dataclass(value):
-        arguments = {f.name: as_configuration(getattr(value, f.name)) for f in fields(value) if f.init}
-        by_class = isinstance(value, _BY_CLASS)
-        return {"class_path": _import_path(type(value)), "init_args": arguments} if by_class else arguments
-    raise RecpoError(
-        f"{value!r} cannot be written into the configuration of a run: give a class path with its init_args, e.g. "
-        '{"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 32}}, or functools.partial(Class, option=value)'
-    )
-
-
-def _import_path(value: Any) -> str:
-    try:
-        return str(get_import_path(value))
-    except (ValueError, AttributeError) as error:
-        raise RecpoError(
-            f"{value!r} cannot be imported by name, so no configuration can name it: define it in a module"
-        ) from error
 
 
 def _part(configuration: Namespace, name: str, kind: Any) -> Any:

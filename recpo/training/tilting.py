@@ -341,7 +341,7 @@ def _snips(result: OffPolicyResult, target: str) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Divergence:
+class _Divergence(Measure):
     """Adds ``kl``, the divergence of a tilted policy from its base."""
 
     policy: TiltedPolicy | RerankedPolicy
@@ -350,13 +350,9 @@ class _Divergence:
         """See ``Measure.update``."""
         return {"kl": self.policy.kl_from_base(observed.batch.feedback.histories)}
 
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
-
 
 @dataclass(frozen=True)
-class _Grade:
+class _Grade(Measure):
     """Adds ``grade``, the mean expected grade of the first k places by ``factors``; nan for unknown users."""
 
     factors: Factors
@@ -371,13 +367,9 @@ class _Grade:
         assert known is not None
         return {"grade": mean.masked_fill(known.isnan().all(1), torch.nan)}
 
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
-
 
 @dataclass(frozen=True)
-class _MonitorReward:
+class _MonitorReward(Measure):
     """Adds ``monitor_reward``, the mean reward of the first k places; nan if no item of a list has a reward."""
 
     reward: RewardFunction
@@ -388,10 +380,6 @@ class _MonitorReward:
         batch, items = observed.batch.feedback, observed.lists.item_ids[:, : self.k]
         slates = Slates(items, batch.histories.lengths[:, None].expand_as(items), items > 0)
         return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
-
-    def totals(self) -> dict[str, float]:
-        """Always empty."""
-        return {}
 
 
 class BetaChoice(NamedTuple):

@@ -129,7 +129,7 @@ class Calibrate(Verb[CalibrationReport]):
 
     def execute(self) -> CalibrationReport:
         """Calibrates the runs, then compares all rewards."""
-        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        data = Prepared.open(self.prepared)
         where = compute_device(self.device)
         named = _named(self.rewards)
         opened = {name: _opened(source, data, self.checkpoint, self.trust) for name, source in named.items()}

@@ -98,7 +98,7 @@ class Compare(Verb[Comparison]):
 
     def execute(self) -> Comparison:
         """Asks both bundles for lists of the same users, and compares these."""
-        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        data = Prepared.open(self.prepared)
         bundles = {
             name: given if isinstance(given, Bundle) else Bundle.load(given)
             for name, given in ((OLD, self.old), (NEW, self.new))

@@ -144,7 +144,7 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
 
     @cached_property
     def _data(self) -> Prepared:
-        return self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        return Prepared.open(self.prepared)
 
     @cached_property
     def _named(self) -> list[Named]:

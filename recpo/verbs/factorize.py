@@ -46,7 +46,7 @@ class Factorize(FactorOptions, Verb[Factors]):
     def execute(self) -> Factors:
         """Fits and selects on the data, then writes the directory."""
         options = self.part(FactorOptions)
-        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        data = Prepared.open(self.prepared)
         if self.out is None:
             return fit_factors(data, options, progress=self.progress)
         with output_directory(self.out, kind="factors", overwrite=self.overwrite, inputs=[data.root]) as partial:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from recpo.artifacts import write_json
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.ranges import PositiveInt
-from recpo.sharding.costs import Links, Sharding, TableOptimizerName
+from recpo.sharding.costs import Links, Sharding
 from recpo.sharding.plan import Needs, needs_of
-from recpo.sharding.policy_costs import Blocks
-from recpo.sharding.workload import PolicyKind, Workload
+from recpo.sharding.workload import Workload, WorkloadOptions
 from recpo.verbs.verb import Verb, function_of
 
 
 @dataclass(frozen=True)
-class Plan(Verb[Needs]):
+class Plan(WorkloadOptions, Verb[Needs]):
     """Computes what a run needs: memory per rank, bytes sent and operations per step, and the placement of tables.
 
     Everything is computed and nothing is run; docs/scaling.md has the formulas and their accuracy. The exit status is 1
@@ -35,60 +33,15 @@ class Plan(Verb[Needs]):
     """directory written by ``recpo prepare``; gives the catalog size and the training events of an epoch"""
     events: int | None = None
     """training events of an epoch, for the number of steps; prepared overrides it"""
-    ranks: int = 1
-    """number of processes, one per device"""
     ranks_per_node: int | None = None
     """ranks of one machine; null = all"""
     memory_gib: float | None = None
     """memory of a rank in GiB; null = no limit"""
-    device: Literal["cpu", "cuda"] = "cuda"
-    """device of every rank"""
-    batch_size: int = 128
-    """contexts per rank and step"""
-    history_length: int = 50
-    """events per context"""
-    slate: int | None = None
-    """number of items scored after the full history (an impression, a list, a group); null = pre-training, which
-    scores every event of the history"""
-    policy: PolicyKind = "softmax"
-    """kind of policy: a softmax over the catalog, or semantic ids"""
-    dim: int = 64
-    """width of vectors and states"""
-    blocks: Blocks = "sasrec"
-    """kind of blocks of the history encoder"""
-    layers: int = 2
-    """number of layers of the history encoder"""
-    heads: int = 2
-    """number of attention heads"""
-    feedback_levels: int = 6
-    """number of feedback levels that the encoder reads"""
-    tie_weights: bool = True
-    """catalog softmax: one table for input and output"""
-    normalizer: Literal["full", "sampled"] = "full"
-    """catalog softmax: normalize over all items, or over sampled ones"""
-    num_negatives: int = 1024
-    """number of sampled items per step"""
-    codebooks: Sequence[int] = (256, 256, 256, 256)
-    """semantic ids: the number of codes of every level"""
-    decoder_layers: int = 2
-    """semantic ids: number of decoder layers"""
-    kv_groups: int = 1
-    """semantic ids: groups of query heads that share keys and values"""
-    kv_layers: int = 1
-    """semantic ids: number of distinct sets of keys and values over the decoder layers"""
-    item_vectors: bool = True
-    """semantic ids: the encoder also reads a vector per item"""
     item_features: int = 0
     """hidden width of the encoder of prepared's item features (policy.init_args.item_features.hidden); 0 = ids
     only"""
-    copies: int = 0
-    """number of frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference"""
     sharding: Sharding | dict[str, Sharding] = "auto"
     """sharding of all tables, or by name (policy.item_table, policy.output_table, policy.code_table)"""
-    table_optimizer: TableOptimizerName = "rowwise_adagrad"
-    """optimizer of the tables; Adam updates all other parameters"""
-    precision: Literal["32-true", "16-mixed", "bf16-mixed"] = "32-true"
-    """mixed precision makes activations smaller, but not weights, optimizer states or messages"""
     within_node_gb: float = 600.0
     """bandwidth from a rank to the others of its node, GB per second"""
     between_nodes_gb: float = 12.5
@@ -99,27 +52,9 @@ class Plan(Verb[Needs]):
     def execute(self) -> Needs:
         """Counts everything; nothing is run."""
         catalog, in_log = catalog_of(self.num_items, self.prepared, self.events)
-        same: tuple[str, ...] = (
-            "ranks",
-            "slate",
-            "policy",
-            "dim",
-            "blocks",
-            "layers",
-            "heads",
-            "feedback_levels",
-            "tie_weights",
-        )
-        same += ("normalizer", "num_negatives", "decoder_layers", "kv_groups", "kv_layers", "item_vectors", "copies")
         workload = Workload(
             num_items=catalog,
-            batch=self.batch_size,
-            history=self.history_length,
-            codebooks=tuple(self.codebooks),
-            optimizer=self.table_optimizer,
-            mixed=self.precision != "32-true",
-            device=self.device,
-            **{name: getattr(self, name) for name in same},
+            **vars(self.part(WorkloadOptions)),
             **item_features_of(self.prepared, self.item_features),
         )
         needs = needs_of(
@@ -150,7 +85,7 @@ def item_features_of(prepared: Prepared | str | Path | None, hidden: int) -> dic
         return {}
     if prepared is None:
         raise RecpoError("--item_features counts the features of a prepared directory: name it with --prepared")
-    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    data = Prepared.open(prepared)
     features = data.feature_schema.item
     if not features:
         raise RecpoError(f"{prepared} has no item features: prepare it with --items, or leave --item_features out")
@@ -170,5 +105,5 @@ def catalog_of(
     if prepared is None:
         assert num_items is not None
         return num_items, events
-    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    data = Prepared.open(prepared)
     return data.num_items, sum(shard["targets"] for shard in data.manifest["shards"]["train"])

@@ -133,7 +133,7 @@ class Prepare(Preparation, EngineOptions, Verb[Prepared]):
                 )
             choice.run(log, place, **common)
         else:
-            kept = self.extends if isinstance(self.extends, Prepared) else Prepared.open(fspath(self.extends))
+            kept = Prepared.open(self.extends)
             extend(kept, choice, log, place, retire=_item_ids(self.retire, kept), **common)
         return Prepared.open(locate(place))
 

@@ -219,7 +219,7 @@ def _contender(source: Source, prepared: PreparedData) -> Server:
 
     if not isinstance(source, str | PathLike | Factors):
         raise RecpoError("prepared is for factors and baselines: leave it out for a run or a bundle")
-    runtime = ContenderRuntime(source, prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared)))
+    runtime = ContenderRuntime(source, Prepared.open(prepared))
     return Server(runtime, runtime.reader)
 
 

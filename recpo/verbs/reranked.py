@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,8 +67,3 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
         vectors = base.item_vectors(torch.arange(base.num_items + 1, device=device))
     found: FloatArray = vectors.float().cpu().numpy()
     return found
-
-
-def as_options(methods: Sequence[Reranker]) -> list[dict[str, Any]]:
-    """The methods in YAML."""
-    return [{"class_path": f"recpo.reranking.{type(one).__name__}", "init_args": dict(vars(one))} for one in methods]

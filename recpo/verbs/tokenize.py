@@ -120,7 +120,7 @@ class Tokenize(ResidualKMeans, Verb[Codes]):
     def execute(self) -> Codes:
         """Makes the codes, then writes the directory."""
         kmeans = self.part(ResidualKMeans)
-        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        data = Prepared.open(self.prepared)
         source = VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
         items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
         read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]

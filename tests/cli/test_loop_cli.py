@@ -175,7 +175,7 @@ def test_a_recipe_is_what_its_files_say_without_what_the_loop_says(tmp_path):
             {"recipe": [{**PRETRAIN, "objective": {"class_path": "Likelihood", "init_args": {"x": 1}}}]},
             "'x' is not accep",
         ),
-        ({"recipe": [{**PRETRAIN, "seed": object()}]}, "cannot be written into the configuration"),
+        ({"recipe": [{**PRETRAIN, "seed": object()}]}, "cannot be written into a configuration"),
         ({"rounds": 0}, "rounds is 0"),
         ({"k": 0}, "k is 0"),
         ({"days": 2}, "days is 2, expected at least 3"),

@@ -73,8 +73,7 @@ def test_a_list_without_files_is_refused(tmp_path, capsys, option):
     words = ["--log", str(SAMPLE)] if option != "--log" else []
     assert main(["prepare", *words, option, "[]", "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert f"{option.strip('-')} []" in said
-    assert "file" in said
+    assert f"{option.strip('-')}: an empty list names no file" in said
     assert not (tmp_path / "out").exists()
 
 

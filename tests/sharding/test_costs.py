@@ -127,7 +127,7 @@ def features_of(items):
 @pytest.mark.parametrize("tied", [True, False])
 def test_features_are_counted_as_the_policy_holds_them(tied):
     options = {"dim": 32, "layers": 1, "heads": 2, "tie_weights": tied}
-    workload = Workload(50, history=9, item_features=FEATURES, feature_hidden=24, **options)
+    workload = Workload(50, history_length=9, item_features=FEATURES, feature_hidden=24, **options)
     policy = CatalogSoftmaxPolicy(50, max_history=9, item_features=ItemFeatureOptions(hidden=24), **options)
     policy.set_schema(FeatureSchema(item=FEATURES))
     policy.set_item_features(features_of(51))
@@ -136,7 +136,7 @@ def test_features_are_counted_as_the_policy_holds_them(tied):
     held = [buffer for table in tables for buffer in table.features.buffers(recurse=False)]
     memory = estimate(workload, place_softmax_tables(workload, replicated=True) | placed_whole(workload)).memory
     assert memory["item features"] == sum(buffer.numel() * buffer.element_size() for buffer in held)
-    without = Workload(50, history=9, **options)
+    without = Workload(50, history_length=9, **options)
     assert (
         not {"item features", "item matrix", "encoded features"}
         & estimate(without, place_softmax_tables(without, replicated=True) | placed_whole(without)).memory.keys()
@@ -171,7 +171,7 @@ def test_memory_and_operations_of_encoding_features():
         module.encode(inputs)
     assert counter.get_total_flops() == policy_costs.feature_flops(lookups, 32, sizes, hidden)
     # what a step looks up is encoded as often as it is asked for, or comes out of the matrix of the softmax
-    options = {"batch": 10, "history": 20, "item_features": FEATURES, "num_negatives": 50}
+    options = {"batch_size": 10, "history_length": 20, "item_features": FEATURES, "num_negatives": 50}
     assert Workload(10_000, normalizer="sampled", **options).encoded_lookups("policy.item_table") == 200 + 250
     assert Workload(10_000, **options).encoded_lookups("policy.item_table") == 200
     assert Workload(1_600, **options).encoded_lookups("policy.item_table") == 0
@@ -185,7 +185,7 @@ def test_memory_and_operations_of_encoding_features():
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_those_of_the_policy_and_take_no_memory(blocks, tied):
     sizes = {"dim": 32, "blocks": blocks, "layers": 3, "heads": 4}
-    workload = Workload(50, history=9, tie_weights=tied, **sizes)
+    workload = Workload(50, history_length=9, tie_weights=tied, **sizes)
     policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, **sizes)
     tables = [table.weight.numel() for table in policy.modules() if isinstance(table, ItemTable)]
     assert [spec.num_rows * spec.dim for spec in workload.tables()] == tables
@@ -197,7 +197,7 @@ def test_weights_are_those_of_the_policy_and_take_no_memory(blocks, tied):
 def test_weights_of_semantic_ids(item_vectors):
     options = {"decoder_layers": 3, "kv_groups": 2, "kv_layers": 3, "dim": 32, "heads": 4, "layers": 1}
     workload = Workload(
-        1000, policy="semantic", codebooks=(64, 32, 16), history=9, item_vectors=item_vectors, **options
+        1000, policy="semantic", codebooks=(64, 32, 16), history_length=9, item_vectors=item_vectors, **options
     )
     network = semantic_network(
         1000,
@@ -309,7 +309,7 @@ def placements_of(workload, sharding="row_wise"):
 
 
 def test_the_tables_of_policies():
-    full = Workload(1000, batch=10, history=20, copies=1, tie_weights=False)
+    full = Workload(1000, batch_size=10, history_length=20, copies=1, tie_weights=False)
     assert [spec[:3] for spec in full.tables()] == [
         ("policy.item_table", 1001, 64),
         ("policy.output_table", 1001, 64),
@@ -326,7 +326,7 @@ def test_the_tables_of_policies():
 
 
 def test_memory_of_the_tables_of_the_fullest_rank():
-    workload = Workload(999, ranks=3, tie_weights=False, copies=2, optimizer="adagrad")
+    workload = Workload(999, ranks=3, tie_weights=False, copies=2, table_optimizer="adagrad")
     placements = placements_of(workload)
     memory = table_memory(workload, placements)
     block = 334 * 64 * 4

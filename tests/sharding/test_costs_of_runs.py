@@ -204,15 +204,15 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
     workload = Workload(
         60,
         ranks=2,
-        batch=BATCH,
-        history=HISTORY,
+        batch_size=BATCH,
+        history_length=HISTORY,
         policy="semantic" if options is None else "softmax",
         codebooks=(8, 8),
         dim=DIM,
         layers=1,
         heads=1,
         copies=int(old),
-        optimizer=optimizer,
+        table_optimizer=optimizer,
         device="cpu",
         **(options or {}),
     )
@@ -229,7 +229,7 @@ def placements_of(workload, sharding):
     fixed = place_softmax_tables(workload, replicated=sharding == "data_parallel")
     if not specs:
         return fixed
-    plan = plan_tables(specs, sharding=sharding, optimizer=workload.optimizer, world_size=2)
+    plan = plan_tables(specs, sharding=sharding, optimizer=workload.table_optimizer, world_size=2)
     return fixed | placements(plan, specs)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
 from recpo.evaluation.off_policy.options import OffPolicyOptions
@@ -25,7 +25,7 @@ from recpo.types import Histories
 Sampler = Callable[[Histories, int], Tensor]
 
 
-class OffPolicyMeasure:
+class OffPolicyMeasure(Measure):
     """Estimates the earnings that a contender would have had in the held-out period; one instance per contender.
 
     The policy is frozen at the start of the period: its choices depend on the user's history up to then, and it makes
@@ -91,10 +91,6 @@ class OffPolicyMeasure:
                 chosen = choice.items.flatten() if name == POLICY else choice.items[choice.items > 0]
                 sums.add_choices(chosen.cpu().numpy())
         self._batches += 1
-        return {}
-
-    def totals(self) -> Mapping[str, float]:
-        """Always empty: see ``result``."""
         return {}
 
     def result(self) -> OffPolicyResult:
