@@ -29,7 +29,8 @@ from recpo.server.settling import settle
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
-_LAST_REQUESTS_S = 3.0  # for requests on connections that were open when the server stopped listening
+#: least and most time for requests on connections that were open when the server stopped listening
+_LAST_REQUESTS_S = (0.5, 3.0)
 _RESTART_S = 1.0
 _SOON_S = 10.0  # a worker that ends sooner never became ready
 _ATTEMPTS = 3
@@ -94,16 +95,16 @@ class _Worker(uvicorn.Server):
 
         The system resets the connections that wait for being accepted when the last process closes the socket, so they
         are accepted before. It also resets a connection that is closed while its request arrives. Uvicorn closes idle
-        connections at once; here they get some seconds, in which every answer tells its client to close the connection,
-        and which are over once no connection is open.
+        connections at once; here they get up to three seconds, in which every answer tells its client to close the
+        connection, and which are over early if no connection is open. Those just accepted are not yet counted as open.
         """
         waiting = [connection for listening in sockets or [] for connection in _accepted(listening)]
         for server in self.servers:
             server.close()
         for connection in waiting:
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
-        until = time.monotonic() + _LAST_REQUESTS_S
-        while self.server_state.connections and time.monotonic() < until:
+        least, most = (time.monotonic() + seconds for seconds in _LAST_REQUESTS_S)
+        while time.monotonic() < (most if self.server_state.connections else least):
             await asyncio.sleep(0.02)
         await super().shutdown(sockets)
 
