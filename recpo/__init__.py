@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.factorization.factors import Factors as Factors
     from recpo.evaluation.lists import Lists as Lists
+    from recpo.evaluation.measures import Measure as Measure, Observed as Observed
     from recpo.exploration import Exploration as Exploration, Pool as Pool
     from recpo.features.schema import (
         Categories as Categories,
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from recpo.verbs.serve import serve as serve
     from recpo.verbs.simulate import simulate as simulate
     from recpo.verbs.recommend import recommend as recommend
+    from recpo.training.module import PreferenceModule as PreferenceModule
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.training.tilting import TiltResult as TiltResult
@@ -157,6 +159,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.factorization.factors": ("Factors",),
     "recpo.evaluation.lists": ("Lists",),
+    "recpo.evaluation.measures": ("Measure", "Observed"),
     "recpo.exploration": ("Exploration", "Pool"),
     "recpo.features.schema": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
@@ -223,6 +226,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.serve": ("serve",),
     "recpo.verbs.simulate": ("simulate",),
     "recpo.verbs.recommend": ("recommend",),
+    "recpo.training.module": ("PreferenceModule",),
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),
     "recpo.verbs.tilt": ("tilt",),

@@ -20,7 +20,7 @@ _CELLS_AT_ONCE = 1 << 24  # of users x tags
 _SMOOTHING = 0.01  # Steck's alpha
 
 
-class Exposure:
+class Exposure(Measure):
     """How often every item is listed: ``coverage@k``, ``gini@k`` and ``overlap@k`` over all lists.
 
     ``coverage@k`` is the share of the candidates among the first k items of at least one list. ``overlap@k`` is the

@@ -140,8 +140,8 @@ def evaluate_ranking(
             (``Observed.new_lists``). None = they do not.
 
     Raises:
-        RecpoError: no users, invalid ``ks``, or an answer that ``validate_answer`` rejects.
-        ValueError: two measures return a metric of the same name.
+        RecpoError: no users, invalid ``ks``, an answer that ``validate_answer`` rejects, or two measures return a
+            metric of the same name.
     """
     validate_ks(ks)
     exposure = Exposure(num_items, ks, None if candidates is None else candidates.is_candidate)
@@ -279,7 +279,12 @@ class _Collected:
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():
-                raise ValueError(f"two measures give metrics of the same name: {', '.join(sorted(again))}")
+                names = ", ".join(sorted(again))
+                raise RecpoError(
+                    f"two measures give metrics of the same name: {names}; give yours another name",
+                    code="duplicate_name",
+                    field=names,
+                )
             metrics |= {name: values.float() for name, values in more.items()}
         self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)

@@ -20,7 +20,7 @@ from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.item_facts import ItemFacts
-from recpo.evaluation.measures import Measure
+from recpo.evaluation.measures import Direction, Further, Measure
 from recpo.evaluation.new_items import NewItems
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.off_policy.setting import OffPolicySetting
@@ -37,11 +37,15 @@ _EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
 
 
 class Evaluated(NamedTuple):
-    """What one pass found: the metrics, the off-policy value, and how much history the contender reads."""
+    """What one pass found: the metrics, the off-policy value, and how much history the contender reads.
+
+    ``further`` are the metrics of the user's own measures.
+    """
 
     contender: ContenderResult
     value: OffPolicyResult | None
     max_history: int
+    further: dict[str, Direction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,9 @@ class RankingOptions:
     """number of resamples for bootstrap intervals over users of every per-user metric; 0 = none"""
     batch_size: PositiveInt = 512
     """users scored at once"""
+    measures: Sequence[Measure] = ()
+    """metrics of your own, by class path: subclasses of ``recpo.Measure`` (docs/metrics.md). The tables, the report and
+    the paired differences show them"""
     progress: bool = False
     """show progress bars on a terminal"""
 
@@ -93,6 +100,7 @@ class HeldOutPass:
         has_new = bool(self.new_items.is_new.any())
         optional = (self.truth, value, self.new_items if has_new else None)
         measures += [measure for measure in optional if measure is not None]
+        further = [Further(measure) for measure in self.options.measures]
         measures += [BehaviorRates(self.data.behaviors, max(self.options.ks))] * bool(self.data.behaviors)
         reads = Reads(behaviors=bool(self.data.behaviors)) | reads
         result = evaluate_ranking(
@@ -102,7 +110,7 @@ class HeldOutPass:
             ks=self.options.ks,
             exclude_past=self.options.exclude_past,
             gain=self.options.gain,
-            measures=measures,
+            measures=[*measures, *further],
             user_segments=[history_length()] if self.options.segments else [],
             item_segments=self.item_segments,
             candidates=self.candidates,
@@ -113,7 +121,9 @@ class HeldOutPass:
         off_policy = (
             [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
         )
-        return Evaluated(ContenderResult(contender.name, contender.kind, result, off_policy), estimated, max_history)
+        own = {name: direction for measure in further for name, direction in measure.names.items()}
+        found = ContenderResult(contender.name, contender.kind, result, off_policy)
+        return Evaluated(found, estimated, max_history, own)
 
     def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.options.split])
@@ -153,6 +163,7 @@ class HeldOutPass:
             "num_items": self.data.num_items,
             "catalog_checksum": self.data.catalog_checksum,
             "max_context": self.data.manifest["max_context"],
+            "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
         }
         return evaluation_document(
             [*results, *logging_policy(results[0].result, values, self.truth)],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recpo.errors import RecpoError
 from recpo.evaluation.targets import Targets
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 
@@ -90,8 +92,22 @@ class Observed(NamedTuple):
     new_lists: Recommendations | None = None
 
 
-class Measure(Protocol):
-    """Metrics that the pass computes in addition to rankings. One instance serves one pass of one recommender."""
+Direction = Literal["higher", "lower"]
+"""Which values of a metric are better."""
+
+
+class Measure(ABC):
+    """Metrics that the pass computes in addition to rankings. One instance serves one pass of one recommender.
+
+    A metric of your own is a subclass, given to ``recpo.evaluate(measures=[...])`` or by its class path
+    (``--measures my_package.MyMetric``); see docs/metrics.md. Make it a dataclass if it has options, so that
+    ``resolved.yaml`` can record them. Names of metrics of a list length end in ``@k``.
+
+    Attributes:
+        direction: which values are better, of all its metrics.
+    """
+
+    direction: ClassVar[Direction] = "higher"
 
     @abstractmethod
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
@@ -100,3 +116,43 @@ class Measure(Protocol):
     def totals(self) -> Mapping[str, float]:
         """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics, as by default."""
         return {}
+
+
+class Further(Measure):
+    """A copy of a user's measure for one pass, which checks what it returns and notes the names.
+
+    Args:
+        measure: not changed, so that it can serve every contender.
+
+    Attributes:
+        names: the metrics so far.
+    """
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = deepcopy(measure)
+        self.names: dict[str, Direction] = {}
+
+    def update(self, observed: Observed) -> Mapping[str, Tensor]:
+        """The per-user metrics of the measure.
+
+        Raises:
+            RecpoError: they are not one number per user (code ``wrong_shape``).
+        """
+        found, users = self._measure.update(observed), len(observed.batch.user_ids)
+        for name, values in found.items():
+            if not isinstance(values, Tensor) or values.shape != (users,):
+                shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise RecpoError(
+                    f"measures: {type(self._measure).__name__} returned {shape} for {name}, expected a tensor "
+                    f"[{users}], one number per user of the batch, nan for a user without one",
+                    code="wrong_shape",
+                    field=name,
+                )
+        self.names |= dict.fromkeys(found, self._measure.direction)
+        return found
+
+    def totals(self) -> Mapping[str, float]:
+        """The totals of the measure."""
+        found = self._measure.totals()
+        self.names |= dict.fromkeys(found, self._measure.direction)
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from recpo.evaluation.headroom import shares_at
@@ -16,9 +16,16 @@ _NAMED_AT_MOST = 5
 _ESTIMATOR = "SNIPS"
 
 
-def lower_is_better(metric: str) -> bool:
-    """True for metrics such as ``disliked@10`` for which lower is better."""
-    return metric.split("@")[0] in _LOWER_IS_BETTER
+def further_metrics(document: Document, names: Iterable[str], k: int) -> list[str]:
+    """The metrics among ``names`` of the user's own measures: those at ``k``, and those without a list length."""
+    own = document["setting"].get("further_metrics", {})
+    return [name for name in names if name in own and name.partition("@")[2] in ("", str(k))]
+
+
+def lower_is_better(metric: str, document: Document) -> bool:
+    """True for metrics such as ``disliked@10`` for which lower is better, and for a user's own that say so."""
+    own = document["setting"].get("further_metrics", {})
+    return own[metric] == "lower" if metric in own else metric.split("@")[0] in _LOWER_IS_BETTER
 
 
 def reading(document: Document) -> list[str]:
@@ -51,7 +58,7 @@ def best_first(document: Document, metric: str) -> list[Document]:
     """The contenders with a value of ``metric``, best first. The oracle does not compete."""
     competing = [contender for contender in document["contenders"] if contender["kind"] != "oracle"]
     scored = [c for c in competing if c["metrics"].get(metric, {}).get("mean") is not None]
-    sign = 1 if lower_is_better(metric) else -1
+    sign = 1 if lower_is_better(metric, document) else -1
     return sorted(scored, key=lambda contender: sign * contender["metrics"][metric]["mean"])
 
 
@@ -66,7 +73,7 @@ def _on(document: Document, metric: str) -> str:
     if not ranked:
         return f"{metric} has no value: no user has such targets."
     leader, others = ranked[0], ranked[1:]
-    direction = "lower" if lower_is_better(metric) else "higher"
+    direction = "lower" if lower_is_better(metric, document) else "higher"
     value = leader["metrics"][metric]
     users = f"over {value['n']:,} users"
     if not others:

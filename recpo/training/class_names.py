@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
+from lightning import LightningModule
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
@@ -41,6 +42,7 @@ _BASES: Final[Mapping[str, tuple[type, ...]]] = {
     "policy": (Policy,),
     "base": (Policy,),
     "objective": (Objective,),
+    "module": (LightningModule,),
     "advantage": (AdvantageEstimator,),
     "estimator": (AdvantageEstimator,),
     "reward": (RewardFunction,),

@@ -147,7 +147,14 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
         start.validate_features(model, data.prepared)
         start.load_policy(model)
     model.set_item_counts(item_counts)  # features of this log, regardless of the origin of the weights
-    module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
+    kind = PreferenceModule if options.module is None else options.module
+    if not issubclass(kind, PreferenceModule):
+        raise RecpoError(
+            f"module: {kind.__name__} does not derive from recpo.PreferenceModule, so it cannot train a policy",
+            code="wrong_class",
+            field="module",
+        )
+    module = kind(model, options, slates=data.layout.traits, item_counts=item_counts)
     try:
         module.configure_optimizers()  # created again when training begins
     except (ValueError, TypeError) as error:

@@ -16,7 +16,7 @@ from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.contradictions import validate_options
 from recpo.training.guards import IN_TERMINAL
-from recpo.training.inputs import InputBuilder
+from recpo.training.inputs import InputBuilder, StepInputs
 from recpo.training.kl_control import KLControl
 from recpo.training.monitor import LOWER_IS_BETTER, has_pair_loss
 from recpo.training.networks import Networks, ReferenceCache
@@ -30,7 +30,7 @@ from recpo.training.optimizers import (
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
 from recpo.training.validation import ScoreMetrics, ValidationMetrics
-from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
+from recpo.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 
 
 class PreferenceModule(LightningModule):
@@ -39,6 +39,9 @@ class PreferenceModule(LightningModule):
     The loss of every micro-batch on every rank is divided by the denominator of the complete optimizer step, so
     accumulation and data parallelism only split the work. Training changes the weights of ``policy`` itself; creating a
     module does not.
+
+    A subclass can change a step of training: ``step_inputs`` makes what the objective reads, ``loss`` the loss. Give it
+    to ``recpo.train(module=...)``, or as ``module: my_package.MyModule`` in YAML (docs/training.md).
 
     Args:
         policy: the trained policy.
@@ -206,10 +209,9 @@ class PreferenceModule(LightningModule):
             self._step_count = torch.zeros((), device=self.device)
             self._log_step(batch, {})
             return self._no_loss()
-        # slates or candidates -> rewards -> advantages -> log-probabilities
-        inputs, logged, metrics, items = self._inputs(batch)
+        inputs, logged, metrics, items = self.step_inputs(batch)
         denominator = self._nominal_denominator(self.objective.count(inputs))
-        loss, of_objective = self._kl.objective(inputs._replace(denominator=denominator))
+        loss, of_objective = self.loss(inputs._replace(denominator=denominator))
         self._kl.measure(inputs.logp, of_objective)
         metrics = of_objective | metrics
         if self._anchor_coef:
@@ -223,6 +225,18 @@ class PreferenceModule(LightningModule):
             loss = loss + self._no_loss()
         self._log_step(batch, metrics, loss.detach())
         return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it; the denominator is right already
+
+    def step_inputs(self, batch: FeedbackBatch) -> StepInputs:
+        """Slates or candidates -> rewards -> advantages -> log-probabilities (policy, old, reference).
+
+        Override it to change what the objective reads: ``super().step_inputs(batch)``, and ``_replace`` a part. Where
+        an advantage is 0 and the objective ignores such positions, their log-probabilities are not computed.
+        """
+        return self._inputs(batch)
+
+    def loss(self, inputs: ObjectiveInputs) -> LossOutput:
+        """The loss of a micro-batch, divided by ``inputs.denominator``, and its metrics. Override it to add a term."""
+        return self._kl.objective(inputs)
 
     def _log_step(self, batch: FeedbackBatch, metrics: dict[str, Tensor], loss: Tensor | None = None) -> None:
         size = int(batch.context_ids.shape[0])

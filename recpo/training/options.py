@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from lightning import LightningModule
 from torch.nn import Parameter
 from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
@@ -340,6 +341,7 @@ class TrainOptions(LearningOptions):
     Attributes:
         data: the batches.
         policy: the policy to train; the catalog size comes from the data.
+        module: your subclass of ``recpo.PreferenceModule``, which changes a step of training; null = PreferenceModule.
         trainer: options of lightning.Trainer.
         weight_averaging: validate and save a moving average of the weights (``{decay: .99}``), which overfits later
             than the weights themselves; null = the weights.
@@ -354,6 +356,7 @@ class TrainOptions(LearningOptions):
 
     data: FeedbackDataModule
     policy: PolicyFactory = CatalogSoftmaxPolicy
+    module: type[LightningModule] | None = None
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     weight_averaging: WeightAverage | None = None
     patience: int | None = None

@@ -200,10 +200,12 @@ def test_the_document_holds_bootstrap_intervals_where_asked():
 
 
 def test_which_way_is_better():
-    assert lower_is_better("disliked@10")
-    assert lower_is_better("miscalibration@5")
-    assert not lower_is_better("disliked_rank@10")
-    assert not lower_is_better("NDCG@10")
+    document = {"setting": {"further_metrics": {"age@5": "lower", "NDCG@7": "higher"}}}
+    assert lower_is_better("age@5", document)
+    assert lower_is_better("disliked@10", document)
+    assert lower_is_better("miscalibration@5", document)
+    assert not lower_is_better("disliked_rank@10", document)
+    assert not lower_is_better("NDCG@10", document)
 
 
 def test_differences_are_of_the_metrics_that_both_have():

@@ -31,7 +31,7 @@ def metric_charts(document: Document) -> Figures:
             for place, contender in ranked(document)
             if metric in contender["metrics"]
         ]
-        remark = f"{'lower' if lower_is_better(metric) else 'higher'} is better"
+        remark = f"{'lower' if lower_is_better(metric, document) else 'higher'} is better"
         drawn = svg.interval_chart(metric, f"{metric} of every contender with its 95 % interval", rows)
         figures.append(Figure(metric, Markup(drawn), remark))
     return Figures(figures)

@@ -155,13 +155,15 @@ def _segments(document: Document) -> list[Block]:
 def _beyond_accuracy(document: Document) -> list[Block]:
     ks = document["setting"]["ks"]
     known = {*tables.ACCURACY, *tables.DISLIKES, *tables.TRUE, *NEW_METRICS}
-    own = [m for m in tables.every_metric(document) if "@" in m and m.split("@")[0] not in known]
+    further = document["setting"].get("further_metrics", {})
+    every = [metric for metric in tables.every_metric(document) if "@" in metric and metric not in further]
+    beyond = [metric for metric in every if metric.split("@")[0] not in known]
     totals = list(dict.fromkeys(total for _, contender in tables.ranked(document) for total in contender["totals"]))
     found: list[Block] = []
     if totals:
         found.append(tables.totals_table(document, totals))
     for k in ks:
-        if at_k := [metric for metric in own if metric.endswith(f"@{k}")]:
+        if at_k := [metric for metric in beyond if metric.endswith(f"@{k}")]:
             found.append(tables.metrics_table(document, at_k, f"lists of {k}", is_ranked=False))
     return found
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report.blocks import Cell, Details, Row, Table
-from recpo.evaluation.reading import Document, best_first, lower_is_better, paired, with_interval
+from recpo.evaluation.reading import (
+    Document,
+    best_first,
+    further_metrics,
+    lower_is_better,
+    paired,
+    with_interval,
+)
 
 ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
 DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
@@ -33,7 +40,8 @@ def metrics_at(document: Document, names: Sequence[str], k: int) -> list[str]:
 def main_table(document: Document) -> Table:
     """The main metrics of every ranked contender at the first k, with the best of a column marked."""
     k = document["setting"]["ks"][0]
-    return metrics_table(document, metrics_at(document, _MAIN, k), f"lists of {k}")
+    metrics = [*metrics_at(document, _MAIN, k), *further_metrics(document, every_metric(document), k)]
+    return metrics_table(document, metrics, f"lists of {k}")
 
 
 def metrics_table(document: Document, metrics: Sequence[str], about: str, *, is_ranked: bool = True) -> Table:
@@ -55,7 +63,7 @@ def metrics_table(document: Document, metrics: Sequence[str], about: str, *, is_
                 for metric, value in zip(metrics, found, strict=True)
             ]
             rows.append(Row(contender["name"], cells, color(place)))
-    arrows = [f" {'↓' if lower_is_better(metric) else '↑'}" if is_ranked else "" for metric in metrics]
+    arrows = [f" {'↓' if lower_is_better(metric, document) else '↑'}" if is_ranked else "" for metric in metrics]
     head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
     caption = f"{about}; mean ± half of the 95 % interval over users"
     caption += "; ↑ higher is better, ↓ lower; shaded: the best" if is_ranked else ""
@@ -66,8 +74,10 @@ def all_metrics_tables(document: Document) -> list[Details]:
     """All accuracy metrics of every contender: one table per list length, and one for metrics without a length."""
     names = every_metric(document)
     known = (*ACCURACY, *DISLIKES, *TRUE)
+    own = document["setting"].get("further_metrics", {})
     groups = {f"all metrics, lists of {k}": metrics_at(document, known, k) for k in document["setting"]["ks"]}
-    groups["scores of the exposed items"] = [name for name in names if "@" not in name]
+    groups["scores of the exposed items"] = [name for name in names if "@" not in name and name not in own]
+    groups["further metrics"] = [name for name in names if name in own]
     return [Details(title, [metrics_table(document, group, title)]) for title, group in groups.items() if group]
 
 
@@ -95,7 +105,7 @@ def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | Non
             other.
     """
     k = document["setting"]["ks"][0]
-    metrics = metrics_at(document, _COMPARED, k)
+    metrics = [*metrics_at(document, _COMPARED, k), *further_metrics(document, every_metric(document), k)]
     rows = []
     for one, other in pairs or compared_pairs(document):
         cells = [_difference_cell(paired(document, one, other, metric)) for metric in metrics]
