@@ -26,7 +26,7 @@ def test_a_plan_in_a_separate_process(tmp_path):
     assert [(block["rank"], block["num_rows"]) for block in blocks] == [(0, 10_000_001), (1, 10_000_000)]
     assert document["memory_bytes"]["tables"] == 10_000_001 * 64 * 4
     assert document["memory_total"] == sum(document["memory_bytes"].values())
-    assert document["workload"]["optimizer"] == "rowwise_adagrad"
+    assert document["workload"]["table_optimizer"] == "rowwise_adagrad"
     assert "num_items: 20000000" in out.with_name("plan.resolved.yaml").read_text()
 
 
