@@ -17,9 +17,9 @@ FAST = ["simulate", "prepare", "tokenize", "factorize"]
 @pytest.mark.parametrize(
     ("options", "verbs"),
     [
-        (["--kills", "8"], FAST),
+        (["--kills", "4"], FAST),
         (["--kills", "3"], ["train"]),
-        (["--faults", "8"], FAST),
+        (["--faults", "4"], FAST),
         (["--faults", "3"], ["train"]),
     ],
 )
