@@ -29,7 +29,9 @@ def test_the_whole_road_in_a_hurry(tmp_path):
     for verb in ("tokenize", *VERBS):
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
-    assert sorted(summary) == sorted(["popularity", "implicit_als", "factorization", "reward model", "oracle", *ROWS, *SEMANTIC])
+    assert sorted(summary) == sorted(
+        ["popularity", "implicit_als", "factorization", "reward model", "oracle", *ROWS, *SEMANTIC]
+    )
     exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]["class"]
     assert exported.endswith("SemanticIdPolicy")
     for row in summary.values():
