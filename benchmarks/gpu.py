@@ -5,9 +5,7 @@ every result written once, whatever is made again or moved twice, so that a shar
 are measured in the same run, by a large copy and large matrix products; where the data sheet of the device is known,
 its numbers stand beside them. Times are by CUDA events, medians of ``--repeats`` after two that warm up. Prints one
 JSON line per part; the greater of its two shares is what bounds it. ``peak_mib`` is the memory that a part allocates
-beside its inputs. The catalog softmax is measured with the plain and the fused kernels, the latter with float32
-products and with three TF32 products each; ``relative_difference`` compares their values and gradients with those of
-the plain kernels.
+beside its inputs.
 
     python benchmarks/gpu.py            # V = 1,000,000, d = 64
     python benchmarks/gpu.py --quick    # V = 20,000
@@ -23,14 +21,13 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recpo.ops.catalog_passes import CatalogKernel, why_not_fused
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -75,7 +72,6 @@ class Part(NamedTuple):
         moved: bytes read and written.
         operations: a multiplication with an addition is two.
         precision: of its matrix products.
-        difference: computes the relative difference of its result from that of the plain kernels.
     """
 
     name: str
@@ -83,7 +79,6 @@ class Part(NamedTuple):
     moved: float
     operations: float
     precision: str = "float32"
-    difference: Callable[[], float] | None = None
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
@@ -124,14 +119,6 @@ def peaks(device: str, size: int, count: int) -> list[Part]:
     return parts
 
 
-#: name of a contender, kernels, torch.set_float32_matmul_precision
-KERNELS: tuple[tuple[str, CatalogKernel, str], ...] = (
-    ("", "plain", "highest"),
-    (", fused", "fused", "highest"),
-    (", fused, tf32x3", "fused", "high"),
-)
-
-
 def catalog_parts(device: str, items: int, dim: int, states: int, k: int) -> list[Part]:
     """The exact softmax over the catalog and its entropy, forward and backward, and search in it."""
     table = torch.randn(items + 1, dim, device=device).mul_(dim**-0.5).requires_grad_()
@@ -140,33 +127,15 @@ def catalog_parts(device: str, items: int, dim: int, states: int, k: int) -> lis
     of_table, of_states = FLOAT * items * dim, FLOAT * states * dim
     once = policy_costs.softmax_flops(states, items, dim)
 
-    def gradients(of_entropy: bool, kernel: CatalogKernel, precision: str) -> list[Tensor]:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-        if of_entropy:
-            value = linear_entropy(vectors, table, kernel=kernel)
-        else:
-            value = linear_logprob(vectors, table, targets, kernel=kernel)
-        found = torch.autograd.grad(value.sum(), (vectors, table))
-        torch.set_float32_matmul_precision(before)
-        return [value.detach(), *found]
-
-    def difference(*contender: Any) -> float:
-        plain = gradients(contender[0], "plain", "highest")
-        return max(float((a - b).norm() / b.norm()) for a, b in zip(gradients(*contender), plain, strict=True))
+    def gradients(of_entropy: bool) -> None:
+        value = linear_entropy(vectors, table) if of_entropy else linear_logprob(vectors, table, targets)
+        torch.autograd.grad(value.sum(), (vectors, table))
 
     parts = [Part("softmax, top k", lambda: top_k(vectors, table, k, None), of_table + of_states, once)]
-    reason = why_not_fused(vectors, table)
-    if reason is not None:
-        print(json.dumps({"part": "softmax, fused", "skipped": reason}), flush=True)
     # logits, gradients of the states, gradients of the table; the table is read forward and backward
     moved, operations = 3 * of_table + 3 * of_states, 3 * once
-    for name, kernel, precision in KERNELS if reason is None else KERNELS[:1]:
-        for what, of_entropy in (("softmax", False), ("entropy", True)):
-            contender = (of_entropy, kernel, precision)
-            differs = None if kernel == "plain" else partial(difference, *contender)
-            run = partial(gradients, *contender)
-            parts.append(Part(f"{what}, forward and backward{name}", run, moved, operations, difference=differs))
+    for what, of_entropy in (("softmax", False), ("entropy", True)):
+        parts.append(Part(f"{what}, forward and backward", partial(gradients, of_entropy), moved, operations))
     return parts
 
 
@@ -279,8 +248,6 @@ def main() -> None:
                 work = part.moved if part.name == "copy" else part.operations
                 measured["copy" if part.name == "copy" else part.precision] = work / statistics.median(times) * 1e3
             line = line_of(part, times, measured, sheet) | {"peak_mib": peak} | about
-            if part.difference is not None:
-                line["relative_difference"] = part.difference()
             print(json.dumps(line), flush=True)
         torch.cuda.empty_cache()
 

@@ -221,9 +221,7 @@ def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
 @pytest.mark.gpu
 def test_gpu_benchmark_measures_shares_of_the_peaks():
     lines = {line["part"]: line for line in lines_of("gpu.py", "--repeats=3")}
-    fused = {"softmax, forward and backward, fused", "entropy, forward and backward, fused, tf32x3"}
-    assert {"copy", "product, float32", "softmax, forward and backward", "lookup", "adam"} | fused <= set(lines)
-    assert all(lines[name]["relative_difference"] < 1e-3 for name in fused)
+    assert {"copy", "product, float32", "softmax, forward and backward", "lookup", "adam"} <= set(lines)
     assert torch.cuda.get_device_name() == lines["copy"]["device"]
     for line in lines.values():
         assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "__main__": None,
 }
 FOREIGN = {
-    "ops": {"torch", "triton", "math", "typing", "collections", "__future__", "functools", "contextlib"},
+    "ops": {"torch", "math", "typing", "collections", "__future__", "functools", "contextlib"},
     "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -74,8 +74,6 @@ def test_a_module_imports_only_what_its_layer_may(path):
             assert allowed is None or not target or target in allowed, f"{path}: {own} may not import {name}"
         elif own in FOREIGN:
             assert root in FOREIGN[own], f"{path}: {own} may not import {name}"
-        if root == "triton":
-            assert path.name == "triton_catalog.py", f"{path}: only triton_catalog.py imports triton"
         if root == "torchrec":
             assert own == "sharding", f"{path}: only sharding.py imports torchrec"
         if root in ("lightning", "pytorch_lightning") and own not in (
@@ -100,13 +98,12 @@ def test_the_core_imports_without_torchrec(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-OPTIONAL = ("torchrec", "fbgemm_gpu", "triton", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
+OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
 OPTIONAL += ("pyspark", "matplotlib", "polars")
 #: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them
 INTEGRATIONS = {
     "torchrec": ["sharding.lookup_table", "sharding.planning", "sharding.strategy", "sharding.table_optimizer"],
     "fastapi": ["server.app", "server.processes", "server.protocol"],
-    "triton": ["ops.triton_catalog"],
 }
 
 

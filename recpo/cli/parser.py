@@ -119,9 +119,7 @@ def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
         del rest[: 0 if equals else len(values)]
         lists.setdefault(flag, []).extend(values)
     for flag, values in lists.items():
-        is_whole = len(values) == 1 and (
-            flag not in takes_nothing_else or values[0][:1] == "[" or values[0] == "null"
-        )
+        is_whole = len(values) == 1 and (flag not in takes_nothing_else or values[0][:1] == "[" or values[0] == "null")
         others += [flag, values[0] if is_whole else _as_list(values)]
     return others
 

@@ -8,8 +8,7 @@
 - **Dropout**: one random byte per element, because Bernoulli numbers cost more than the products around them.
 - **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
   pass unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a complete table, ``sharded_logprob`` over a
-  rank's rows of one. Kernels for another device replace ``sum_over_catalog``, ``add_softmax_gradient`` and
-  ``entropy_gradients`` (``catalog_passes``); no other code changes. The two passes of a divergence run on any device.
+  rank's rows of one. The passes run on any device.
 
 ``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
 tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a

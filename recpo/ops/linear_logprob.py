@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recpo.ops import kernels
-from recpo.ops.catalog_passes import CatalogKernel, CatalogPasses, catalog_passes
 from recpo.ops.kernels import KEEP_BYTES, Scored, as_float, sum_rows
 
 
@@ -32,7 +31,6 @@ def linear_logprob(
     temperature: float = 1.0,
     padding_rows: int = 1,
     keep_bytes: int = KEEP_BYTES,
-    kernel: CatalogKernel = "plain",
 ) -> Tensor:
     """``log softmax(states tableᵀ / temperature)`` at ``targets``, without ``[N, V]`` held for the backward pass.
 
@@ -45,44 +43,32 @@ def linear_logprob(
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
         temperature: divides the logits.
         padding_rows: rows of the table before the first item.
-        keep_bytes: a softmax up to this size is kept for the backward pass (faster); a larger one is recomputed. The
-            fused kernels always recompute it.
-        kernel: "plain", or "fused" Triton kernels for NVIDIA GPUs (``recpo.ops.triton_catalog``).
+        keep_bytes: a softmax up to this size is kept for the backward pass (faster); a larger one is recomputed.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and table.
 
     Raises:
-        ValueError: shapes that do not fit, or fused kernels that cannot run here.
+        ValueError: shapes that do not fit.
     """
     _check(states, table, padding_rows)
-    passes = catalog_passes(kernel, states, table)
     # one target per state needs no index
     if state_index is not None or targets.shape != states.shape[:1]:
         state_index = state_of_targets(states, targets, state_index)
-    scaled, rows = as_float(states, temperature), as_float(table) if passes is kernels else table
+    scaled, rows = as_float(states, temperature), as_float(table)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _LinearLogProb.apply(scaled, rows, targets.reshape(-1), state_index, padding_rows, keep_bytes, passes)
+        logp = _LinearLogProb.apply(scaled, rows, targets.reshape(-1), state_index, padding_rows, keep_bytes)
     return logp.view(targets.shape)
 
 
-def linear_entropy(
-    states: Tensor,
-    table: Tensor,
-    *,
-    temperature: float = 1.0,
-    padding_rows: int = 1,
-    kernel: CatalogKernel = "plain",
-) -> Tensor:
+def linear_entropy(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
     """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``: ``lse - h·u`` with ``u`` the expected row.
 
     Arguments as in ``linear_logprob``; the backward pass computes the blocks again.
     """
     _check(states, table, padding_rows)
-    passes = catalog_passes(kernel, states, table)
-    rows = as_float(table) if passes is kernels else table
     with torch.autocast(states.device.type, enabled=False):
-        return _LinearEntropy.apply(as_float(states, temperature), rows, padding_rows, passes)
+        return _LinearEntropy.apply(as_float(states, temperature), as_float(table), padding_rows)
 
 
 def linear_divergence(
@@ -195,10 +181,9 @@ class _LinearLogProb(torch.autograd.Function):
         state_index: Tensor | None,
         padding_rows: int,
         keep_bytes: int,
-        passes: CatalogPasses,
     ) -> Tensor:
         needs_states, needs_table = ctx.needs_input_grad[:2]
-        sums = passes.sum_over_catalog(
+        sums = kernels.sum_over_catalog(
             states,
             table,
             padding_rows,
@@ -209,7 +194,7 @@ class _LinearLogProb(torch.autograd.Function):
         of_target = states if state_index is None else states[state_index]
         lse = sums.lse if state_index is None else sums.lse[state_index]
         ctx.save_for_backward(states, table, targets, state_index)
-        ctx.sums, ctx.padding_rows, ctx.passes = sums, padding_rows, passes
+        ctx.sums, ctx.padding_rows = sums, padding_rows
         ctx.target_rows = target_rows if needs_states else None
         return kernels.row_products(of_target, target_rows) - lse
 
@@ -227,18 +212,18 @@ class _LinearLogProb(torch.autograd.Function):
             of_target = states if state_index is None else states[state_index]
             grad_table = sum_rows(of_target * grad[:, None], targets, len(table))
             grad_table[: ctx.padding_rows] = 0
-            ctx.passes.add_softmax_gradient(grad_table, -per_state, states, table, ctx.padding_rows, ctx.sums)
-        return grad_states, grad_table, None, None, None, None, None
+            kernels.add_softmax_gradient(grad_table, -per_state, states, table, ctx.padding_rows, ctx.sums)
+        return grad_states, grad_table, None, None, None, None
 
 
 class _LinearEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int, passes: CatalogPasses) -> Tensor:
-        sums = passes.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
+    def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int) -> Tensor:
+        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         entropy = sums.lse - kernels.row_products(states, sums.expected_row)
         ctx.save_for_backward(states, table, sums.lse, entropy)
-        ctx.padding_rows, ctx.passes = padding_rows, passes
+        ctx.padding_rows = padding_rows
         return entropy.clone()
 
     @staticmethod
@@ -246,8 +231,8 @@ class _LinearEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         states, table, lse, entropy = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
-        gradients = ctx.passes.entropy_gradients(grad, states, table, ctx.padding_rows, lse, entropy, *needs)
-        return *gradients, None, None
+        gradients = kernels.entropy_gradients(grad, states, table, ctx.padding_rows, lse, entropy, *needs)
+        return *gradients, None
 
 
 class _LinearDivergence(torch.autograd.Function):

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recpo.ops import kernels
-from recpo.ops.catalog_passes import CatalogKernel, CatalogPasses, catalog_passes
 from recpo.ops.kernels import Scored, as_float, sum_rows
 from recpo.ops.linear_logprob import check_reference, state_of_targets
 from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows, start_sum_of_rows
@@ -41,7 +40,6 @@ def sharded_logprob(
     state_index: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    kernel: CatalogKernel = "plain",
 ) -> Tensor:
     """``log softmax(states tableᵀ / temperature)`` at ``targets``, for a table that is divided over the ranks.
 
@@ -51,32 +49,27 @@ def sharded_logprob(
         targets: row numbers in the whole table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
         temperature: divides the logits.
-        kernel: see ``linear_logprob``.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
 
     Raises:
-        ValueError: shapes that do not fit, blocks that do not form a table, or fused kernels that cannot run here.
+        ValueError: shapes that do not fit, or blocks that do not form a table.
         IndexError: on all ranks, if one has a target outside the table or of a state that does not exist.
     """
     _check(states, shard)
     index = state_of_targets(states, targets, state_index)
-    passes = catalog_passes(kernel, states, shard.rows)
     scaled, rows = as_float(states, temperature), as_float(shard.rows)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard, passes)
+        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard)
     return logp.view(targets.shape)
 
 
-def sharded_entropy(
-    states: Tensor, shard: RowShard, *, temperature: float = 1.0, kernel: CatalogKernel = "plain"
-) -> Tensor:
+def sharded_entropy(states: Tensor, shard: RowShard, *, temperature: float = 1.0) -> Tensor:
     """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
     _check(states, shard)
-    passes = catalog_passes(kernel, states, shard.rows)
     with torch.autocast(states.device.type, enabled=False):
-        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard, passes)
+        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard)
 
 
 def sharded_divergence(
@@ -141,7 +134,6 @@ class _ShardedLogProb(torch.autograd.Function):
         targets: Tensor,
         state_index: Tensor,
         shard: RowShard,
-        passes: CatalogPasses,
     ) -> Tensor:
         faults = _faults(targets, shard.num_rows) + _faults(state_index, len(states))
         _, (num_states, num_targets) = common_sizes(shard, len(states), len(targets), faults=faults)
@@ -153,7 +145,7 @@ class _ShardedLogProb(torch.autograd.Function):
 
         needs_states, needs_rows = ctx.needs_input_grad[:2]
         keep_bytes = kernels.KEEP_BYTES if needs_rows else 0
-        sums = passes.sum_over_catalog(
+        sums = kernels.sum_over_catalog(
             everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
         )
         scores = everyone.new_zeros(len(targets))
@@ -164,7 +156,7 @@ class _ShardedLogProb(torch.autograd.Function):
 
         ctx.save_for_backward(everyone, rows, state_index, held, row_of_held, state_of_held)
         ctx.sums, ctx.shard, ctx.num_states, ctx.num_targets = sums._replace(lse=lse), shard, num_states, num_targets
-        ctx.passes, start = passes, sum(num_targets[: shard.rank])
+        start = sum(num_targets[: shard.rank])
         return (scores - lse[state_index])[start : start + len(own)].clone()
 
     @staticmethod
@@ -184,10 +176,8 @@ class _ShardedLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_rows = sum_rows(everyone[state_of_held] * (of_held / shard.ranks), row_of_held, len(rows))
             grad_rows[: shard.padding_rows] = 0
-            ctx.passes.add_softmax_gradient(
-                grad_rows, per_state / -shard.ranks, everyone, rows, shard.padding_rows, sums
-            )
-        return None if grad_states is None else grad_states(), grad_rows, None, None, None, None
+            kernels.add_softmax_gradient(grad_rows, per_state / -shard.ranks, everyone, rows, shard.padding_rows, sums)
+        return None if grad_states is None else grad_states(), grad_rows, None, None, None
 
 
 def _log_sum_over_ranks(lse: Tensor, values: Tensor, shard: RowShard) -> tuple[Tensor, Tensor]:
@@ -202,17 +192,17 @@ def _log_sum_over_ranks(lse: Tensor, values: Tensor, shard: RowShard) -> tuple[T
 
 class _ShardedEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard, passes: CatalogPasses) -> Tensor:
+    def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard) -> Tensor:
         _, (num_states,) = common_sizes(shard, len(states))
         everyone = gather_rows(states, num_states, shard.group)
-        sums = passes.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
+        sums = kernels.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         lse, _ = _log_sum_over_ranks(sums.lse, sums.lse[:0], shard)
         mean_score = kernels.row_products(everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
         dist.all_reduce(mean_score, group=shard.group)
         entropy = lse - mean_score
         ctx.save_for_backward(everyone, rows, lse, entropy)
-        ctx.shard, ctx.num_states, ctx.passes = shard, num_states, passes
+        ctx.shard, ctx.num_states = shard, num_states
         return entropy.split(num_states)[shard.rank].clone()
 
     @staticmethod
@@ -221,12 +211,12 @@ class _ShardedEntropy(torch.autograd.Function):
         everyone, rows, lse, entropy = ctx.saved_tensors
         shard, (needs_states, needs_rows) = ctx.shard, ctx.needs_input_grad[:2]
         grad = gather_rows(grad, ctx.num_states, shard.group)
-        grad_states, grad_rows = ctx.passes.entropy_gradients(
+        grad_states, grad_rows = kernels.entropy_gradients(
             grad, everyone, rows, shard.padding_rows, lse, entropy, needs_states, needs_rows
         )
         if grad_states is not None:
             grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
-        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None, None
+        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None
 
 
 class _ShardedDivergence(torch.autograd.Function):

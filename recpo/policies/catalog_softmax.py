@@ -10,7 +10,6 @@ from torch import Tensor
 
 from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
-from recpo.ops.catalog_passes import CatalogKernel
 from recpo.ops.kernels import take_rows
 from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.encoder import HistoryEncoder, readable_ids
@@ -53,9 +52,6 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         num_negatives: K, sampled items per batch.
         proposal: distribution of the sampled items: "uniform", or "popularity", which is ``(count + 1)^0.75`` with the
             counts given to ``set_item_counts``.
-        softmax_kernel: kernels of the exact softmax and its entropy: "plain", or "fused" for Triton kernels on NVIDIA
-            GPUs, which keep no scores in memory and have not been measured on a GPU yet (docs/scaling.md). Evaluation
-            on a CPU uses the plain kernels.
         item_features: add the features of the items to their vectors; null = ids only.
         user_features: add the features of the user to the states.
         context_features: add the features of the requests to the events and to the states.
@@ -87,7 +83,6 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         normalizer: Literal["full", "sampled"] = "full",
         num_negatives: int = 1024,
         proposal: Literal["uniform", "popularity"] = "uniform",
-        softmax_kernel: CatalogKernel = "plain",
         item_features: ItemFeatureOptions | None = None,
         user_features: bool = False,
         context_features: bool = False,
@@ -106,22 +101,13 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
                 "policy.sparse: the exact softmax (policy.normalizer: full) gives every item a gradient, so none is "
                 "sparse: set policy.normalizer to sampled, or policy.sparse to false"
             )
-        if softmax_kernel == "fused" and normalizer == "sampled":
-            raise RecpoError(
-                "policy.softmax_kernel fused computes the exact softmax, and policy.normalizer is sampled: set "
-                "policy.normalizer to full, or policy.softmax_kernel to plain"
-            )
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.similarity, self.temperature = similarity, temperature
         self.normalizer, self.num_negatives = normalizer, num_negatives
         self.has_exact_log_prob = normalizer == "full"
         scored: TableUse = "softmax" if normalizer == "full" else "lookup"
-        self.item_table = ItemTable(
-            num_items, dim, sparse=sparse, use=scored if tie_weights else "lookup", kernel=softmax_kernel
-        )
-        self.output_table = (
-            None if tie_weights else ItemTable(num_items, dim, sparse=sparse, use=scored, kernel=softmax_kernel)
-        )
+        self.item_table = ItemTable(num_items, dim, sparse=sparse, use=scored if tie_weights else "lookup")
+        self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse, use=scored)
         self.encoder = HistoryEncoder(
             dim,
             blocks=blocks,

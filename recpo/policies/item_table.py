@@ -13,8 +13,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.errors import RecpoError
-from recpo.ops.catalog_passes import CatalogKernel, why_not_fused
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.item_features import ItemFeatures
@@ -142,7 +140,6 @@ class ItemTable(nn.Module):
             large tables are 2 to 3 times faster.
         std: standard deviation of the initial values.
         use: how training uses the table; it determines the possible kinds of sharding.
-        kernel: kernels of the softmax over the rows, see ``recpo.ops.linear_logprob``.
 
     Attributes:
         weight: ``[V + 1, d]``, the id rows.
@@ -161,10 +158,9 @@ class ItemTable(nn.Module):
         sparse: bool = False,
         std: float = 0.02,
         use: TableUse = "lookup",
-        kernel: CatalogKernel = "plain",
     ) -> None:
         super().__init__()
-        self.num_items, self.dim, self.sparse, self.use, self.kernel = num_items, dim, sparse, use, kernel
+        self.num_items, self.dim, self.sparse, self.use = num_items, dim, sparse, use
         self.features, self._of_step = None, _StepMatrix()
         if _ON_META.get() and use != "whole":
             self.weight = nn.Parameter(torch.empty(num_items + 1, dim, device="meta"))
@@ -221,13 +217,11 @@ class ItemTable(nn.Module):
         cosine: bool = False,
     ) -> Tensor:
         """See ``recpo.ops.linear_logprob``; with ``cosine`` the vectors have length 1."""
-        rows, kernel = self._scored_rows(cosine), self.kernel_for(states)
-        return linear_logprob(states, rows, targets, state_index, temperature=temperature, kernel=kernel)
+        return linear_logprob(states, self._scored_rows(cosine), targets, state_index, temperature=temperature)
 
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_entropy``."""
-        rows, kernel = self._scored_rows(cosine), self.kernel_for(states)
-        return linear_entropy(states, rows, temperature=temperature, kernel=kernel)
+        return linear_entropy(states, self._scored_rows(cosine), temperature=temperature)
 
     def divergence(
         self,
@@ -242,21 +236,6 @@ class ItemTable(nn.Module):
         with torch.no_grad():
             other = reference._scored_rows(cosine)
         return linear_divergence(states, self._scored_rows(cosine), reference_states, other, temperature=temperature)
-
-    def kernel_for(self, states: Tensor) -> CatalogKernel:
-        """The kernels of the softmax: ``kernel`` itself, but on a CPU outside of training always "plain".
-
-        So a run that was trained with fused kernels can be evaluated and exported on any machine.
-
-        Raises:
-            RecpoError: ``kernel`` is "fused", and the fused kernels cannot run on these states.
-        """
-        if self.kernel == "plain" or (states.device.type == "cpu" and not self.training):
-            return "plain"
-        reason = why_not_fused(states, self.weight)
-        if reason is not None:
-            raise RecpoError(f"policy.softmax_kernel fused {reason}: set policy.softmax_kernel to plain")
-        return self.kernel
 
     def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_log_softmax``."""
@@ -301,7 +280,7 @@ class PlacedTable(ItemTable):
     def __init__(self, table: ItemTable, *, sparse: bool = False) -> None:
         nn.Module.__init__(self)
         self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, sparse, table.use
-        self.features, self._of_step, self.kernel = table.features, _StepMatrix(), table.kernel
+        self.features, self._of_step = table.features, _StepMatrix()
 
     def changed(self) -> None:
         """Call it after the weights were changed in place, because a table may cache values derived from them."""

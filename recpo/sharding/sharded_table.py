@@ -84,8 +84,7 @@ class ShardedTable(PlacedTable):
     ) -> Tensor:
         """See ``ItemTable.log_prob``."""
         shard = self.row_shard(learns=True, cosine=cosine)
-        kernel = self.kernel_for(states)
-        return sharded_logprob(states, shard, targets, state_index, temperature=temperature, kernel=kernel)
+        return sharded_logprob(states, shard, targets, state_index, temperature=temperature)
 
     def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """Not supported: no rank has the complete table.
@@ -100,8 +99,7 @@ class ShardedTable(PlacedTable):
 
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``ItemTable.entropy``."""
-        shard, kernel = self.row_shard(learns=True, cosine=cosine), self.kernel_for(states)
-        return sharded_entropy(states, shard, temperature=temperature, kernel=kernel)
+        return sharded_entropy(states, self.row_shard(learns=True, cosine=cosine), temperature=temperature)
 
     def divergence(
         self,
