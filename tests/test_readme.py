@@ -68,6 +68,10 @@ def clone(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(ROOT / "data", tmp_path / "data")
     (tmp_path / "prepare.yaml").write_text(_named_file("prepare.yaml"), encoding="utf-8")
+    for page in ("metrics.md", "training.md"):  # the modules that they show, which their commands name
+        for name, text in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", _text(ROOT / "docs" / page), re.DOTALL):
+            (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -156,8 +156,9 @@ def test_measures_add_metrics_and_totals():
     result = evaluate_ranking(lists, [batch], num_items=4, ks=(1,), measures=[SumOfIds()])
     assert result.per_user["sum@1"].tolist() == [1, 13]
     assert result.totals["lists"] == 2
-    with pytest.raises(ValueError, match="same name: sum@1"):
+    with pytest.raises(RecpoError) as raised:
         evaluate_ranking(lists, [batch], num_items=4, ks=(1,), measures=[SumOfIds(), SumOfIds()])
+    assert (raised.value.code, raised.value.field) == ("duplicate_name", "sum@1")
 
 
 def test_interval_is_normal_and_paired_differences_are_narrower():
