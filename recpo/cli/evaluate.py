@@ -16,7 +16,7 @@ from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report.new_items_section import candidates_sentence
 from recpo.evaluation.new_items import NEW_METRICS
-from recpo.evaluation.reading import Document, best_first, further_metrics
+from recpo.evaluation.reading import Document, best_first, further_at
 from recpo.verbs.evaluate import Evaluate
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
@@ -68,7 +68,7 @@ def metrics_table(document: Document) -> Table:
     title = f"{setting['split']} period, {users:,} users, {setting['num_items']:,} items, all ranked; lists of {k}"
     table = _table(title, "mean ± half of the 95 % interval over users")
     table.add_column("contender")
-    names = [*_shown(contenders, _HEADINGS, k), *further_metrics(document, contenders[0]["metrics"], k)]
+    names = [*_shown(contenders, _HEADINGS, k), *further_at(document, k)]
     best = {name: best_first(document, name)[:1] if len(contenders) > 1 else [] for name in names}
     for name in names:
         table.add_column(_heading(name), justify="right")
@@ -87,7 +87,7 @@ def differences_table(document: Document) -> Table:
     contenders, k = _ranked(document), document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in contenders]
     pairs = [pair for pair in document["differences"] if {pair["contender"], pair["against"]} <= set(ranked)]
-    names = [*_shown(contenders, _COMPARED, k), *further_metrics(document, contenders[0]["metrics"], k)]
+    names = [*_shown(contenders, _COMPARED, k), *further_at(document, k)]
     family = "interval excludes 0" if len(pairs) == 1 else "survives Holm's correction for all pairs"
     table = _table(f"paired differences on the same users; lists of {k}", f"bold: {family} (5 %)")
     table.add_column("contender - against")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recpo.evaluation.headroom import shares_at
@@ -16,16 +16,23 @@ _NAMED_AT_MOST = 5
 _ESTIMATOR = "SNIPS"
 
 
-def further_metrics(document: Document, names: Iterable[str], k: int) -> list[str]:
-    """The metrics among ``names`` of the user's own measures: those at ``k``, and those without a list length."""
-    own = document["setting"].get("further_metrics", {})
-    return [name for name in names if name in own and name.partition("@")[2] in ("", str(k))]
+def further_metrics(document: Document) -> Document:
+    """The metrics of the user's own measures, totals among them: ``{metric: "higher" or "lower"}``, which is better."""
+    found: Document = document["setting"].get("further_metrics", {})
+    return found
+
+
+def further_at(document: Document, k: int) -> list[str]:
+    """Those per user, with an estimate, at ``k`` or without a list length."""
+    estimated = {metric for contender in document["contenders"] for metric in contender["metrics"]}
+    own = [metric for metric in further_metrics(document) if metric in estimated]
+    return [metric for metric in own if metric.partition("@")[2] in ("", str(k))]
 
 
 def lower_is_better(metric: str, document: Document) -> bool:
     """True for metrics such as ``disliked@10`` for which lower is better, and for a user's own that say so."""
-    own = document["setting"].get("further_metrics", {})
-    return own[metric] == "lower" if metric in own else metric.split("@")[0] in _LOWER_IS_BETTER
+    direction = further_metrics(document).get(metric)
+    return metric.split("@")[0] in _LOWER_IS_BETTER if direction is None else direction == "lower"
 
 
 def reading(document: Document) -> list[str]:

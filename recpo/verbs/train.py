@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning import LightningModule
 from lightning.pytorch.callbacks import Callback
 
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
@@ -63,7 +62,6 @@ def train(
     policy: Callable[[int], Policy] | Mapping[str, Any] | str | None = None,
     advantage: AdvantageEstimator | Mapping[str, Any] | str | None = None,
     reward: RewardFunction | Mapping[str, Any] | str | None = None,
-    module: type[LightningModule] | str | None = None,
     init_from: Run | Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -91,7 +89,6 @@ def train(
         advantage: turns feedback into advantages. None = that of ``config``; for objectives that weight logged feedback
             only by advantages (GBPO, Reinforce), ``TernaryAdvantage(positive_fraction=0.25)``.
         reward: turns feedback into rewards.
-        module: subclass of ``PreferenceModule`` that changes a step of training, or its import path.
         init_from: run whose best policy training starts from. Its policy options and data layout are the defaults. Its
             items are those of ``data``, or the first of them (``prepare(..., extends=...)``); rows of new items start
             from the mean of the known ones. ``init_training`` also copies the critic heads and the state of the
@@ -100,7 +97,8 @@ def train(
         overwrite: replace a run in ``out`` after the first step of the new run.
         trust: packages, in addition to recpo, whose classes the run of ``init_from`` may name.
         callbacks: Lightning callbacks that observe training; they are not part of the configuration.
-        options: any field of ``TrainOptions``, as a dict or by its dotted name.
+        options: any field of ``TrainOptions``, as a dict or by its dotted name; ``module`` is a subclass of
+            ``PreferenceModule`` that changes a step of training, or its import path.
 
     Returns:
         The finished run.
@@ -111,8 +109,9 @@ def train(
         Interrupted: training was stopped by a signal.
     """
     given: dict[str, Any] = {"objective": objective, "policy": policy, "advantage": advantage, "reward": reward}
-    named = as_configuration(module)["class_path"] if isinstance(module, type) else module
-    given |= {"module": named, "init_from": init_from, "data.prepared": data}
+    given |= {"init_from": init_from, "data.prepared": data}
+    if isinstance(options.get("module"), type):  # an import path; other classes have options, so they are class paths
+        options["module"] = as_configuration(options["module"])["class_path"]
     tree = {"progress": False, "out": out, "resume": resume, "overwrite": overwrite, **options}
     tree |= {name: value for name, value in given.items() if value is not None}
     start = as_arguments(config) if isinstance(config, Mapping) else [] if config is None else ["--config", str(config)]

@@ -11,7 +11,7 @@ from recpo.evaluation.html_report.blocks import Block, Details, Figures, Lines, 
 from recpo.evaluation.html_report.new_items_section import new_item_blocks
 from recpo.evaluation.html_report.off_policy_section import value_blocks
 from recpo.evaluation.new_items import NEW_METRICS
-from recpo.evaluation.reading import Document, reading
+from recpo.evaluation.reading import Document, further_metrics, reading
 
 _KINDS = {
     "run": ("trained run", "trained runs"),
@@ -155,7 +155,7 @@ def _segments(document: Document) -> list[Block]:
 def _beyond_accuracy(document: Document) -> list[Block]:
     ks = document["setting"]["ks"]
     known = {*tables.ACCURACY, *tables.DISLIKES, *tables.TRUE, *NEW_METRICS}
-    further = document["setting"].get("further_metrics", {})
+    further = further_metrics(document)
     every = [metric for metric in tables.every_metric(document) if "@" in metric and metric not in further]
     beyond = [metric for metric in every if metric.split("@")[0] not in known]
     totals = list(dict.fromkeys(total for _, contender in tables.ranked(document) for total in contender["totals"]))

@@ -11,6 +11,7 @@ from recpo.evaluation.html_report.blocks import Cell, Details, Row, Table
 from recpo.evaluation.reading import (
     Document,
     best_first,
+    further_at,
     further_metrics,
     lower_is_better,
     paired,
@@ -40,7 +41,7 @@ def metrics_at(document: Document, names: Sequence[str], k: int) -> list[str]:
 def main_table(document: Document) -> Table:
     """The main metrics of every ranked contender at the first k, with the best of a column marked."""
     k = document["setting"]["ks"][0]
-    metrics = [*metrics_at(document, _MAIN, k), *further_metrics(document, every_metric(document), k)]
+    metrics = [*metrics_at(document, _MAIN, k), *further_at(document, k)]
     return metrics_table(document, metrics, f"lists of {k}")
 
 
@@ -74,7 +75,7 @@ def all_metrics_tables(document: Document) -> list[Details]:
     """All accuracy metrics of every contender: one table per list length, and one for metrics without a length."""
     names = every_metric(document)
     known = (*ACCURACY, *DISLIKES, *TRUE)
-    own = document["setting"].get("further_metrics", {})
+    own = further_metrics(document)
     groups = {f"all metrics, lists of {k}": metrics_at(document, known, k) for k in document["setting"]["ks"]}
     groups["scores of the exposed items"] = [name for name in names if "@" not in name and name not in own]
     groups["further metrics"] = [name for name in names if name in own]
@@ -105,7 +106,7 @@ def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | Non
             other.
     """
     k = document["setting"]["ks"][0]
-    metrics = [*metrics_at(document, _COMPARED, k), *further_metrics(document, every_metric(document), k)]
+    metrics = [*metrics_at(document, _COMPARED, k), *further_at(document, k)]
     rows = []
     for one, other in pairs or compared_pairs(document):
         cells = [_difference_cell(paired(document, one, other, metric)) for metric in metrics]
