@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 DIM, HISTORY, K = 64, 50, 100
 FORMS = ("plain", "blocks", "float16", "int8", "index")
@@ -59,8 +59,8 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     """The policy in one of the forms; only what the form needs, without the torch engine."""
     import pyarrow as pa
 
-    from recpo.data.id_map import IdMap
-    from recpo.feedback import FeedbackDefinition
+    from recpo.base.feedback import FeedbackDefinition
+    from recpo.log.id_map import IdMap
     from recpo.serving import export as exporting
     from recpo.serving.item_index import IndexOptions
     from recpo.serving.program import ranker_of

@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 import recpo
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.feature_columns import FeatureColumns
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.estimates import estimate
+from recpo.log.feature_columns import FeatureColumns
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.simulation.log import Simulation
-from recpo.simulation.parameters import MILLISECONDS_PER_DAY
+from recpo.worlds.log import Simulation
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY
 
 BIRTH_DAY = 13  # birth day of the ranked items; lists are made at the start of the next day
 CONTENDERS = ("ids", "features")
@@ -41,7 +41,7 @@ CONTENDERS = ("ids", "features")
 class Asked(NamedTuple):
     """Users of day 14 in the numbers of the data of one training period, with the items that may be listed."""
 
-    histories: recpo.types.Histories
+    histories: recpo.base.types.Histories
     exclude: torch.Tensor
 
 

@@ -26,15 +26,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
-from recpo.exploration import Exploration, Pool
-from recpo.simulation.parameters import SimulationParameters
-from recpo.simulation.preferences import Preferences
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from recpo.lists.exploration import Exploration, Pool
+from recpo.worlds.parameters import SimulationParameters
+from recpo.worlds.preferences import Preferences
 
 K, DRAWS = 10, 32
 LOGGING = {

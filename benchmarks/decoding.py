@@ -37,12 +37,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.types import Histories
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.trie import Trie
-from recpo.semantic_codes import SemanticCodes
 from recpo.training.allocator import tune_allocator
-from recpo.types import Histories
 
 BATCH, HISTORY, K = 64, 50, 50
 SIZES = (256, 256, 256)

@@ -33,15 +33,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from recpo.base.feedback import FeedbackRule
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import history_length, item_segments
-from recpo.feedback import FeedbackRule
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = {"recpo": "", "numpy": "", "replay": "replay", "rectools": "rectools"}  # and the environment they need

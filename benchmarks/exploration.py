@@ -20,8 +20,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from recpo.exploration import Exploration, Pool, inclusion, inclusion_probabilities
-from recpo.reranking import (
+from recpo.lists import exploration as inclusion
+from recpo.lists.exploration import Exploration, Pool, inclusion_probabilities
+from recpo.lists.reranking import (
     AttributeCap,
     Calibration,
     Determinantal,

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recpo.data.id_map import IdMap
-from recpo.feedback import FeedbackDefinition
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle

@@ -28,14 +28,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.types import Histories
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.semantic_codes import SemanticCodes
 from recpo.sharding import policy_costs, row_updates
-from recpo.types import Histories
 
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
 

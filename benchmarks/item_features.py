@@ -20,10 +20,10 @@ import time
 
 import torch
 
-from recpo.features.schema import Category, Feature, FeatureSchema, Vector
+from recpo.base.features import Category, Feature, FeatureSchema, Vector
+from recpo.base.types import Features, FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.types import Features, FeedbackBatch, Histories, Slates
 
 CODES = (20, 200, 2000, 50, 8)
 WIDTH, LENGTH, BATCH = 64, 50, 128

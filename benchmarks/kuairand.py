@@ -46,10 +46,11 @@ from sklearn.metrics import roc_auc_score
 
 import recpo
 from recpo import factorize, prepare, tilt, train
+from recpo.base.contracts import RewardFunction
+from recpo.base.features import FeatureArrays, Reads
+from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import run
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
 from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
@@ -57,12 +58,10 @@ from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.new_items import NewItems, new_items
 from recpo.evaluation.targets import held_out_targets
-from recpo.features.arrays import FeatureArrays
-from recpo.features.schema import Reads
+from recpo.log.prepared import Prepared
 from recpo.ops.item_sets import first_places
-from recpo.rewards import EnsembleReward
+from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward
-from recpo.types import FeedbackBatch, Histories, Recommendations, Slates
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
 ITEM_RATE, TREES = "item rate", "boosted trees"

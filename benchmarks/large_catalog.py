@@ -72,8 +72,8 @@ def prepare(work: Path, out: Path, items: int, *others: str) -> None:
 
 def write_codes(prepared: Path, out: Path) -> None:
     """Three codes per item, spread over the tuples: what an item is like does not matter to the cost."""
-    from recpo.data.prepared import Prepared
-    from recpo.semantic_codes import SemanticCodes
+    from recpo.artifacts.semantic_codes import SemanticCodes
+    from recpo.log.prepared import Prepared
 
     data = Prepared.open(prepared)
     size = 8

@@ -31,9 +31,9 @@ import torch
 from scipy.special import stdtrit
 
 import recpo
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.feature_columns import FeatureColumns
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.log.feature_columns import FeatureColumns
 
 K, DAY_MS = 10, 86_400_000
 

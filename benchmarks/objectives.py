@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import run
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.log.prepared import Prepared
 from recpo.training.run import Run
 
 K = 10

@@ -30,13 +30,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
-from recpo.rewards import LoggedReward
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from recpo.rewards.rewards import LoggedReward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.reference import off_policy_dense

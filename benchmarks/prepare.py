@@ -34,14 +34,14 @@ MIN_HISTORY, MAX_CONTEXT, DAY_MS = 5, 200, 86_400_000
 
 
 def with_recpo(log, out):
-    from recpo.data.prepare import Preparation
+    from recpo.log.prepare import Preparation
 
     Preparation().run(str(log), out, progress=False)
 
 
 def with_recpo_on_spark(log, out):
-    from recpo.data.engine import EngineOptions
-    from recpo.data.prepare import Preparation
+    from recpo.log.engine import EngineOptions
+    from recpo.log.prepare import Preparation
 
     Preparation().run(str(log), out, engine=EngineOptions(engine="spark"), progress=False)
 

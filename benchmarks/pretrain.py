@@ -35,10 +35,10 @@ from typing import NamedTuple
 import numpy as np
 from ratings import Sequences, read_ratings, simulate
 
-from recpo.data.prepare import Preparation
-from recpo.data.schema import Columns
-from recpo.data.shaping import EveryEvent
-from recpo.data.splits import LeaveLastOut
+from recpo.log.prepare import Preparation
+from recpo.log.schema import Columns
+from recpo.log.shaping import EveryEvent
+from recpo.log.splits import LeaveLastOut
 
 HERE = Path(__file__).resolve().parent
 YARDSTICK = "yardstick"

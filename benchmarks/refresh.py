@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from recpo.data.id_map import IdMap
-from recpo.features.encoding import FittedFeatures, of_side
-from recpo.features.schema import Category, FeatureSchema, Vector
-from recpo.feedback import FeedbackDefinition
+from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.features import Category, FeatureSchema, Vector
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.serving.bundle_features import BundleFeatures

@@ -30,18 +30,18 @@ from typing import Any
 import torch
 from decoding import generating_policy, random_codes
 
-from recpo.contracts import Policy
-from recpo.data.datamodule import TrainBatches
-from recpo.data.held_out import Rank
-from recpo.data.prepared import Prepared
-from recpo.data.slates import SequenceLayout
-from recpo.data.train_batches import Assign
+from recpo.base.contracts import Policy
+from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.batches.datamodule import TrainBatches
+from recpo.batches.held_out import Rank
+from recpo.batches.slates import SequenceLayout
+from recpo.batches.train_batches import Assign
+from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.trie import Trie
 from recpo.training.allocator import tune_allocator
 from recpo.training.optimizers import build_optimizer
-from recpo.types import FeedbackBatch, Histories, Slates
 
 BATCH, HISTORY, DIM = 32, 50, 64
 POLICIES = ("full", "sampled", "semantic")

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.tokenizer.codebooks import Codebooks, subtract
-from recpo.tokenizer.report import collision_statistics, reconstruction_errors
-from recpo.tokenizer.residual_kmeans import ResidualKMeans
-from recpo.tokenizer.unique import nearest_free
+from recpo.items.codebooks import Codebooks, subtract
+from recpo.items.report import collision_statistics, reconstruction_errors
+from recpo.items.residual_kmeans import ResidualKMeans
+from recpo.items.unique import nearest_free
 
 LEVELS, CODES, DIM, CLUSTERS = 3, 256, 64, 10_000
 CONTENDERS = {"recpo": "torch", "recpo, unbalanced": "torch", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}

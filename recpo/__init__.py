@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recpo.advantages import (
+    from recpo.objectives.advantages import (
         GAEAdvantage as GAEAdvantage,
         GatedAdvantage as GatedAdvantage,
         GradedAdvantage as GradedAdvantage,
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         PrefixGroupAdvantage as PrefixGroupAdvantage,
         TernaryAdvantage as TernaryAdvantage,
     )
-    from recpo.data.feature_columns import FeatureColumns as FeatureColumns
-    from recpo.data.csv_files import CsvFormat as CsvFormat
-    from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
-    from recpo.data.prepared import Prepared as Prepared
-    from recpo.data.schema import Columns as Columns
-    from recpo.data.schema import FlagColumn as FlagColumn
-    from recpo.data.shaping import (
+    from recpo.log.feature_columns import FeatureColumns as FeatureColumns
+    from recpo.log.csv_files import CsvFormat as CsvFormat
+    from recpo.batches.preference_lists import PreferenceListLayout as PreferenceListLayout
+    from recpo.log.prepared import Prepared as Prepared
+    from recpo.log.schema import Columns as Columns
+    from recpo.log.schema import FlagColumn as FlagColumn
+    from recpo.log.shaping import (
         BinaryColumn as BinaryColumn,
         D2Q as D2Q,
         EveryEvent as EveryEvent,
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
         WatchRatio as WatchRatio,
         WatchTimeGain as WatchTimeGain,
     )
-    from recpo.data.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
-    from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
-    from recpo.errors import RecpoError as RecpoError
+    from recpo.batches.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
+    from recpo.log.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
+    from recpo.base.errors import RecpoError as RecpoError
     from recpo.evaluation.candidates import CandidateTable as CandidateTable
     from recpo.evaluation.evaluation import Evaluation as Evaluation
-    from recpo.factorization.factors import Factors as Factors
+    from recpo.rewards.factors import Factors as Factors
     from recpo.evaluation.lists import Lists as Lists
     from recpo.evaluation.measures import Measure as Measure, Observed as Observed
-    from recpo.exploration import Exploration as Exploration, Pool as Pool
-    from recpo.features.schema import (
+    from recpo.lists.exploration import Exploration as Exploration, Pool as Pool
+    from recpo.base.features import (
         Categories as Categories,
         Category as Category,
         FeatureSchema as FeatureSchema,
         Number as Number,
         Vector as Vector,
     )
-    from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
+    from recpo.base.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
         CISPO as CISPO,
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from recpo.policies.item_features import ItemFeatureOptions as ItemFeatureOptions
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
     from recpo.policies.tilted import RerankedPolicy as RerankedPolicy, TiltedPolicy as TiltedPolicy
-    from recpo.reranking import (
+    from recpo.lists.reranking import (
         AttributeCap as AttributeCap,
         Calibration as Calibration,
         Determinantal as Determinantal,
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         MaximalMarginalRelevance as MaximalMarginalRelevance,
         RerankOptions as RerankOptions,
     )
-    from recpo.rewards import (
+    from recpo.rewards.rewards import (
         EnsembleReward as EnsembleReward,
         FactorReward as FactorReward,
         HitReward as HitReward,
@@ -97,15 +97,15 @@ if TYPE_CHECKING:
     )
     from recpo.serving.bundle import Bundle as Bundle
     from recpo.serving.item_index import IndexOptions as IndexOptions
-    from recpo.simulation.log import Simulation as Simulation
-    from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
-    from recpo.tokenizer.feature_vectors import VectorsFromFeatures as VectorsFromFeatures
-    from recpo.tokenizer.sources import (
+    from recpo.worlds.log import Simulation as Simulation
+    from recpo.items.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
+    from recpo.items.feature_vectors import VectorsFromFeatures as VectorsFromFeatures
+    from recpo.items.sources import (
         CodesFromFile as CodesFromFile,
         VectorsFromFrame as VectorsFromFrame,
         VectorsFromParquet as VectorsFromParquet,
     )
-    from recpo.tokenizer.tokenization import Codes as Codes
+    from recpo.items.tokenization import Codes as Codes
     from recpo.verbs.calibrate import calibrate as calibrate
     from recpo.verbs.comparison import Comparison as Comparison
     from recpo.verbs.compare import compare as compare
@@ -129,7 +129,7 @@ __version__ = "0.1.0"
 
 #: Module -> the names that it gives to ``recpo``; the imports above say the same to type checkers and editors.
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "recpo.advantages": (
+    "recpo.objectives.advantages": (
         "GAEAdvantage",
         "GatedAdvantage",
         "GradedAdvantage",
@@ -138,12 +138,12 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "PrefixGroupAdvantage",
         "TernaryAdvantage",
     ),
-    "recpo.data.feature_columns": ("FeatureColumns",),
-    "recpo.data.csv_files": ("CsvFormat",),
-    "recpo.data.preference_lists": ("PreferenceListLayout",),
-    "recpo.data.prepared": ("Prepared",),
-    "recpo.data.schema": ("Columns", "FlagColumn"),
-    "recpo.data.shaping": (
+    "recpo.log.feature_columns": ("FeatureColumns",),
+    "recpo.log.csv_files": ("CsvFormat",),
+    "recpo.batches.preference_lists": ("PreferenceListLayout",),
+    "recpo.log.prepared": ("Prepared",),
+    "recpo.log.schema": ("Columns", "FlagColumn"),
+    "recpo.log.shaping": (
         "BinaryColumn",
         "D2Q",
         "EveryEvent",
@@ -152,17 +152,17 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WatchRatio",
         "WatchTimeGain",
     ),
-    "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
-    "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
-    "recpo.errors": ("RecpoError",),
+    "recpo.batches.slates": ("ImpressionLayout", "SequenceLayout"),
+    "recpo.log.splits": ("LeaveLastOut", "TemporalSplit"),
+    "recpo.base.errors": ("RecpoError",),
     "recpo.evaluation.candidates": ("CandidateTable",),
     "recpo.evaluation.evaluation": ("Evaluation",),
-    "recpo.factorization.factors": ("Factors",),
+    "recpo.rewards.factors": ("Factors",),
     "recpo.evaluation.lists": ("Lists",),
     "recpo.evaluation.measures": ("Measure", "Observed"),
-    "recpo.exploration": ("Exploration", "Pool"),
-    "recpo.features.schema": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),
-    "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
+    "recpo.lists.exploration": ("Exploration", "Pool"),
+    "recpo.base.features": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),
+    "recpo.base.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",
         "CISPO",
@@ -190,7 +190,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.policies.item_features": ("ItemFeatureOptions",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
     "recpo.policies.tilted": ("RerankedPolicy", "TiltedPolicy"),
-    "recpo.reranking": (
+    "recpo.lists.reranking": (
         "AttributeCap",
         "Calibration",
         "Determinantal",
@@ -198,7 +198,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "MaximalMarginalRelevance",
         "RerankOptions",
     ),
-    "recpo.rewards": (
+    "recpo.rewards.rewards": (
         "EnsembleReward",
         "FactorReward",
         "HitReward",
@@ -209,11 +209,11 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "recpo.serving.bundle": ("Bundle",),
     "recpo.serving.item_index": ("IndexOptions",),
-    "recpo.simulation.log": ("Simulation",),
-    "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
-    "recpo.tokenizer.feature_vectors": ("VectorsFromFeatures",),
-    "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
-    "recpo.tokenizer.tokenization": ("Codes",),
+    "recpo.worlds.log": ("Simulation",),
+    "recpo.items.cooccurrence": ("VectorsFromCooccurrence",),
+    "recpo.items.feature_vectors": ("VectorsFromFeatures",),
+    "recpo.items.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
+    "recpo.items.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
     "recpo.verbs.comparison": ("Comparison",),
     "recpo.verbs.compare": ("compare",),

@@ -62,19 +62,19 @@ OWNERS = {
     "recpo/ops/ridge": ["tests/ops/test_small_systems.py"],
     "recpo/ops/elimination": ["tests/ops/test_small_systems.py"],
     "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
-    "recpo/advantages/graded": ["tests/objectives/test_labels_and_weights.py"],
-    "recpo/advantages/gate": ["tests/objectives/test_token_advantages.py"],
-    "recpo/advantages/prefix": ["tests/objectives/test_token_advantages.py"],
+    "recpo/objectives/graded": ["tests/objectives/test_labels_and_weights.py"],
+    "recpo/objectives/gate": ["tests/objectives/test_token_advantages.py"],
+    "recpo/objectives/prefix": ["tests/objectives/test_token_advantages.py"],
     "recpo/rewards": ["tests/rewards/test_rewards.py", "tests/test_vectors.py"],
     "recpo/rewards/factor": ["tests/rewards/test_factor_reward.py"],
     "recpo/rewards/ensemble": ["tests/rewards/test_factor_reward.py"],
     "recpo/factorization": ["tests/factorization", "tests/rewards/test_factor_reward.py"],
     "recpo/ops/ranking": ["tests/ops/test_ranking.py"],
     **{
-        f"recpo/factorization/{module}": ["tests/factorization/test_factorization_closed_forms.py"]
+        f"recpo/rewards/{module}": ["tests/factorization/test_factorization_closed_forms.py"]
         for module in ("bounds", "normal_equations", "positives")
     },
-    "recpo/factorization/selection": [
+    "recpo/rewards/selection": [
         "tests/factorization/test_factorization_closed_forms.py",
         "tests/factorization/test_graded.py",
     ],
@@ -97,7 +97,7 @@ OWNERS = {
             "setting": ["setting"],
         }.items()
     },
-    "recpo/data/shaping": ["tests/data/test_shaping.py"],
+    "recpo/log/shaping": ["tests/data/test_shaping.py"],
     "recpo/feedback": ["tests/test_feedback.py"],
 }
 #: modules whose tests start interpreters of their own, which know nothing of a mutant in memory

@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo import advantages
-from recpo.advantages import (
+from recpo.base.contracts import AdvantageEstimator
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackRule
+from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.objectives.advantages import (
     GAEAdvantage,
     GatedAdvantage,
     GroupNormalizedAdvantage,
@@ -24,10 +28,6 @@ from recpo.advantages import (
     ternary_advantage,
     whitened_advantage,
 )
-from recpo.contracts import AdvantageEstimator
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackRule
-from recpo.types import FeedbackBatch, Histories, Slates
 
 
 def feedback(step_labels=None, **columns):

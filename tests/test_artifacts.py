@@ -28,7 +28,7 @@ from recpo.artifacts import (
     write_json,
     write_tensors,
 )
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from tests.robustness.crashes import make_inputs, run_verb
 
 HANGING = """
@@ -344,7 +344,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path, hanging):
 def test_of_many_simultaneous_writers_one_wins_and_the_others_are_told(tmp_path):
     code = (
         "import sys\nfrom pathlib import Path\nfrom recpo.artifacts import output_directory\n"
-        "from recpo.errors import RecpoError\nprint('ready', flush=True)\nsys.stdin.readline()\n"
+        "from recpo.base.errors import RecpoError\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "try:\n"
         "    with output_directory(Path(sys.argv[1]), kind='prepared') as working:\n"
         "        [(working / f'{n}').write_text(sys.argv[2]) for n in range(50)]\n"

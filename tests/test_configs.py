@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import recpo.objectives
+from recpo.base.contracts import Objective
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
 from recpo.cli.parser import parser_of, verb_class
-from recpo.contracts import Objective
-from recpo.data.datamodule import evaluation_batches
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
 # in this order: test_tokenize_cli.py, below, test_benchmarks.py, test_sharded_cli.py (it starts processes),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.artifacts import MARKER, directory_in_place, kind_of, output_directory, verify_sealed
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 
 def start(directory):

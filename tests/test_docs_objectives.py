@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 import recpo.objectives
-from recpo.contracts import AdvantageEstimator, Objective
+from recpo.base.contracts import AdvantageEstimator, Objective
 
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "objectives.md").read_text(encoding="utf-8")

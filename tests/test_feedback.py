@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.errors import RecpoError
-from recpo.feedback import (
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import (
     DEFAULT_DURATION_BASE,
     DEFAULT_MAX_WATCH_TIME,
     DISLIKED,

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.errors import RecpoError
-from recpo.frames import flag_column, id_column, number_column, read_frame, require_columns, time_column, to_arrow
+from recpo.base.errors import RecpoError
+from recpo.base.frames import flag_column, id_column, number_column, read_frame, require_columns, time_column, to_arrow
 
 COLUMNS = {"user_id": ["a", "b"], "item_id": [3, 1], "watch_time": [1.5, None]}
 

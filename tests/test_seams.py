@@ -120,7 +120,7 @@ class Returns(recpo.Measure):
     [
         ("mine", torch.zeros(3, 2), "wrong_shape"),
         ("mine", 1.0, "wrong_shape"),
-        ("NDCG@5", None, "duplicate_name"),
+        ("NDCG@5", None, "duplicate"),
     ],
 )
 def test_what_is_no_metric_is_refused(prepared, tmp_path, name, value, code):

@@ -3,14 +3,14 @@
 import pytest
 
 import recpo
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.errors import MAX_SEED, RecpoError
+from recpo.base.errors import MAX_SEED, RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.implicit import ImplicitOptions
-from recpo.simulation.parameters import SimulationParameters
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.implicit import ImplicitOptions
 from recpo.training.options import LearningOptions
 from recpo.verbs.loop import loop
+from recpo.worlds.parameters import SimulationParameters
 
 OPTIONS = [LearningOptions, FactorOptions, ImplicitOptions, OffPolicyOptions, SimulationParameters]
 

@@ -1,4 +1,4 @@
-"""The test vectors in tests/data/objectives.json for recpo's functions: values and gradients.
+"""The test vectors in tests/objectives/objectives.json for recpo's functions: values and gradients.
 
 The vectors come from an independent NumPy implementation in float64. `OTHERS` lists the ones that belong to other
 modules or to other frameworks; the last test makes sure that none is forgotten.
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpo.advantages import (
+from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
+from recpo.objectives.advantages import (
     generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
@@ -33,20 +34,19 @@ from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
-from recpo.rewards import ValidityReward, rank_aware_reward
+from recpo.rewards.rewards import ValidityReward, rank_aware_reward
 from recpo.training.kl_control import AdaptiveKLCoefficient
-from recpo.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 
 VECTORS = {
     vector["id"]: vector
-    for vector in json.loads((Path(__file__).parent / "data" / "objectives.json").read_text())["vectors"]
+    for vector in json.loads((Path(__file__).parent / "objectives" / "objectives.json").read_text())["vectors"]
 }
 OTHERS = {
     "dmpo.beta1": "not an objective of recpo",
     "onesug_pairwise_as_printed": "not an objective of recpo",
     "rank_grpo.causal_dcg": "not an objective of recpo",
     "rank_grpo.ratio": "not an objective of recpo",
-    "duration_reward.quantile": "recpo.data.shaping",
+    "duration_reward.quantile": "recpo.log.shaping",
     "dapo.dynamic_sampling": "recpo.training.rollout",
     "dapo.overlong": "items have no lengths that could run over",
     "ope.basic": "recpo.evaluation.off_policy",

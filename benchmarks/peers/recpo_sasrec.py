@@ -21,15 +21,15 @@ from lightning import Callback
 from peers.pace import Histories, Pace, Setting
 from torch import Tensor
 
-from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
-from recpo.data.slates import SequenceLayout
+from recpo.base.types import FeedbackBatch, LogProbs, ObjectiveInputs
+from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
+from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.allocator import tune_allocator
 from recpo.training.module import PreferenceModule
 from recpo.training.options import LearningOptions
 from recpo.training.trainer import TrainerOptions
-from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs
 
 
 class Paced(Callback):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 
 def sha256(file: Path | bytes | Any) -> str:

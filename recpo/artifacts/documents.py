@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from recpo.artifacts.os_errors import describe_os_error
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 _MOST_VALUES = 1_000_000
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 
 from recpo.artifacts.checksums import unseal, verify
 from recpo.artifacts.documents import read_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 Kind = Literal[
     "simulation",

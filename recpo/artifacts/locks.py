@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 
 @contextmanager

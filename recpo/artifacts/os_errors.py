@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 _REMEDIES: Final = {
     errno.ENOSPC: "the disk is full: free space, or write elsewhere",

@@ -17,7 +17,7 @@ from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker
 from recpo.artifacts.leavings import REPLACED, UNFINISHED, remove_leavings, remove_tree, settle_leavings, unused
 from recpo.artifacts.locks import lock, locked_parent, try_lock, unlock
 from recpo.artifacts.os_errors import WRITING, describe_os_error, os_errors
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD: Final = -100

@@ -8,9 +8,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from recpo.base.errors import GateClosedError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, path_of
-from recpo.errors import GateClosedError
 from recpo.verbs.compare import Compare
 from recpo.verbs.comparison import Comparison
 

@@ -7,9 +7,9 @@ import platform
 from rich.table import Table
 
 from recpo import __version__
+from recpo.base.errors import RecpoError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
-from recpo.errors import RecpoError
 from recpo.verbs.doctor import Doctor, Finding, advice
 
 

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration, path_of
-from recpo.data.prepared import Prepared
-from recpo.factorization.factors import Factors
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
 from recpo.verbs.factorize import Factorize, similar_lists
 
 

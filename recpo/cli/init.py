@@ -9,8 +9,8 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult
-from recpo.data.feature_columns import behaviors_to_json
-from recpo.data.schema import FlagColumn, name_of
+from recpo.log.feature_columns import behaviors_to_json
+from recpo.log.schema import FlagColumn, name_of
 from recpo.verbs.init import Init, Inspection
 
 

@@ -22,12 +22,12 @@ from jsonargparse import ArgumentError
 
 from recpo import __version__
 from recpo.artifacts import describe_os_error, validate_configuration_files
+from recpo.base.errors import GateClosedError, RecpoError
 from recpo.cli.help import short_help
 from recpo.cli.output import TerminalOptions, printing, terminal_options
 from recpo.cli.spelling import check_spelling
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
-from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
     "init": "inspect a log and write configurations for it",

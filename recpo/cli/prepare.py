@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 from rich.table import Table
 
+from recpo.base.features import SIDES, Categories, Category, Feature, Vector
+from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_extend, after_prepare
-from recpo.data.prepared import Period, Prepared
-from recpo.data.schema import LogColumns
-from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
-from recpo.feedback import FEEDBACK_KINDS
+from recpo.log.prepared import Period, Prepared
+from recpo.log.schema import LogColumns
 from recpo.verbs.prepare import Prepare
 
 

@@ -8,9 +8,9 @@ import pyarrow.dataset as ds
 from rich.table import Table
 
 from recpo.artifacts import kind_of
+from recpo.base.errors import RecpoError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
-from recpo.errors import RecpoError
 from recpo.serving.histories import ServingCounts
 from recpo.verbs.recommend import LIST_LENGTH, Recommend
 

@@ -19,7 +19,7 @@ NUMBERS = frozenset(
     {"int", "float", "bool", "PositiveInt", "NonNegativeInt", "Seed", "PositiveFloat", "NonNegativeFloat"}
     | {"ClosedUnitInterval", "OpenUnitInterval"}
 )
-"""Types of numbers and booleans; the ranges are those of ``recpo.ranges``."""
+"""Types of numbers and booleans; the ranges are those of ``recpo.base.ranges``."""
 _SCALARS = NUMBERS | {"str", "Path", "PathLike", "Literal"}
 _LISTS = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "set", "frozenset"})
 PACKAGES = ("recpo", "torch", "lightning")

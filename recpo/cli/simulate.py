@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from recpo.cli.verb_results import VerbResult, command
-from recpo.simulation.log import Simulation
-from recpo.simulation.served import ServedDays
 from recpo.verbs.simulate import Simulate
+from recpo.worlds.log import Simulation
+from recpo.worlds.served import ServedDays
 
 
 def show(verb: Simulate, simulated: Simulation) -> VerbResult:

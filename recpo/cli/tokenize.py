@@ -6,8 +6,8 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration, path_of
-from recpo.tokenizer.report import MANY_MOVED
-from recpo.tokenizer.tokenization import Codes
+from recpo.items.report import MANY_MOVED
+from recpo.items.tokenization import Codes
 from recpo.verbs.tokenize import Tokenize
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.ops.item_sets import is_member
-from recpo.types import FeedbackBatch, Histories, Recommendations
 
 
 class Popularity:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.exposures import auc
 

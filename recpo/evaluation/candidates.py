@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.data.prepared import Prepared
-from recpo.data.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived, LogColumns
-from recpo.errors import RecpoError
-from recpo.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
+from recpo.base.errors import RecpoError
+from recpo.base.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
+from recpo.log.prepared import Prepared
+from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived, LogColumns
 
 #: Every item is a candidate.
 ALL: Final = "all"

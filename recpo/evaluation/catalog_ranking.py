@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
@@ -27,7 +28,6 @@ from recpo.ops.ranking import (
     named,
     ranked_hits,
 )
-from recpo.types import EvaluationBatch, Recommendations
 
 Gain = Literal["linear", "exponential"]
 
@@ -282,7 +282,7 @@ class _Collected:
                 names = ", ".join(sorted(again))
                 raise RecpoError(
                     f"two measures give metrics of the same name: {names}; give yours another name",
-                    code="duplicate_name",
+                    code="duplicate",
                     field=names,
                 )
             metrics |= {name: values.float() for name, values in more.items()}

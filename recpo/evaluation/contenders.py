@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.contracts import Policy
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.feedback import UNKNOWN
+from recpo.base.types import FeedbackBatch
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.evaluation.document import Kind
@@ -22,14 +24,12 @@ from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import TrueRewards
-from recpo.factorization.ease import EASE, EaseOptions, fit_ease
-from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit
-from recpo.factorization.selection import fit_factors
-from recpo.features.schema import Reads
-from recpo.feedback import UNKNOWN
-from recpo.types import FeedbackBatch
+from recpo.log.prepared import Prepared
+from recpo.rewards.ease import EASE, EaseOptions, fit_ease
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.implicit import ImplicitALS, ImplicitOptions, fit_implicit
+from recpo.rewards.selection import fit_factors
 
 Baseline = Literal[
     "popularity", "positives", "recency", "cooccurrence", "factorization", "implicit_als", "ease", "random"

@@ -11,9 +11,9 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.baselines import first_allowed
 from recpo.ops.item_sets import is_member
-from recpo.types import Histories, Recommendations
 
 
 class EventChunk(NamedTuple):

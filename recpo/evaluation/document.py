@@ -10,9 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from recpo.data.label_summary import label_summary
-from recpo.data.prepared import Period, Prepared
-from recpo.data.schema import PERIODS
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Z95, bootstrap_interval, holm, p_value
@@ -20,6 +17,9 @@ from recpo.evaluation.headroom import ORACLE, headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import TrueRewards
+from recpo.log.label_summary import label_summary
+from recpo.log.prepared import Period, Prepared
+from recpo.log.schema import PERIODS
 
 SCHEMA_VERSION = 5
 

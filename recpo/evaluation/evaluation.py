@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from recpo.artifacts import output_directory, read_json, read_yaml, verify_sealed, write_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.document import SCHEMA_VERSION
 from recpo.evaluation.html_report.page import html_report
 from recpo.evaluation.reading import Document

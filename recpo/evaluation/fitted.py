@@ -11,11 +11,11 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from recpo.artifacts import sha256
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.measures import Recommender
-from recpo.factorization.factors import Factors
-from recpo.types import FeedbackBatch, Histories, Recommendations
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
 
 #: Directory of fitted baselines within that of an evaluation.
 BASELINES_DIRECTORY: Final = "baselines"

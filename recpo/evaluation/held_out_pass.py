@@ -11,8 +11,10 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.base.features import Reads
+from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
+from recpo.base.types import EvaluationBatch
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.behavior_rates import BehaviorRates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.candidates import Candidates
@@ -27,9 +29,7 @@ from recpo.evaluation.off_policy.setting import OffPolicySetting
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import ItemSegment, history_length
 from recpo.evaluation.true_rewards import TrueRewards
-from recpo.features.schema import Reads
-from recpo.ranges import NonNegativeInt, PositiveInt, validate_ranges
-from recpo.types import EvaluationBatch
+from recpo.log.prepared import Prepared
 
 HeldOut = Literal["valid", "test"]
 

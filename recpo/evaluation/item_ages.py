@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.data.prepared import Prepared
 from recpo.evaluation.candidates import ALWAYS, NEVER, Candidates, HeldOutPeriod, has_positions
 from recpo.evaluation.segments import NO_BIN, ItemSegment
+from recpo.log.prepared import Prepared
 
 _MILLISECONDS_PER_DAY: Final = 86_400_000
 _BOUNDS: Final = (1.0, 3.0, 7.0, 30.0)

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.tokenizer.columns import read_vectors
+from recpo.base.errors import RecpoError
+from recpo.items.columns import read_vectors
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 
 #: Bins of ``popularity_bins``, the most popular first.
 POPULARITY_BINS = ("head", "torso", "tail", "unseen in training")

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts import sha256
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.base.types import Recommendations
 from recpo.evaluation.baselines import first_allowed
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
-from recpo.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.log.prepared import Prepared
 from recpo.ops.item_sets import is_member
-from recpo.types import Recommendations
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
 

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.targets import Targets
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 
 
 @dataclass(frozen=True)

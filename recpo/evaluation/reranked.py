@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
-from recpo.reranking import ItemAttributes, Reranker, rerank
-from recpo.reranking.attributes import FloatArray
-from recpo.types import Histories, Recommendations
+from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 
 #: The item vectors ``[V + 1, d]`` of a contender in memory; None = it has none.
 VectorsOf = Callable[[Loaded], FloatArray | None]

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpo.base.types import EvaluationBatch
 from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, popularity_bins
 from recpo.ops.ranking import RankedHits
-from recpo.types import EvaluationBatch
 
 #: Label of a user or an item that is in no bin.
 NO_BIN = -1

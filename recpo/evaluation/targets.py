@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.base.types import EvaluationBatch
 from recpo.ops.item_sets import is_member
-from recpo.types import EvaluationBatch
 
 
 class Targets(NamedTuple):
@@ -16,7 +16,7 @@ class Targets(NamedTuple):
 
     A set contains items: an event's membership says that its item is in the set. An item that the user disliked in any
     held-out event is disliked and in no other set. An item that was positive in any event is not in ``other``. The
-    prepared log defines the kinds of events (``recpo.feedback.FeedbackRule``).
+    prepared log defines the kinds of events (``recpo.base.feedback.FeedbackRule``).
 
     Attributes:
         item_ids: int64, padded with 0.

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.contracts import RewardFunction
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import first_allowed
 from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.simulation.truth import Truth
-from recpo.types import FeedbackBatch, Recommendations, Slates
+from recpo.log.prepared import Prepared
+from recpo.worlds.truth import Truth
 
 
 @dataclass(frozen=True)

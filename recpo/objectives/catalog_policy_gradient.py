@@ -8,12 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
-from recpo.types import LossOutput, ObjectiveInputs
 
 MASS_TOLERANCE: Final = 1e-3
 MASS_TOLERANCE_OF_HALVES: Final = 0.1

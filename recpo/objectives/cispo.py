@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.policy_gradient import PolicyGradientObjective

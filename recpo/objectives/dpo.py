@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import ObjectiveInputs
 from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps
 from recpo.ops.reduce import check_same_shape, zero_masked
-from recpo.types import ObjectiveInputs
 
 PairVariant = Literal["sigmoid", "robust", "ipo", "hinge"]
 """Losses of one pair against a reference policy; see ``dpo_loss``."""

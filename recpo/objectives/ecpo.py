@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.policy_gradient import ClippedObjective

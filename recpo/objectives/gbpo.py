@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpo.base.types import ObjectiveInputs
 from recpo.objectives.policy_gradient import PolicyGradientObjective
 from recpo.ops.reduce import check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import LOG_RATIO_GUARD, RatioLevel, log1mexp, weighted_score
-from recpo.types import ObjectiveInputs
 
 
 def gbpo_loss(

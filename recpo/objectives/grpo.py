@@ -1,7 +1,7 @@
 """Group-relative policy optimization and two of its corrections: GRPO, Dr.GRPO, DAPO.
 
 All three are ``ppo_loss`` with other choices of clip, aggregation and penalty; the advantages are normalized over the
-slate axis by ``recpo.advantages.GroupNormalizedAdvantage`` (``scale=False`` for Dr.GRPO).
+slate axis by ``recpo.objectives.advantages.GroupNormalizedAdvantage`` (``scale=False`` for Dr.GRPO).
 """
 
 from __future__ import annotations

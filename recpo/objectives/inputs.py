@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs
 from recpo.ops.reduce import check_same_shape
-from recpo.types import LogProbs
 
 SOURCES = {
     "advantages": "an advantage estimator",

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective
+from recpo.base.contracts import Objective
+from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.reduce import aggregate, denominator, zero_masked
-from recpo.types import LossOutput, ObjectiveInputs
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps
 from recpo.ops.reduce import check_same_shape, zero_masked
-from recpo.types import ObjectiveInputs
 
 
 def _reward_gaps(

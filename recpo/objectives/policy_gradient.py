@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.health import advantage_shares, masked_mean, negative_gradient_share, ratio_metrics
 from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.kl import KLPenalty, kl_estimate
 from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
 from recpo.ops.surrogate import is_clipped
-from recpo.types import LossOutput, ObjectiveInputs
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpo.base.types import ObjectiveInputs
 from recpo.objectives.health import explained_variance, masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.policy_gradient import ClippedObjective
 from recpo.ops.kl import masked_log_softmax
 from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import clipped_surrogate, guarded_ratio
-from recpo.types import ObjectiveInputs
 
 
 def ppo_loss(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import ObjectiveInputs
 from recpo.objectives.health import masked_mean
 from recpo.objectives.policy_gradient import PolicyGradientObjective
 from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import guarded_ratio, log1mexp, weighted_score
-from recpo.types import ObjectiveInputs
 
 
 def reinforce_loss(

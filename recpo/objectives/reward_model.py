@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
-from recpo.features.schema import Reads
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import preference_lists
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
-from recpo.types import LossOutput, ObjectiveInputs
 
 TARGETS = ("grade", "dislike")
 """What the first scores of a pointwise reward model are about, in their order; behaviors follow."""
@@ -126,7 +126,7 @@ class PointwiseReward(Objective):
 
     With ``target: positive``, the first score is the probability of a positive event instead of the grade.
 
-    ``sigmoid`` of the first score is the expected grade of the event (``recpo.feedback.GRADES``), a number in [0, 1]
+    ``sigmoid`` of the first score is the expected grade of the event (``base.feedback.GRADES``), a number in [0, 1]
     that enters the cross-entropy as a soft label; ``sigmoid`` of the second score is the probability of a dislike, and
     that of every other score is the probability of one behavior. The log has dislikes and behaviors for every event. A
     disliked event has the grade 0. The loss is the mean over the known targets of the kept positions. It trains the
@@ -137,7 +137,7 @@ class PointwiseReward(Objective):
             probabilities are correct only after ``recpo calibrate``.
         behaviors: more targets, by their names in the prepared data (``like``, ``follow``, ...).
         target: target of the first score: the grade, or 1 for a positive event by the log's own definition
-            (``recpo.feedback.FeedbackRule``) and 0 otherwise. A grade has more information about an event; if only
+            (``recpo.base.feedback.FeedbackRule``) and 0 otherwise. A grade has more information about an event; if only
             positive events matter, its other steps are noise.
     """
 

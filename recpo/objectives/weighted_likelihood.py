@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.reduce import check_same_shape, zero_masked
-from recpo.types import LossOutput, ObjectiveInputs
 
 
 def likelihood_weights(

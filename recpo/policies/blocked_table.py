@@ -15,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Recommendations
 from recpo.policies.catalog_search import ties_to_smaller_id
-from recpo.types import Recommendations
 
 #: Number format of an item matrix.
 Precision = Literal["float32", "float16", "int8"]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from recpo.base.types import Recommendations
 from recpo.ops.kernels import column_blocks, matmul_transposed
-from recpo.types import Recommendations
 
 # Bytes of the scores of one block of items for the full batch. Larger catalogs are searched block by block.
 SCORE_BYTES = 64 << 20

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
-from recpo.errors import RecpoError
+from recpo.base.contracts import StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import take_rows
 from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.encoder import HistoryEncoder, readable_ids
@@ -17,7 +18,6 @@ from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
 from recpo.policies.plans import planned_items, scoring_plan, spread
-from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 
 
 class CatalogSoftmaxPolicy(FeaturePolicy):

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
-from recpo.feedback import GRADES, HIGHEST
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES, HIGHEST
+from recpo.base.types import EventPlaces, Histories
 from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
-from recpo.types import EventPlaces, Histories
 
 
 class Profile(nn.Module):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
-from recpo.features.schema import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
+from recpo.base.errors import RecpoError
+from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
+from recpo.base.types import Features
 from recpo.ops import kernels
 from recpo.policies.layers import Linear
-from recpo.types import Features
 
 
 class FeatureInputs(NamedTuple):

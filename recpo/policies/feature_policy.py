@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.contracts import StatePolicy
-from recpo.errors import RecpoError
-from recpo.features.schema import FeatureSchema
+from recpo.base.contracts import StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
+from recpo.base.types import Features, Histories
 from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.history_features import HistoryFeatures, history_features
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
-from recpo.types import Features, Histories
 
 
 class FeaturePolicy(StatePolicy):

@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
-from recpo.feedback import GRADES
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES
+from recpo.base.types import Histories
 from recpo.ops import quadratic_forms
 from recpo.ops.elimination import solve_positive_definite
 from recpo.ops.ridge import normal_equations
-from recpo.types import Histories
 
 
 class GradeFactors(nn.Module):
-    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the expected grade of an item (``recpo.feedback.GRADES``).
+    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the expected grade of an item (``recpo.base.feedback.GRADES``).
 
     ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
-    of their items, as in ``recpo.factorization.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
+    of their items, as in ``recpo.rewards.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
     by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
-    ``recpo.factorization.bounds`` written as a dot product.
+    ``recpo.rewards.graded`` written as a dot product.
 
     Args:
         num_items: V.

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
-from recpo.features.schema import FeatureSchema
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
+from recpo.base.types import Features, Histories
 from recpo.policies.feature_encoder import FeatureEncoder
 from recpo.policies.layers import TIME_BUCKETS, Linear
-from recpo.types import Features, Histories
 
 _T = TypeVar("_T", Tensor, Features)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from recpo.errors import RecpoError
-from recpo.features.schema import Feature
+from recpo.base.errors import RecpoError
+from recpo.base.features import Feature
+from recpo.base.types import Features
 from recpo.policies.feature_encoder import FeatureEncoder, FeatureInputs
-from recpo.types import Features
 
 # Number of items encoded at once. It bounds the intermediate results, whatever the size of the catalog.
 BLOCK_ITEMS = 1 << 15

@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recpo.base.types import Recommendations, SamplingOptions
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.item_features import ItemFeatures
-from recpo.types import Recommendations, SamplingOptions
 
 #: How training uses a table: it looks rows up ("lookup"), multiplies states with the full table ("softmax"), or reads
 #: the weight itself ("whole"), which must then be complete on every rank.

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import EventPlaces
 from recpo.ops import kernels
-from recpo.types import EventPlaces
 
 # Time gaps in milliseconds are grouped by their base-2 logarithm: 2^42 ms is 139 years.
 TIME_BUCKETS = 44

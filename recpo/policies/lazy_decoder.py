@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.layers import ByteDropout, Linear
 
 #: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.

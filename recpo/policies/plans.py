@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
-from recpo.types import FeedbackBatch, Histories, ScoringPlan, Slates
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, ScoringPlan, Slates
 
 
 def scoring_plan(batch: FeedbackBatch, needed: Tensor | None, readable: int | None = None) -> ScoringPlan:

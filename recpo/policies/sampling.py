@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SamplingOptions
 from recpo.ops.kernels import matmul_transposed
 from recpo.policies import catalog_search
-from recpo.types import SamplingOptions
 
 
 def validate_sampling(group_size: int, options: SamplingOptions) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
-from recpo.errors import RecpoError
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.contracts import StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
 from recpo.policies.encoder import HistoryEncoder, readable_ids
@@ -21,8 +23,6 @@ from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
 from recpo.policies.trie import Trie
-from recpo.semantic_codes import SemanticCodes
-from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15

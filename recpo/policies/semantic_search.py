@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from recpo.base.types import Recommendations, SamplingOptions
 from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 from recpo.policies.trie import Trie
-from recpo.types import Recommendations, SamplingOptions
 
 #: Log-probability of impossible choices. It is finite, so a row of them gives no nan in a softmax, and cannot overflow.
 NEVER = torch.finfo(torch.float32).min / 4

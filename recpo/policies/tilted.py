@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.contracts import Policy, StatePolicy
-from recpo.errors import RecpoError
-from recpo.features.schema import FeatureSchema
+from recpo.base.contracts import Policy, StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
+from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
@@ -23,7 +24,6 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.plans import shared_states
-from recpo.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 # Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
 _AT_ONCE = 1 << 10

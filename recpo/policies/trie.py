@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 # A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with
 # many children, a mask from bits is several times as fast as one from the list of children. For many nodes with few

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from recpo import __version__
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server.batcher import ClosedError, QueueFullError
 from recpo.server.gate import ADMIN, Gate
 from recpo.server.options import Keys

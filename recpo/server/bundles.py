@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
-from recpo.errors import RecpoError
-from recpo.reranking import ItemAttributes
+from recpo.base.errors import RecpoError
+from recpo.lists.reranking import ItemAttributes
 from recpo.server.feature_values import feature_kinds
 from recpo.server.reranking import Reranking
 from recpo.serving.bundle import Bundle

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from recpo.errors import RecpoError
-from recpo.features.encoding import FittedFeatures
-from recpo.features.schema import Categories, Category, Feature, Number, Side, Vector
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import Categories, Category, Feature, Number, Side, Vector
 from recpo.serving.bundle_features import BundleFeatures
 
 _INT64: Final = 2**63

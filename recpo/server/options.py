@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recpo.artifacts import describe_os_error
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
-from recpo.reranking import Reranker, RerankOptions
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
+from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.server.impressions import IdType
 from recpo.server.reranking import Reranking
 from recpo.serving.runtimes import CPU_PROVIDER
@@ -41,11 +41,11 @@ class ServerOptions:
     """file of keys for swap and rollback; null = both are disabled"""
     rerank: Reranker | None = None
     """how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal, AttributeCap or
-    Calibration of ``recpo.reranking``; null = in the policy's order"""
+    Calibration of ``recpo.lists.reranking``; null = in the policy's order"""
     rerank_options: RerankOptions = RerankOptions()  # noqa: RUF009  frozen
     """number of re-ranked items, and the file of their attributes"""
     exploration: Exploration | None = None
-    """how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist, uniform_over); null =
+    """how slates are drawn (``recpo.Exploration``: temperature, epsilon, shortlist, uniform_over); null =
     the best items in order"""
     max_batch: int = 32
     """maximum number of requests in a batch"""

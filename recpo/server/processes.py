@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from recpo.artifacts import describe_os_error
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
 from recpo.server.impressions import validate_log_directory
 from recpo.server.json_logs import log_as_json

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration, Pool, Slate
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration, Pool, Slate
 from recpo.server.bundles import LoadedBundle
 from recpo.server.reranking import Reranking
 from recpo.serving.attributes import Wanted, filtered

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recpo.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
+from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
 from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, EncodedHistories

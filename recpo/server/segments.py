@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from recpo.artifacts import describe_os_error
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
 _STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)

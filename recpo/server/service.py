@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server.batcher import Batcher
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.feature_values import feature_kinds, known_behaviors, known_features

@@ -1,7 +1,7 @@
 """Attributes of a bundle's items and the filters of requests, with NumPy and Arrow only.
 
 ``attributes.parquet`` has ``item_id`` and one column per attribute, with a value or a list of values per item.
-Re-ranking reads the same file (``recpo.reranking.ItemAttributes``).
+Re-ranking reads the same file (``recpo.lists.reranking.ItemAttributes``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.frames import id_column
+from recpo.base.errors import RecpoError
+from recpo.base.frames import id_column
+from recpo.log.id_map import IdMap
 from recpo.serving.histories import ITEM_ID
 
 ATTRIBUTES: Final = "attributes.parquet"

@@ -21,10 +21,10 @@ from typing import Any
 
 import pandas as pd
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
-from recpo.frames import Frame
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.frames import Frame
+from recpo.log.id_map import IdMap
 from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.histories import EncodedHistories, HistoryReader

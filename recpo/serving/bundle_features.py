@@ -18,9 +18,9 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.errors import RecpoError
-from recpo.features.encoding import FittedFeatures, of_side
-from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Side
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side
 
 ITEM_ENCODERS: Final = "item_encoders.safetensors"
 _REMEDY: Final = "copy or export the bundle again"

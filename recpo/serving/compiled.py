@@ -19,8 +19,8 @@ import torch
 from torch._inductor.package import load_package
 
 from recpo.artifacts import output_file, sha256, validate_archive
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
 from recpo.policies.blocked_table import BLOCK_ROWS
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import exported_program, traces_forgotten

@@ -20,11 +20,11 @@ from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
 from recpo.artifacts import output_directory
-from recpo.contracts import Policy
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
-from recpo.frames import FrameOrPath, read_frame
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.frames import FrameOrPath, read_frame
+from recpo.log.id_map import IdMap
 from recpo.policies.blocked_table import Precision, validate_precision
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime

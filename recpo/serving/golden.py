@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from recpo.artifacts import parse_json
-from recpo.errors import RecpoError
-from recpo.features.encoding import FittedFeatures
-from recpo.features.schema import Category, Number, Vector
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import Category, Number, Vector
+from recpo.base.feedback import FeedbackDefinition
 
 if TYPE_CHECKING:
     from recpo.serving.bundle import Bundle

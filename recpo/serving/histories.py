@@ -14,12 +14,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.features.arrays import FeatureArrays, missing_features
-from recpo.features.encoding import FittedFeatures
-from recpo.feedback import UNKNOWN, FeedbackDefinition
-from recpo.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import FeatureArrays, missing_features
+from recpo.base.feedback import UNKNOWN, FeedbackDefinition
+from recpo.base.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
+from recpo.log.id_map import IdMap
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
 #: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
@@ -35,12 +35,12 @@ class EncodedHistories(NamedTuple):
 
     Attributes:
         item_ids: ``[B, H]`` internal ids, oldest first.
-        feedback: ``[B, H]`` feedback levels (``recpo.feedback``).
+        feedback: ``[B, H]`` feedback levels (``recpo.base.feedback``).
         exclude: ``[B, M]`` internal ids that must not be listed, in addition to ``item_ids``.
         timestamps: ``[B, H]`` milliseconds since the epoch; None if the policy does not read them.
         behaviors: ``[B, H]`` bit sets; None if the policy does not read them.
         user: features of the users, ``[B]``; None if the policy does not read them.
-        context: features of requests, ``[B, H + 1]``, as in ``recpo.types.Histories``; None if the policy does not read
+        context: features of requests, ``[B, H + 1]``, as in ``base.types.Histories``; None if the policy does not read
             them.
         allowed: ``[B, V + 1]`` bool, the items that may be listed; None = all.
     """

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss

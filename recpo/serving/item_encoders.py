@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recpo.artifacts import write_tensors
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
-from recpo.features.arrays import FeatureArrays
-from recpo.features.encoding import FittedFeatures
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import FeatureArrays
 from recpo.policies.feature_encoder import FeatureEncoder
 from recpo.policies.item_features import BLOCK_ITEMS
 from recpo.policies.item_table import ItemTable

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, BundleManifest
 from recpo.serving.program_inputs import program_inputs

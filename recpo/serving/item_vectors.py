@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.serving.manifest import WEIGHTS, BundleManifest
 
 _TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy

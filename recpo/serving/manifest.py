@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpo.artifacts import MARKER, is_inside, other_kind, read_json, sha256, verify, write_json
-from recpo.errors import RecpoError
-from recpo.features.schema import SIDES, FeatureSchema
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.features import SIDES, FeatureSchema
+from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.bundle_features import ITEM_ENCODERS, vocabulary_files
 from recpo.serving.program_inputs import ProgramReads, program_inputs
 

@@ -9,15 +9,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
-from recpo.features.schema import Feature
-from recpo.feedback import HIGHEST
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.features import Feature
+from recpo.base.feedback import HIGHEST
+from recpo.base.types import Features, Histories, Recommendations
 from recpo.policies.blocked_table import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.program_inputs import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
-from recpo.types import Features, Histories, Recommendations
 
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 

@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from recpo.errors import RecpoError
-from recpo.features.arrays import FeatureArrays
-from recpo.features.schema import Categories, Category, Feature, Number, Reads, Vector, of_type
+from recpo.base.errors import RecpoError
+from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Reads, Vector, of_type
 from recpo.serving.histories import EncodedHistories
 
 EXCLUDE: Final = "exclude"
@@ -123,7 +122,7 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
 def features_of(
     side: str, features: tuple[Feature, ...], tensors: Mapping[str, _T], nothing: Callable[[str], _T]
 ) -> Any:
-    """The fields of ``recpo.types.Features`` of one side, out of the tensors of a program by name.
+    """The fields of ``recpo.base.types.Features`` of one side, out of the tensors of a program by name.
 
     Args:
         side: ``user`` or ``context``.

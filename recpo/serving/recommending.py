@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from recpo.errors import RecpoError
-from recpo.frames import Frame, id_column, to_arrow
+from recpo.base.errors import RecpoError
+from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.serving.histories import (
     ITEM_ID,
     LATEST_MS,

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 
 from recpo import __version__
 from recpo.artifacts import output_directory, sha256
-from recpo.data.id_map import AVAILABILITY, RETIRED, IdMap
-from recpo.errors import RecpoError
-from recpo.features.arrays import FeatureArrays
-from recpo.features.encoding import FittedFeatures
-from recpo.frames import optional_times
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import FeatureArrays
+from recpo.base.frames import optional_times
+from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
 from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures

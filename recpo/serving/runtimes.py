@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 
-from recpo.errors import RecpoError
-from recpo.feedback import HIGHEST
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import HIGHEST
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.program_inputs import ProgramInput, ProgramReads, program_inputs
 
 if TYPE_CHECKING:
-    from recpo.contracts import Policy
+    from recpo.base.contracts import Policy
 
 EngineName = Literal["onnx", "torch"]
 
@@ -215,7 +215,7 @@ class PolicyRuntime(Runtime):
     def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
         import torch
 
-        from recpo.types import FeedbackBatch, Slates
+        from recpo.base.types import FeedbackBatch, Slates
 
         with torch.inference_mode():
             histories, items = self._histories(inputs), self._tensor(candidates)
@@ -225,7 +225,7 @@ class PolicyRuntime(Runtime):
         return scores.masked_fill(items == 0, torch.nan).cpu().numpy()
 
     def _histories(self, inputs: EncodedHistories) -> Any:
-        from recpo.types import Histories
+        from recpo.base.types import Histories
 
         item_ids = self._tensor(inputs.item_ids)
         times = self._tensor(inputs.timestamps) if self.reads.timestamps else None

@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from recpo.artifacts import write_tensors
-from recpo.contracts import Policy
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.semantic_codes import SemanticCodes
 from recpo.serving.manifest import CODES, WEIGHTS, BundleManifest
 from recpo.serving.program_inputs import ProgramReads
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recpo.artifacts import output_directory, sha256
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest, program_interface
 
 _TYPES: Final = {"int64": "TYPE_INT64", "float32": "TYPE_FP32", "bool": "TYPE_BOOL"}

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
-from recpo.features.arrays import FeatureArrays
-from recpo.features.schema import Categories, Category, Feature, Number, Vector, of_type
-from recpo.feedback import HIGHEST, UNKNOWN
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
+from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.policies.blocked_table import Precision
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.program import CatalogSearch, ServingProgram

@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from recpo.artifacts import output_directory, write_tensors
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.checkpoints import META, load_plain, saved_tensors
 from recpo.training.optimizers import JointOptimizer
 

@@ -21,7 +21,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
 from recpo.sharding.blocks import redistribute, sharded_tensor

@@ -35,7 +35,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.sharding.costs import (
     BYTES_PER_ID,
     COLUMN_MULTIPLE,

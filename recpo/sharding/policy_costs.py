@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from recpo.features.schema import Categories, Category, Feature, Number, Vector, of_type
+from recpo.base.features import Categories, Category, Feature, Number, Vector, of_type
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
 from recpo.policies.item_features import BLOCK_ITEMS
 from recpo.sharding.costs import FLOAT

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Recommendations, SamplingOptions
 from recpo.ops.sharded_logprob import (
     RowShard,
     sharded_divergence,
@@ -29,7 +30,6 @@ from recpo.ops.sharded_logprob import (
 from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.sharding import search
 from recpo.sharding.costs import row_blocks
-from recpo.types import Recommendations, SamplingOptions
 
 _ROWS_AT_ONCE = 1 << 18
 

@@ -23,7 +23,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
 from recpo.sharding.costs import Sharding

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable
 from recpo.sharding import row_updates
 from recpo.sharding.costs import TableOptimizerName

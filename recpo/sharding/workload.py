@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from recpo.errors import RecpoError
-from recpo.features.schema import Feature, FeatureSchema
+from recpo.base.errors import RecpoError
+from recpo.base.features import Feature, FeatureSchema
 from recpo.ops.kernels import KEEP_BYTES
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures

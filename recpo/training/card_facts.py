@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
+from recpo.log.prepared import Prepared
 
 _METRICS: Final = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward", "true_dislike")
 

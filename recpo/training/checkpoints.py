@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recpo.artifacts import PARTIAL, describe_os_error, flush, validate_archive
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""

@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from recpo.artifacts import lies_in, named_class, parse_yaml
-from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import Layout
-from recpo.errors import RecpoError
+from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import Layout
 from recpo.training.trainer import TrainerOptions
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")

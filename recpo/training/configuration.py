@@ -12,22 +12,22 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-import recpo.advantages
-import recpo.data.preference_lists
+import recpo.batches.preference_lists
 import recpo.evaluation.true_rewards
 import recpo.objectives
+import recpo.objectives.advantages
 import recpo.policies.semantic_id
 import recpo.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
-from recpo.advantages import TernaryAdvantage
 from recpo.artifacts import validate_configuration_files
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
+from recpo.artifacts.yaml_values import as_configuration
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.objectives.advantages import TernaryAdvantage
 from recpo.training.class_names import without_trust
 from recpo.training.options import TrainOptions
 from recpo.training.run import Run
 from recpo.training.trainer import DEFAULT_EPOCHS, says_when_to_stop
-from recpo.yaml_values import as_configuration
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
 """Default advantage of objectives that weigh logged feedback only by advantages, such as GBPO."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recpo.contracts import (
+from recpo.base.contracts import (
     AdvantageEstimator,
     Objective,
     Policy,
@@ -13,13 +13,13 @@ from recpo.contracts import (
     StatePolicy,
     TokenAdvantageEstimator,
 )
-from recpo.errors import RecpoError
-from recpo.feedback import FEEDBACK_KINDS
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FEEDBACK_KINDS
+from recpo.base.types import SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.policy_gradient import PolicyGradientObjective
 from recpo.objectives.weighted_likelihood import WeightedLikelihood
 from recpo.training.options import LearningOptions, RolloutOptions
-from recpo.types import SlateTraits
 
 KNOWN = frozenset(
     {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 _SHOWN = ("train/loss", "val/")
 _MOST_POINTS = 200

@@ -21,11 +21,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from recpo.artifacts import describe_os_error
-from recpo.contracts import Policy
-from recpo.data.datamodule import Phases
-from recpo.errors import Interrupted, RecpoError
+from recpo.base.contracts import Policy
+from recpo.base.errors import Interrupted, RecpoError
+from recpo.batches.datamodule import Phases
 from recpo.policies.item_table import tables_on_meta
-from recpo.rewards.identity import validate_identity
+from recpo.rewards.rewards import validate_identity
 from recpo.training import run_directory
 from recpo.training.allocator import tune_allocator
 from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint

@@ -8,7 +8,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.options import CollapseLimits
 
 IN_TERMINAL = frozenset(

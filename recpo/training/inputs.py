@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.advantages import whitened_advantage, whitening_sums
-from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
-from recpo.errors import RecpoError
+from recpo.base.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
+from recpo.base.errors import RecpoError
+from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
+from recpo.objectives.advantages import whitened_advantage, whitening_sums
 from recpo.objectives.health import masked_mean
 from recpo.ops.kl import kl_shaped_rewards
 from recpo.policies.plans import plan_of_candidates
@@ -26,7 +27,6 @@ from recpo.training.slate_edits import (
     with_hard_negatives,
     without_shared_prefix,
 )
-from recpo.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
 
 class StepInputs(NamedTuple):
@@ -119,7 +119,7 @@ class InputBuilder:
 
     @torch.no_grad()
     def whitening_sums(self, batch: FeedbackBatch) -> Tensor:
-        """``recpo.advantages.whitening_sums`` of a micro-batch, with the advantages that ``__call__`` will compute.
+        """``advantages.whitening_sums`` of a micro-batch, with the advantages that ``__call__`` will compute.
 
         Without an old policy, values come from the policy itself: where it has dropout, the random numbers must be
         those of the later call.

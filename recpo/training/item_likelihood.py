@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
+from recpo.base.contracts import StatePolicy
+from recpo.base.types import Slates
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.plans import shared_states
-from recpo.types import Slates
 
 
 def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs
 from recpo.ops.kl import kl_estimate
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import KLTarget
-from recpo.types import LogProbs
 
 MAX_ERROR = 0.2
 """Bound on the proportional error, so that an outlier cannot change the coefficient too much (arXiv 1909.08593)."""

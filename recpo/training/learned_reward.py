@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from recpo.artifacts import read_json, unseal
-from recpo.contracts import Objective, RewardFunction, StatePolicy
-from recpo.errors import RecpoError
-from recpo.features.schema import Reads
-from recpo.feedback import FeedbackDefinition
+from recpo.base.contracts import Objective, RewardFunction, StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
 from recpo.training.options import CriticOptions
 from recpo.training.run import Run, checkpoint_path, load_weights
-from recpo.types import FeedbackBatch, Histories, Slates
 
 CALIBRATION = "calibration.json"
 
@@ -149,7 +149,7 @@ class LearnedReward(RewardFunction):
 
     Attributes:
         run: run directory of the reward model, for the same items.
-        grade_weight: weight of the expected grade, in [0, 1] (``recpo.feedback.GRADES``).
+        grade_weight: weight of the expected grade, in [0, 1] (``recpo.base.feedback.GRADES``).
         dislike_cost: what a certain dislike subtracts, in addition to its grade of 0; 1 is the full range of grades.
         behaviors: what a certain behavior adds, by its name, among those that the model was trained for.
         calibrated: false uses the model's raw outputs, so that no ``recpo calibrate`` is needed.

@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.contracts import Policy
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.contradictions import validate_options
 from recpo.training.guards import IN_TERMINAL
@@ -30,7 +31,6 @@ from recpo.training.optimizers import (
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
 from recpo.training.validation import ScoreMetrics, ValidationMetrics
-from recpo.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 
 
 class PreferenceModule(LightningModule):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recpo.contracts import Objective
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.log.prepared import Prepared
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.preference import PreferenceObjective
 from recpo.objectives.reward_model import PointwiseReward

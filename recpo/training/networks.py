@@ -14,13 +14,13 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
-from recpo.contracts import Policy, StatePolicy
+from recpo.base.contracts import Policy, StatePolicy
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.objectives.q_learning import bellman_target
 from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.policies.item_table import PlacedTable
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.options import CriticOptions, LearningOptions
-from recpo.types import FeedbackBatch, Histories, Slates
 
 _POSITIONS_AT_ONCE = 1 << 14
 

@@ -15,14 +15,14 @@ from torch.nn import Parameter
 from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
-from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.errors import RecpoError, validate_seed
-from recpo.features.schema import Reads
+from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.features import Reads
+from recpo.base.types import SamplingOptions
+from recpo.batches.datamodule import FeedbackDataModule
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.trainer import TrainerOptions
-from recpo.types import SamplingOptions
 
 OldPolicy = Literal["current", "logged", "snapshot"]
 ReferencePolicy = Literal["frozen", "cached", "snapshot"]

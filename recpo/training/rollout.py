@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.advantages import group_normalized_advantage
-from recpo.contracts import Policy, RewardFunction, StatePolicy
+from recpo.base.contracts import Policy, RewardFunction, StatePolicy
+from recpo.base.types import FeedbackBatch, Slates, catalog_slates
+from recpo.objectives.advantages import group_normalized_advantage
 from recpo.objectives.health import masked_mean
 from recpo.ops.item_sets import is_member
 from recpo.ops.reduce import zero_masked
@@ -32,7 +33,6 @@ from recpo.training.slate_edits import (
     take_rows,
     with_logged,
 )
-from recpo.types import FeedbackBatch, Slates, catalog_slates
 
 
 class Rollout(NamedTuple):

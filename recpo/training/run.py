@@ -40,14 +40,14 @@ from recpo.artifacts import (
     unseal,
     write_json,
 )
-from recpo.contracts import Policy
-from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
-from recpo.frames import Frame, FrameOrPath
+from recpo.artifacts.semantic_codes import CODEBOOKS
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.frames import Frame, FrameOrPath
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.policies.blocked_table import Precision
-from recpo.semantic_codes import CODEBOOKS
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader

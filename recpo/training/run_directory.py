@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts import PARTIAL, directory_in_place, kind_of, read_json, read_yaml
-from recpo.contracts import Policy
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.card_facts import data_facts
 from recpo.training.checkpoints import RUN
 from recpo.training.module import PreferenceModule

@@ -18,12 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import describe_os_error, read_json, write_json
-from recpo.contracts import Policy
-from recpo.data.prepared import ITEM_FEATURES, Prepared, vocabulary_file
-from recpo.errors import RecpoError
-from recpo.features.arrays import read_features
-from recpo.features.encoding import FittedFeatures, of_side
-from recpo.features.schema import Categories, Category, Feature, FeatureSchema, Side
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.features import Categories, Category, Feature, FeatureSchema, Side, read_features
+from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
 from recpo.serving.bundle_features import BundleFeatures
 
 SCHEMA: Final = "features.json"

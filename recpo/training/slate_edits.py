@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.contracts import Policy
-from recpo.types import FeedbackBatch, Slates
+from recpo.base.contracts import Policy
+from recpo.base.types import FeedbackBatch, Slates
 
 
 class Candidates(NamedTuple):

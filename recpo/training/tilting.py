@@ -16,10 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.artifacts import read_json, read_yaml, write_json
-from recpo.contracts import Policy, RewardFunction
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy, RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.types import EvaluationBatch, Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
@@ -28,12 +29,12 @@ from recpo.evaluation.off_policy.estimators import SNIPS
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
-from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions, chunks
-from recpo.factorization.selection import fit_factors
-from recpo.features.schema import Reads
+from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions, chunks
+from recpo.rewards.selection import fit_factors
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     CHECKPOINTS,
@@ -50,7 +51,6 @@ from recpo.training.run import (
     write_text,
 )
 from recpo.training.run_features import copy_features
-from recpo.types import EvaluationBatch, Slates
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 LINE_SECONDS = 30.0
 LINE_COLUMNS = 80

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective, Policy, RewardFunction, StatePolicy
+from recpo.base.contracts import Objective, Policy, RewardFunction, StatePolicy
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
 from recpo.evaluation.targets import Targets, held_out_targets
@@ -16,7 +17,6 @@ from recpo.ops.item_sets import first_places
 from recpo.ops.ranking import hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
-from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")
 MAX_WEIGHT = 100.0

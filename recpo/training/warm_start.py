@@ -16,12 +16,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpo.contracts import Policy
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.log.prepared import Prepared
 from recpo.policies.item_table import Rows
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.semantic_codes import SemanticCodes
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer

@@ -15,10 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.artifacts import kind_of, seal, write_json
-from recpo.contracts import Objective, RewardFunction
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Period, Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective, RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.ranges import PositiveInt, Seed
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.calibration import (
     BoolArray,
@@ -46,11 +48,9 @@ from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimat
 from recpo.evaluation.off_policy.setting import has_propensities
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
-from recpo.features.schema import Reads
+from recpo.log.prepared import Period, Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
-from recpo.ranges import PositiveInt, Seed
-from recpo.rewards import FactorReward, LoggedReward
-from recpo.rewards.identity import validate_identity
+from recpo.rewards.rewards import FactorReward, LoggedReward, validate_identity
 from recpo.training.learned_reward import (
     CALIBRATION,
     Checkpoint,
@@ -60,7 +60,6 @@ from recpo.training.learned_reward import (
     load_reward_model,
 )
 from recpo.training.run import Run
-from recpo.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.verbs.devices import compute_device
 from recpo.verbs.verb import Verb, function_of
 

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 
 from recpo.artifacts import output_directory, write_json
-from recpo.data.prepared import Prepared
+from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
 from recpo.evaluation.agreement import agreement
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
-from recpo.rewards import LoggedReward
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.verbs.comparison import (
     COMPARE,

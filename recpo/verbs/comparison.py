@@ -15,19 +15,19 @@ from torch import Tensor
 
 from recpo import __version__
 from recpo.artifacts import read_json, sha256, verify_sealed
-from recpo.data.held_out import HeldOutHistories
-from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Recommendations
+from recpo.batches.held_out import HeldOutHistories
 from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import Document
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.manifest import MANIFEST
-from recpo.types import Recommendations
 
 COMPARE: Final = "compare.json"
 SCHEMA_VERSION: Final = 1

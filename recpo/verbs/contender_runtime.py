@@ -8,14 +8,14 @@ from os import PathLike
 import numpy as np
 import torch
 
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories
 from recpo.evaluation.contenders import BaselineOptions, baseline
-from recpo.factorization.factors import Factors
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
-from recpo.types import Histories
 from recpo.verbs.contenders import contenders_of
 
 

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts import kind_of
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureArrays, Reads, Side
+from recpo.base.types import Features, Histories, Recommendations
 from recpo.evaluation.contenders import BASELINES, Baseline, Contender, Loaded, validate_names
 from recpo.evaluation.fitted import factors_recommender
 from recpo.evaluation.lists import Lists, lists_contender
 from recpo.evaluation.measures import Recommender
-from recpo.factorization.factors import Factors
-from recpo.features.arrays import FeatureArrays
-from recpo.features.schema import Reads, Side
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
-from recpo.types import Features, Histories, Recommendations
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
 Named = Run | Bundle | Factors | Lists | Contender | str | Path

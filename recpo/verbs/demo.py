@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from recpo.artifacts import directory_of_steps, write_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveInt
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.evaluation import METRICS
-from recpo.ranges import PositiveInt
-from recpo.simulation.parameters import SimulationParameters
 from recpo.training.run import FINISHED
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations
+from recpo.worlds.parameters import SimulationParameters
 
 METRICS_SHOWN = {
     "NDCG@10": "NDCG@10 on positives",

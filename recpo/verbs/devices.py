@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 
 def compute_device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from recpo.artifacts import output_directory
-from recpo.data.prepared import Prepared
+from recpo.base.frames import Frame
 from recpo.evaluation.candidates import CandidateTable, candidates_of, table_of
 from recpo.evaluation.contenders import (
     BASELINES,
@@ -32,9 +32,9 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.segments import item_segments
 from recpo.evaluation.true_rewards import true_rewards
-from recpo.frames import Frame
-from recpo.reranking import Reranker, RerankOptions
-from recpo.rewards import LoggedReward
+from recpo.lists.reranking import Reranker, RerankOptions
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 from recpo.training.learned_reward import Checkpoint
 from recpo.verbs.contenders import Named, contenders_of, directory_of
 from recpo.verbs.devices import compute_device
@@ -103,7 +103,7 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
     (means over the first k places, on the first day of the period), the oracle, which lists every user's best items,
     and each contender's share of the oracle's gain over the pre-trained policy"""
     rerank: Sequence[Reranker] | Reranker = ()
-    """MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of them:
+    """MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``lists.reranking``, or a list of them:
     every run, bundle and factor model is also evaluated with lists re-ranked by each method (slates of the first k), to
     measure the cost and the effect of diversity, caps and calibration (docs/exploration.md)"""
     rerank_options: RerankOptions = RerankOptions()  # noqa: RUF009  frozen

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from recpo.artifacts import kind_of
-from recpo.data.prepared import ITEM_FEATURES, Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.features import read_features
+from recpo.base.frames import Frame
+from recpo.base.ranges import PositiveInt
 from recpo.evaluation.evaluation import Evaluation
-from recpo.features.arrays import read_features
-from recpo.frames import Frame
+from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.policies.blocked_table import Precision
-from recpo.ranges import PositiveInt
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle

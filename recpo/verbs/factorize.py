@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from recpo.artifacts import output_directory
-from recpo.data.prepared import Prepared
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.cautions import alike
-from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.selection import fit_factors, validation_batches
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.selection import fit_factors, validation_batches
 from recpo.verbs.verb import Verb, function_of
 
 _LISTED_USERS = 1000
@@ -24,7 +24,7 @@ class Factorize(FactorOptions, Verb[Factors]):
 
     One shard is in memory at a time. If several ranks and ridges are given, the one with the smallest squared error on
     the validation period is chosen; users are folded in from the history before it. The grade of an event is the middle
-    of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``). Writes factors.safetensors and
+    of its feedback level's quartile, 0 for a dislike (``recpo.base.feedback.GRADES``). Writes factors.safetensors and
     manifest.json. The model recommends, folds in any history, and is a reward (``FactorReward``).
 
     Raises:

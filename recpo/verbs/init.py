@@ -17,14 +17,14 @@ import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.artifacts import output_file
-from recpo.data.column_facts import ColumnFacts, column_facts
-from recpo.data.csv_files import CsvFormat
-from recpo.data.feature_columns import PRESET_FEATURES
-from recpo.data.files import find_files
-from recpo.data.log_sample import TableSample, sample_tables
-from recpo.data.recognition import Finding, Recognition, recognize
-from recpo.data.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.log.column_facts import ColumnFacts, column_facts
+from recpo.log.csv_files import CsvFormat
+from recpo.log.feature_columns import PRESET_FEATURES
+from recpo.log.files import find_files
+from recpo.log.log_sample import TableSample, sample_tables
+from recpo.log.recognition import Finding, Recognition, recognize
+from recpo.log.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns
 from recpo.verbs.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 

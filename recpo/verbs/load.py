@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recpo.artifacts import MARKER, kind_of
-from recpo.data.locations import locate
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.log.locations import locate
 
 if TYPE_CHECKING:
-    from recpo.data.prepared import Prepared
     from recpo.evaluation.evaluation import Evaluation
-    from recpo.factorization.factors import Factors
+    from recpo.items.tokenization import Codes
+    from recpo.log.prepared import Prepared
+    from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle
-    from recpo.simulation.log import Simulation
-    from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
     from recpo.verbs.comparison import Comparison
     from recpo.verbs.loop import LoopResult
+    from recpo.worlds.log import Simulation
 
 _READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
 
@@ -43,7 +43,7 @@ def load(
     place = locate(fspath(path))
     kind = kind_of(place) if isinstance(place, Path) else "prepared"
     if kind == "prepared":
-        from recpo.data.prepared import Prepared
+        from recpo.log.prepared import Prepared
 
         return Prepared.open(place)
     if kind == "bundle":
@@ -55,11 +55,11 @@ def load(
 
         return Run.open(Path(fspath(path)), trust=trust)
     if kind == "codes":
-        from recpo.tokenizer.tokenization import Codes
+        from recpo.items.tokenization import Codes
 
         return Codes.open(fspath(path))
     if kind == "factors":
-        from recpo.factorization.factors import Factors
+        from recpo.rewards.factors import Factors
 
         return Factors.open(fspath(path))
     if kind == "evaluation":
@@ -75,7 +75,7 @@ def load(
 
         return LoopResult.open(fspath(path))
     if kind == "simulation":
-        from recpo.simulation.log import Simulation
+        from recpo.worlds.log import Simulation
 
         return Simulation.open(fspath(path))
     raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}")

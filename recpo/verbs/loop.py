@@ -21,12 +21,11 @@ from recpo.artifacts import (
     unseal,
     write_json,
 )
-from recpo.errors import MAX_SEED, Interrupted, RecpoError
-from recpo.exploration import Exploration
-from recpo.ranges import NonNegativeFloat, PositiveInt, validate_ranges
-from recpo.rewards import LoggedReward
+from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from recpo.lists.exploration import Exploration
+from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.simulation.parameters import WORLDS, SimulationParameters, World
 from recpo.verbs.loop_outcomes import Outcome, outcomes_of
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_report import loop_report
@@ -40,6 +39,7 @@ from recpo.verbs.loop_rounds import (
     round_directory,
 )
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
+from recpo.worlds.parameters import WORLDS, SimulationParameters, World
 
 if TYPE_CHECKING:
     import pandas as pd

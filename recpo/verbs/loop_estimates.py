@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import POLICY
 from recpo.evaluation.off_policy.setting import rewarded
 from recpo.evaluation.reading import Document
-from recpo.exploration import Exploration, Pool
-from recpo.rewards import LoggedReward
+from recpo.lists.exploration import Exploration, Pool
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.types import FeedbackBatch, Histories, Recommendations
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.simulated_service import BEST
 

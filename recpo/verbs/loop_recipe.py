@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 from jsonargparse import ArgumentError
 
 from recpo.artifacts import kind_of, read_yaml
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.factorization.factors import Factors
+from recpo.base.errors import RecpoError
+from recpo.log.prepared import Prepared
 from recpo.policies.tilted import validate_beta
+from recpo.rewards.factors import Factors
 from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.factorize import factorize

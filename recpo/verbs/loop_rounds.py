@@ -13,18 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import kind_of
-from recpo.data.prepared import Prepared
-from recpo.data.splits import TemporalSplit
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.reading import Document
-from recpo.exploration import Exploration
-from recpo.rewards import LoggedReward
+from recpo.lists.exploration import Exploration
+from recpo.log.prepared import Prepared
+from recpo.log.splits import TemporalSplit
+from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.simulation.log import Simulation
-from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
-from recpo.simulation.served import DayReport
-from recpo.simulation.truth import Truth
 from recpo.training.run import Run
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
@@ -32,6 +28,10 @@ from recpo.verbs.loop_estimates import NEXT, NextEstimate, as_served, logged_rew
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
+from recpo.worlds.log import Simulation
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
+from recpo.worlds.served import DayReport
+from recpo.worlds.truth import Truth
 
 LOG: Final = "log"
 PREPARED: Final = "prepared"

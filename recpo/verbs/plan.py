@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recpo.artifacts import write_json
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.ranges import PositiveInt
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveInt
+from recpo.log.prepared import Prepared
 from recpo.sharding.costs import Links, Sharding
 from recpo.sharding.plan import Needs, needs_of
 from recpo.sharding.workload import Workload, WorkloadOptions

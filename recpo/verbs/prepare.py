@@ -11,14 +11,17 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.data.csv_files import header, is_text_file, read_ids
-from recpo.data.engine import EngineOptions
-from recpo.data.extension import extend
-from recpo.data.locations import locate
-from recpo.data.prepare import Preparation
-from recpo.data.prepared import Prepared
-from recpo.data.schema import LogColumns
-from recpo.data.shaping import (
+from recpo.base.errors import RecpoError
+from recpo.base.features import Categories, Category, Number, Vector
+from recpo.base.frames import Frame, to_arrow
+from recpo.log.csv_files import header, is_text_file, read_ids
+from recpo.log.engine import EngineOptions
+from recpo.log.extension import extend
+from recpo.log.locations import locate
+from recpo.log.prepare import Preparation
+from recpo.log.prepared import Prepared
+from recpo.log.schema import LogColumns
+from recpo.log.shaping import (
     D2Q,
     BinaryColumn,
     EveryEvent,
@@ -27,10 +30,7 @@ from recpo.data.shaping import (
     WatchRatio,
     WatchTimeGain,
 )
-from recpo.data.splits import LeaveLastOut
-from recpo.errors import RecpoError
-from recpo.features.schema import Categories, Category, Number, Vector
-from recpo.frames import Frame, to_arrow
+from recpo.log.splits import LeaveLastOut
 from recpo.verbs.verb import Verb, function_of
 
 # Imported so that their short names work as class paths on the command line.
@@ -95,7 +95,7 @@ class Prepare(Preparation, EngineOptions, Verb[Prepared]):
     """user table with features, one row per user; files or a frame, as in ``log``"""
     extends: Prepared | str | Path | None = None
     """prepared directory of the days before ``log``. ``out`` then holds both: items and users keep their numbers, the
-    periods roll forward, and fitted values are kept (``recpo.data.extension.extend``). The other options are taken
+    periods roll forward, and fitted values are kept (``recpo.log.extension.extend``). The other options are taken
     from that directory"""
     retire: list[int] | list[str] | str | Path = field(default_factory=list)
     """with ``extends``, items that are no longer candidates: their ids, or a Parquet or CSV file with a column

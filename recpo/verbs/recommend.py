@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from recpo.artifacts import kind_of, output_file
-from recpo.errors import RecpoError
-from recpo.frames import Frame, id_column, read_frame, require_columns, to_arrow
-from recpo.ranges import NonNegativeInt, PositiveInt
+from recpo.base.errors import RecpoError
+from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
+from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.serving.attributes import ItemFilters, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
@@ -28,8 +28,8 @@ from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 from recpo.verbs.verb import Verb, function_of
 
 if TYPE_CHECKING:
-    from recpo.data.prepared import Prepared
-    from recpo.factorization.factors import Factors
+    from recpo.log.prepared import Prepared
+    from recpo.rewards.factors import Factors
     from recpo.training.run import Run
 
     #: A bundle, a run, factors, or the directory of one; or the name of a baseline.
@@ -213,8 +213,8 @@ def _server(
 
 def _contender(source: Source, prepared: PreparedData) -> Server:
     """The server of factors or a baseline."""
-    from recpo.data.prepared import Prepared  # bundles and runs are served without the libraries of prepare
-    from recpo.factorization.factors import Factors
+    from recpo.log.prepared import Prepared  # bundles and runs are served without the libraries of prepare
+    from recpo.rewards.factors import Factors
     from recpo.verbs.contender_runtime import ContenderRuntime
 
     if not isinstance(source, str | PathLike | Factors):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from recpo.contracts import Policy, StatePolicy
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import Policy, StatePolicy
+from recpo.base.errors import RecpoError
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.reranked import reranked_contender
+from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
+from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.reranking import Reranker, RerankOptions
-from recpo.reranking.attributes import FloatArray
 from recpo.serving.item_vectors import bundle_item_vectors
 
 _RERANKED = ("run", "bundle", "factors")

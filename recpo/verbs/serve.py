@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server.options import ServerOptions
 from recpo.verbs.verb import Verb, function_of
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
-from recpo.errors import RecpoError, validate_seed
-from recpo.exploration import Exploration
+from recpo.base.errors import RecpoError, validate_seed
+from recpo.lists.exploration import Exploration
 from recpo.serving.bundle import Bundle
-from recpo.simulation.log import Simulation, write_simulation
-from recpo.simulation.parameters import WORLDS, SimulationParameters, World
-from recpo.simulation.preferences import Preferences
 from recpo.verbs.verb import Verb, function_of
+from recpo.worlds.log import Simulation, write_simulation
+from recpo.worlds.parameters import WORLDS, SimulationParameters, World
+from recpo.worlds.preferences import Preferences
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
 
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         from recpo.serving.manifest import MANIFEST
-        from recpo.simulation.next_days import write_next_days
         from recpo.verbs.simulated_service import BundleService
+        from recpo.worlds.next_days import write_next_days
 
         self._validate_world(worlds[0])
         bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration, Pool, SlateBatch
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, EncodedHistories
 from recpo.serving.recommending import BATCH_SIZE
 from recpo.serving.runtimes import excluded
-from recpo.simulation.next_days import Shown
-from recpo.simulation.preferences import IntArray
-from recpo.simulation.truth import Truth
+from recpo.worlds.next_days import Shown
+from recpo.worlds.preferences import IntArray
+from recpo.worlds.truth import Truth
 
 BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in order, each with propensity 1 / n
 
 
 @dataclass(frozen=True)
 class BundleService:
-    """Shows the slates of a bundle; see ``recpo.simulation.next_days.ShowSlates``.
+    """Shows the slates of a bundle; see ``recpo.worlds.next_days.ShowSlates``.
 
     Attributes:
         bundle: ranks items. It skips the items of the histories unless it may repeat items.

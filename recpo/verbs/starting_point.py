@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from recpo.data.column_facts import ColumnFacts
-from recpo.data.recognition import Recognition
-from recpo.data.schema import LogColumns
+from recpo.log.column_facts import ColumnFacts
+from recpo.log.recognition import Recognition
+from recpo.log.schema import LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 _LENGTHS: Final = (20, 50, 100, 200)

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from recpo.artifacts import output_directory, validate_output_directory
-from recpo.contracts import RewardFunction
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.factorization.factors import Factors
+from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
-from recpo.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from recpo.rewards import LoggedReward
-from recpo.rewards.identity import validate_identity
+from recpo.rewards.factors import Factors
+from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.training.tilting import (

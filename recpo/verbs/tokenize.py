@@ -11,16 +11,14 @@ from typing import ClassVar, Literal
 from tqdm import tqdm
 
 from recpo.artifacts import output_directory
-from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.frames import ArrowStream, Frame
-from recpo.ranges import Seed
-from recpo.semantic_codes import FILES, SemanticCodes
-from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
-from recpo.tokenizer.feature_vectors import VectorsFromFeatures
-from recpo.tokenizer.residual_kmeans import ResidualKMeans
-from recpo.tokenizer.sources import (
+from recpo.artifacts.semantic_codes import FILES, SemanticCodes
+from recpo.base.errors import RecpoError
+from recpo.base.frames import ArrowStream, Frame
+from recpo.base.ranges import Seed
+from recpo.items.cooccurrence import VectorsFromCooccurrence
+from recpo.items.feature_vectors import VectorsFromFeatures
+from recpo.items.residual_kmeans import ResidualKMeans
+from recpo.items.sources import (
     CodesFromFile,
     EarlierCodes,
     ItemVectors,
@@ -28,7 +26,9 @@ from recpo.tokenizer.sources import (
     VectorsFromParquet,
     VectorSource,
 )
-from recpo.tokenizer.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.training.run import Run
 from recpo.verbs.devices import compute_device
 from recpo.verbs.verb import Verb, function_of

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.artifacts.yaml_values import as_configuration
+from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.log.prepared import Prepared
 from recpo.training.configuration import as_arguments, parse_arguments, train_parser
 from recpo.training.fit import run_configuration
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb
-from recpo.yaml_values import as_configuration
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import yaml
 
 import recpo
 from recpo.artifacts import output_file
-from recpo.errors import RecpoError
-from recpo.ranges import validate_ranges
-from recpo.yaml_values import as_configuration
+from recpo.artifacts.yaml_values import as_configuration
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import validate_ranges
 
 R_co = TypeVar("R_co", covariant=True)
 P = ParamSpec("P")

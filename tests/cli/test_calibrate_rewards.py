@@ -10,14 +10,14 @@ import torch
 from scipy.stats import spearmanr
 
 import recpo
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES
+from recpo.base.types import FeedbackBatch, Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
 from recpo.evaluation.true_rewards import TrueReward
-from recpo.feedback import GRADES
-from recpo.types import FeedbackBatch, Slates
+from recpo.log.prepared import Prepared
 from recpo.verbs.calibrate import greedy_lists
 
 

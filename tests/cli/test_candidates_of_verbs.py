@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import recpo
-from recpo.data.feature_columns import FeatureColumns
+from recpo.log.feature_columns import FeatureColumns
 from recpo.training import tilting
 from recpo.verbs import calibrate as calibration
 

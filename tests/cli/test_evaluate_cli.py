@@ -18,9 +18,9 @@ import yaml
 
 import recpo
 from recpo import Lists, Prepared, Run
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.id_map import IdMap
+from recpo.log.id_map import IdMap
 from tests.conftest import resealed
 
 SECTIONS = (

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 
 import recpo
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackRule
 from recpo.cli.main import main
-from recpo.data.shaping import EveryEvent
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackRule
-from recpo.rewards.identity import validate_identity
+from recpo.log.shaping import EveryEvent
+from recpo.rewards.rewards import validate_identity
 from recpo.training.warm_start import growth_of
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import recpo
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.errors import RecpoError
 
 DAYS, USERS, ITEMS = 12, 30, 25
 QUICK = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "1", "--trainer.accelerator", "cpu"]

@@ -16,18 +16,18 @@ import yaml
 
 import recpo
 from recpo.artifacts import output_directory
+from recpo.base.types import Recommendations
 from recpo.cli.main import main
-from recpo.data.prepared import Prepared
 from recpo.evaluation.measures import Recommender
-from recpo.exploration import Pool
-from recpo.rewards import LoggedReward
+from recpo.lists.exploration import Pool
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.simulation.served import DayReport
-from recpo.types import Recommendations
 from recpo.verbs.loop import LoopResult
 from recpo.verbs.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_rounds import ListValue, Round
+from recpo.worlds.served import DayReport
 
 WORLD = {"users": 60, "items": 80, "events": 3000, "days": 6}
 EXPLORE = recpo.Exploration(temperature=0.5, epsilon=0.1, shortlist=20)
@@ -77,7 +77,7 @@ def made_round(number, **changes):
 
 def made_loop(root, rounds=()):
     """A loop on disk whose rounds were never run."""
-    parameters = dataclasses.asdict(recpo.simulation.parameters.SimulationParameters(**WORLD))
+    parameters = dataclasses.asdict(recpo.worlds.parameters.SimulationParameters(**WORLD))
     parameters.pop("seed")
     options = {"world": "default", "seed": 0, "exploration": None, "log_propensities": True, "k": 10}
     options |= {"parameters": parameters, "reward": dataclasses.asdict(LoggedReward()), "tilt": None}
@@ -109,7 +109,7 @@ def test_probabilities_as_served_are_those_of_drawn_slates(road):
     """As often as the exploration shows an item, for a request whose shortlist is given."""
     import torch
 
-    from recpo.types import FeedbackBatch, Histories, Slates
+    from recpo.base.types import FeedbackBatch, Histories, Slates
 
     bundle = Bundle.load(road / "bundle")
     items = torch.arange(11, 31)[None]

@@ -16,9 +16,9 @@ import pytest
 
 import recpo
 import recpo.cli.main as command_line
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
 from recpo.cli.output import console
-from recpo.errors import RecpoError
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = ["[/x]", "[bold]", "[red]a[/red]", ":smile:", "😀", "שלום", "a b", "50%", "{x}", "\\[/x]"]

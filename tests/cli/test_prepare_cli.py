@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.cli.main import main
-from recpo.data.prepared import Prepared
-from tests.data.conftest import DAY_MS, START_MS, make_log
+from recpo.log.prepared import Prepared
+from tests.log.conftest import DAY_MS, START_MS, make_log
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 

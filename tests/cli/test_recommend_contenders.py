@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import recpo
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories
 from recpo.cli.main import main
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.selection import fit_factors
+from recpo.log.prepared import Prepared
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.selection import fit_factors
 from recpo.serving.histories import HistoryReader
-from recpo.types import Histories
 
 COLUMNS = ["user_id", "rank", "item_id", "score"]
 

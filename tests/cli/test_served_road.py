@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from recpo.artifacts import sha256
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import HistoryReader
 from recpo.training.run import Run, checkpoint_path

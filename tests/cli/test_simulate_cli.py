@@ -6,9 +6,9 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.errors import RecpoError
-from recpo.simulation.log import Simulation
+from recpo.worlds.log import Simulation
 
 
 def recpo(*arguments: object) -> subprocess.CompletedProcess[str]:

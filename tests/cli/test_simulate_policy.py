@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 import recpo
+from recpo.base.errors import RecpoError
+from recpo.base.features import Category, FeatureSchema, Number
 from recpo.cli.main import main
-from recpo.errors import RecpoError
-from recpo.exploration import inclusion_probabilities
-from recpo.features.schema import Category, FeatureSchema, Number
-from recpo.simulation.truth import Truth
+from recpo.lists.exploration import inclusion_probabilities
 from recpo.verbs.simulated_service import BundleService
+from recpo.worlds.truth import Truth
 
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)
 FLAGS = ["--exploration.temperature=0.7", "--exploration.epsilon=0.2", "--exploration.shortlist=20"]

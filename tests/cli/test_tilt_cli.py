@@ -16,8 +16,8 @@ import torch
 
 import recpo
 from recpo.artifacts import write_json
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
-from recpo.data.datamodule import evaluation_batches
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -264,7 +264,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert all(math.isnan(trial.top_k) and math.isnan(trial.grade) for trial in found.trials)
     with pytest.raises(recpo.RecpoError, match="criterion top_k needs propensities"):
         recpo.tilt(**options, out=tmp_path / "no", criterion="top_k")
-    monkeypatch.setattr("recpo.factorization.graded.GRADES", (float("nan"),) * 6)
+    monkeypatch.setattr("recpo.rewards.graded.GRADES", (float("nan"),) * 6)
     with pytest.raises(recpo.RecpoError, match="no event of the period valid has a grade"):
         recpo.tilt(**options, out=tmp_path / "no", criterion="grade")
     assert not (tmp_path / "no").exists()

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import recpo
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.semantic_codes import SemanticCodes
-from recpo.tokenizer.codebooks import Codebooks
+from recpo.items.codebooks import Codebooks
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.training.run import Run
 from recpo.verbs.prepare import prepare
 from tests.conftest import resealed

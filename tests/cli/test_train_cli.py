@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import recpo
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.errors import RecpoError
 from recpo.training.run import Run, checkpoint_path
 
 CONFIG = """

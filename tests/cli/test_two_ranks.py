@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from recpo.data.held_out import Rank
-from recpo.data.prepared import Prepared
-from recpo.data.slates import SequenceLayout
-from recpo.data.train_batches import TrainBatches
+from recpo.batches.held_out import Rank
+from recpo.batches.slates import SequenceLayout
+from recpo.batches.train_batches import TrainBatches
+from recpo.log.prepared import Prepared
 from recpo.training.run import checkpoint_path
 from recpo.verbs.prepare import prepare
 

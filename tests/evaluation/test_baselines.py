@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from recpo.base.types import Histories
 from recpo.evaluation.baselines import decayed_counts
 from recpo.evaluation.contenders import recent_counts
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
-from recpo.types import Histories
 
 ITEMS = 30
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation import beyond_accuracy
 from recpo.evaluation.beyond_accuracy import (
     BeyondAccuracy,
@@ -22,7 +23,6 @@ from recpo.evaluation.beyond_accuracy import (
 from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, ItemTags, popularity_bins
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.targets import Targets
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import list_loops
 
 KS = (1, 3, 7)

@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.calibration import (
     Platt,
     assess,

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import recpo
+from recpo.base.errors import RecpoError
+from recpo.base.features import Category
+from recpo.base.types import Recommendations
 from recpo.cli.main import main
-from recpo.data.feature_columns import FeatureColumns
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
 from recpo.evaluation.candidates import ALWAYS, NEVER, Candidates, CandidateTable, begin_of, candidates_of
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.item_ages import item_age, item_ages
@@ -26,10 +26,10 @@ from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
 from recpo.evaluation.true_rewards import true_rewards
-from recpo.features.schema import Category
-from recpo.simulation.log import Simulation
-from recpo.types import Recommendations
+from recpo.log.feature_columns import FeatureColumns
+from recpo.log.prepared import Prepared
 from recpo.verbs.evaluate import evaluate
+from recpo.worlds.log import Simulation
 from tests.evaluation.off_policy.test_off_policy_measure import ITEMS, PLACES, Contender, Given, log
 from tests.evaluation.test_catalog_ranking import batch_of
 from tests.reference import ranking_loops

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts import write_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackRule
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.document import ContenderResult, metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.targets import held_out_targets
-from recpo.feedback import FeedbackRule
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
 
@@ -158,7 +158,7 @@ def test_measures_add_metrics_and_totals():
     assert result.totals["lists"] == 2
     with pytest.raises(RecpoError) as raised:
         evaluate_ranking(lists, [batch], num_items=4, ks=(1,), measures=[SumOfIds(), SumOfIds()])
-    assert (raised.value.code, raised.value.field) == ("duplicate_name", "sum@1")
+    assert (raised.value.code, raised.value.field) == ("duplicate", "sum@1")
 
 
 def test_interval_is_normal_and_paired_differences_are_narrower():

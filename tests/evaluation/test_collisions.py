@@ -28,7 +28,7 @@ def lists_of(tuples, targets):
 
 
 def test_the_vector():
-    vectors = json.loads((Path(__file__).parents[1] / "data" / "objectives.json").read_text())["vectors"]
+    vectors = json.loads((Path(__file__).parents[1] / "objectives" / "objectives.json").read_text())["vectors"]
     vector = next(v for v in vectors if v["id"] == "metrics.sid_collision")
     inputs = vector["inputs"]
     tuples = [inputs["items_per_sid"][sid] for sid in inputs["beam_sids"]]

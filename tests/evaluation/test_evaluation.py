@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 import recpo
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
+from recpo.log.prepared import Prepared
 from recpo.verbs.evaluate import evaluate
 
 

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.item_facts import ItemFeatures, item_facts
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.log.prepared import Prepared
 from recpo.training.curves import training_curves
 
 

@@ -10,17 +10,17 @@ import torch
 
 import recpo
 from recpo import RecpoError
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
-from recpo.factorization.bounds import posterior_variance
-from recpo.factorization.ease import EaseOptions, fit_ease
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.implicit import ImplicitOptions, fit_implicit
-from recpo.factorization.selection import fit_factors
+from recpo.log.prepared import Prepared
+from recpo.rewards.bounds import posterior_variance
+from recpo.rewards.ease import EaseOptions, fit_ease
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.implicit import ImplicitOptions, fit_implicit
+from recpo.rewards.selection import fit_factors
 
 SMALL = BaselineOptions(
     factorization=FactorOptions(method="als", ranks=(2,), ridges=(2.0,), sweeps=2),

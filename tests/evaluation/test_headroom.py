@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import recpo
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.headroom import headroom, share
 from recpo.evaluation.reading import reading
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.log.prepared import Prepared
 
 
 @pytest.fixture(scope="module")

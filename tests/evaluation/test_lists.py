@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import recpo
 from recpo import Lists, RecpoError
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.lists import read_lists
+from recpo.log.prepared import Prepared
 
 KS = [5, 10]
 

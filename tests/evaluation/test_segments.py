@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from recpo.base.feedback import FeedbackRule
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.document import ContenderResult, metrics_document
@@ -16,8 +18,6 @@ from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
-from recpo.feedback import FeedbackRule
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from recpo.data.prepared import Prepared
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.selection import fit_factors
-from recpo.feedback import GRADES
+from recpo.base.feedback import GRADES
+from recpo.log.prepared import Prepared
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.selection import fit_factors
 from recpo.verbs.prepare import prepare
 
 

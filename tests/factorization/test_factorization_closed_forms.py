@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.errors import RecpoError
-from recpo.factorization import bounds, normal_equations, positives, selection
-from recpo.factorization.bounds import posterior_variance
-from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, normal_matrices, solve
-from recpo.factorization.positives import best_on_validation, positive_pairs, positive_places
-from recpo.factorization.selection import validation_errors
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from recpo.base.errors import RecpoError
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from recpo.rewards import bounds, normal_equations, selection
+from recpo.rewards import implicit as positives
+from recpo.rewards.bounds import posterior_variance
+from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places
+from recpo.rewards.normal_equations import Equations, Pairs, inverses, no_equations, normal_matrices, solve
+from recpo.rewards.selection import validation_errors
 
 
 # ---------------------------------------------------------------- normal equations

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from recpo.artifacts import kind_of
-from recpo.data.held_out import HeldOutBatches, Rank
-from recpo.errors import RecpoError
-from recpo.factorization.factors import MANIFEST, Factors
-from recpo.factorization.graded import FactorOptions
-from recpo.feedback import GRADES
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES
+from recpo.base.types import Histories
+from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.ops.kernels import column_blocks
 from recpo.policies import catalog_search
-from recpo.types import Histories
+from recpo.rewards.factors import MANIFEST, Factors
+from recpo.rewards.graded import FactorOptions
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_fold_in_is_the_ridge_regression_of_the_last_graded_events(factors, hi
 
 def test_a_fold_in_in_parts_is_the_same(factors, histories, monkeypatch):
     whole = factors.fold_in(histories)
-    monkeypatch.setattr("recpo.factorization.factors._FOLD_IN_BYTES", 1)
+    monkeypatch.setattr("recpo.rewards.factors._FOLD_IN_BYTES", 1)
     assert torch.equal(factors.fold_in(histories), whole)
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.errors import RecpoError
-from recpo.factorization import graded
-from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
-from recpo.factorization.selection import fit_factors, validation_batches, validation_errors
-from recpo.types import Histories
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories
+from recpo.rewards import graded
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
+from recpo.rewards.selection import fit_factors, validation_batches, validation_errors
 
 RIDGE = 1.5
 
@@ -137,7 +137,7 @@ def by_hand(data, model):
 
 
 def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors, monkeypatch):
-    monkeypatch.setattr("recpo.factorization.selection.validation_batches", lambda *_: iter(()))
+    monkeypatch.setattr("recpo.rewards.selection.validation_batches", lambda *_: iter(()))
     assert validation_errors(data, [factors]) == ([0.0], 0)
     with pytest.raises(RecpoError, match="give one rank, and with the method als one ridge"):
         fit_factors(data, FactorOptions(method="als", ranks=(1, 2), ridges=(1.0,), sweeps=1))

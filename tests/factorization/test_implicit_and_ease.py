@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.data.held_out import HeldOutBatches, Rank
-from recpo.errors import RecpoError
-from recpo.factorization import graded, positives
-from recpo.factorization.ease import EASE, EaseOptions, cooccurrences, fit_ease, item_weights
-from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit, positive_chunks, sweep
-from recpo.factorization.positives import best_on_validation, positive_places
-from recpo.types import Histories, Recommendations
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories, Recommendations
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.rewards import graded
+from recpo.rewards import implicit as positives
+from recpo.rewards.ease import EASE, EaseOptions, cooccurrences, fit_ease, item_weights
+from recpo.rewards.implicit import (
+    ImplicitALS,
+    ImplicitOptions,
+    best_on_validation,
+    fit_implicit,
+    positive_chunks,
+    positive_places,
+    sweep,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +119,7 @@ def test_a_fold_in_of_implicit_als_is_the_user_step(implicit, histories, monkeyp
     ones[0, [4, 8]] = ones[2, [0, 5, 6]] = 1.0
     expected = dense_side(ones, implicit.item_factors.double().numpy(), 0.2, 0.02, 1.0)
     np.testing.assert_allclose(implicit.fold_in(histories), expected, atol=1e-6)
-    monkeypatch.setattr("recpo.factorization.implicit._FOLD_IN_BYTES", 1)
+    monkeypatch.setattr("recpo.rewards.implicit._FOLD_IN_BYTES", 1)
     np.testing.assert_allclose(implicit.fold_in(histories), expected, atol=1e-6)
 
 

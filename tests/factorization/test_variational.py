@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.factorization import variational
-from recpo.factorization.graded import FactorOptions, chunks_of, mean_grade
-from recpo.factorization.selection import fit_factors
-from recpo.factorization.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
-from recpo.types import Histories
+from recpo.base.types import Histories
+from recpo.rewards import variational
+from recpo.rewards.graded import FactorOptions, chunks_of, mean_grade
+from recpo.rewards.selection import fit_factors
+from recpo.rewards.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
 
 RANK = 3
 D = RANK + 1

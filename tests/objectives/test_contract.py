@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.contracts import Objective
-from recpo.errors import RecpoError
-from recpo.types import LogProbs, ObjectiveInputs
+from recpo.base.contracts import Objective
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 
 SUPPLIES = {
     "advantages": ("advantages",),

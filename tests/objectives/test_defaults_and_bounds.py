@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import (
     ASPO,
     CISPO,
@@ -51,7 +52,6 @@ from recpo.objectives.ppo import ppo_loss
 from recpo.objectives.q_learning import bellman_target
 from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.surrogate import clipped_surrogate, is_clipped
-from recpo.types import LogProbs, ObjectiveInputs
 
 NAN = math.nan
 DEFAULTS = {

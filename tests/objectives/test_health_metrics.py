@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives.aspo import ASPO
 from recpo.objectives.cispo import CISPO
 from recpo.objectives.dpo import DPO
@@ -18,7 +19,6 @@ from recpo.objectives.health import explained_variance
 from recpo.objectives.listwise_dpo import SoftmaxDPO
 from recpo.objectives.ppo import PPO
 from recpo.objectives.reinforce import Reinforce
-from recpo.types import LogProbs, ObjectiveInputs
 
 
 def line(ratios, advantages):

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives.aspo import ASPO
 from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient, catalog_policy_gradient_loss
 from recpo.objectives.cispo import CISPO
@@ -21,7 +22,6 @@ from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, 
 from recpo.objectives.mpo import MPO, dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.ppo import PPO
 from recpo.objectives.reinforce import Reinforce
-from recpo.types import LogProbs, ObjectiveInputs
 
 ON_POLICY = {
     "PPO": PPO(value_coef=0.0),

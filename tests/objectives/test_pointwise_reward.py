@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import PointwiseReward
 from recpo.objectives.reward_model import pointwise_reward_loss
-from recpo.types import LogProbs, ObjectiveInputs
 
 NAN = float("nan")
 

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import (
     DPO,
     GRPO,
@@ -22,7 +23,6 @@ from recpo.objectives import (
     SoftmaxDPO,
 )
 from recpo.objectives.reinforce import reinforce_loss
-from recpo.types import LogProbs, ObjectiveInputs
 
 LOG2 = math.log(2.0)
 

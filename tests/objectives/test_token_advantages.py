@@ -11,7 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.advantages import (
+from recpo.base.contracts import AdvantageEstimator
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
+from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, KTO, PPO, DrGRPO, Reinforce
+from recpo.objectives.advantages import (
     GatedAdvantage,
     GroupNormalizedAdvantage,
     PrefixGroupAdvantage,
@@ -20,12 +24,8 @@ from recpo.advantages import (
     prefix_group_advantage,
     reward_gate,
 )
-from recpo.contracts import AdvantageEstimator
-from recpo.errors import RecpoError
-from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, KTO, PPO, DrGRPO, Reinforce
-from recpo.rewards import LoggedReward
+from recpo.rewards.rewards import LoggedReward
 from recpo.training.contradictions import validate_feedback
-from recpo.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from tests.reference import objective_losses as ref
 
 SEEDS = st.integers(0, 2**32 - 1)

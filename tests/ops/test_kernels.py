@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.ops import kernels
 from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.types import FeedbackBatch, Histories, Slates
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -28,7 +28,7 @@ from recpo.ops.ranking import (
 )
 from tests.reference import ranking_loops
 
-VECTORS = Path(__file__).parents[1] / "data" / "objectives.json"
+VECTORS = Path(__file__).parents[1] / "objectives" / "objectives.json"
 VECTOR = next(v for v in json.loads(VECTORS.read_text())["vectors"] if v["id"] == "metrics.ranking")
 METRICS = {
     "HitRate": hit_rate,

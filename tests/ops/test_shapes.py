@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.aspo import aspo_loss
 from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
@@ -28,7 +29,6 @@ from recpo.objectives.reinforce import reinforce_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.ops import kl, reduce, surrogate
-from recpo.types import LogProbs, ObjectiveInputs
 
 B, S, T = 4, 5, 3
 TOKENS, ITEMS = (B, S, T), (B, S)

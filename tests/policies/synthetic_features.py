@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from recpo.features.schema import Categories, Category, Feature, FeatureSchema, Number, Vector
-from recpo.types import Features, Histories
+from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector
+from recpo.base.types import Features, Histories
 
 FEATURES: tuple[Feature, ...] = (
     Category("author", num_codes=7),

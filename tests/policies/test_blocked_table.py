@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.blocked_table import BlockedTable, RoundedRows
 from recpo.policies.catalog_search import top_k
 

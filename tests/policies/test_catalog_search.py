@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from recpo.base.types import Histories
 from recpo.policies import catalog_search
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.types import Histories
 
 V, H = 300, 7
 

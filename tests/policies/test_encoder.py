@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import FoldIn, HistoryEncoder, Profile
-from recpo.types import FeedbackBatch, Histories, Slates
 
 DIM, LENGTH = 8, 7
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.errors import RecpoError
-from recpo.features.schema import Category, Vector
+from recpo.base.errors import RecpoError
+from recpo.base.features import Category, Vector
+from recpo.base.types import Features
 from recpo.policies.feature_encoder import FeatureEncoder
-from recpo.types import Features
 from tests.policies.synthetic_features import FEATURES, random_features
 
 

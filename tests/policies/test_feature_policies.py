@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
-from recpo.errors import RecpoError
-from recpo.features.schema import FeatureSchema
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.contracts import StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.history_features import gap_buckets
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.semantic_codes import SemanticCodes
-from recpo.types import FeedbackBatch, Histories, Slates
 from tests.policies.synthetic_features import BEHAVIORS, SCHEMA, random_features, random_histories
 
 ITEMS, LENGTH = 40, 6

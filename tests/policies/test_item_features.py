@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SamplingOptions
 from recpo.policies import item_features
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures, drawn
 from recpo.policies.item_table import ItemTable, TableUse
-from recpo.types import SamplingOptions
 from tests.policies.synthetic_features import FEATURES, random_features
 
 ITEMS, DIM = 23, 4

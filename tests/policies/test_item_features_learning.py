@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.features.schema import Category, FeatureSchema, Vector
+from recpo.base.features import Category, FeatureSchema, Vector
+from recpo.base.types import Features, FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.types import Features, FeedbackBatch, Histories, Slates
 
 GROUPS, PER_GROUP, NEW, LENGTH = 5, 12, 3, 8
 ITEMS = GROUPS * PER_GROUP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable
 from recpo.policies.layers import ByteDropout
 

@@ -8,11 +8,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories, SamplingOptions
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.sampling import gumbel_like, nucleus
-from recpo.types import Histories, SamplingOptions
 
 N = 20
 

@@ -13,11 +13,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.semantic_codes import SemanticCodes
-from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
 
 V, H, SIZES = 40, 9, (5, 4, 6)
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SamplingOptions
 from recpo.policies import semantic_search
 from recpo.policies.trie import Trie
-from recpo.types import SamplingOptions
 from tests.reference.code_tries import tuple_probabilities
 
 

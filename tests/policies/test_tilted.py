@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpo.errors import RecpoError
-from recpo.factorization.factors import Factors
-from recpo.feedback import GRADES
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES
+from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.semantic_codes import SemanticCodes
-from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
+from recpo.rewards.factors import Factors
 
 V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
 OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "bias_ridge": BIAS_RIDGE, "max_history": H}

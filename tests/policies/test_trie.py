@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.trie import Trie
 from tests.reference.code_tries import children, dictionary_trie
 

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 import recpo
-from recpo.contracts import RewardFunction
-from recpo.data.held_out import HeldOutBatches, Rank
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.factorization.bounds import posterior_variance
-from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions
-from recpo.factorization.selection import fit_factors
-from recpo.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum
-from recpo.rewards.identity import validate_identity
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories, Slates
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.log.prepared import Prepared
+from recpo.rewards.bounds import posterior_variance
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions
+from recpo.rewards.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum, validate_identity
+from recpo.rewards.selection import fit_factors
 from recpo.training.options import RolloutOptions
-from recpo.types import Histories, Slates
 
 
 @pytest.fixture(scope="module")

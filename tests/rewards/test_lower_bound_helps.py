@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import recpo
-from recpo.rewards import FactorReward
+from recpo.rewards.rewards import FactorReward
 
 
 @pytest.mark.slow

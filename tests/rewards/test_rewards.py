@@ -5,11 +5,18 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from recpo.contracts import RewardFunction
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackRule
-from recpo.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum, rank_aware_reward
-from recpo.types import FeedbackBatch, Histories, Slates
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackRule
+from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.rewards.rewards import (
+    HitReward,
+    LoggedReward,
+    RankAwareReward,
+    ValidityReward,
+    WeightedSum,
+    rank_aware_reward,
+)
 
 
 def batch_of(items, visible=None, quantile=None, dislike=None, mask=None, is_logged=None, least=None):

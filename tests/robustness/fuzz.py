@@ -36,7 +36,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 _BATCH = 20  # inputs of a child
 _LONGEST_S = 60  # of CPU time, one input; the slowest whole ones take 2
@@ -319,7 +319,7 @@ def _make_files(base: Path) -> None:
     import pyarrow.csv
     import pyarrow.parquet as pq
 
-    from recpo.data.prepared import Prepared
+    from recpo.log.prepared import Prepared
 
     log = pq.read_table(base / "log" / "log").slice(0, 300)
     pyarrow.csv.write_csv(log, base / "log.csv")
@@ -394,7 +394,7 @@ def _tensors(weights: Any) -> list[tuple[str, bytes]]:
 
 
 def _prepared(root: Path) -> str:
-    from recpo.data.prepared import Prepared
+    from recpo.log.prepared import Prepared
 
     data = Prepared.open(root / "prepared")
     read: list[Any] = [json.dumps(data.manifest, sort_keys=True), str(data.feedback), data.num_items]
@@ -426,7 +426,7 @@ def _run_weights(root: Path) -> str:
 
 def _run_unharmed(root: Path) -> str:
     """Reads a run whose configuration may name anything: none of it may be imported or called."""
-    from recpo.contracts import Objective
+    from recpo.base.contracts import Objective
     from recpo.training.options import CriticOptions
     from recpo.training.run import Run
 
@@ -501,8 +501,8 @@ def _checkpoint(root: Path) -> str:
 
 
 def _codes(root: Path) -> str:
-    from recpo.tokenizer.codebooks import Codebooks
-    from recpo.tokenizer.tokenization import Codes
+    from recpo.items.codebooks import Codebooks
+    from recpo.items.tokenization import Codes
 
     codes = Codes.open(root / "codes")
     books = Codebooks.load(root / "codes")
@@ -511,7 +511,7 @@ def _codes(root: Path) -> str:
 
 
 def _factors(root: Path) -> str:
-    from recpo.factorization.factors import Factors
+    from recpo.rewards.factors import Factors
 
     factors = Factors.open(root / "factors")
     return _text(
@@ -542,7 +542,7 @@ def _comparison(root: Path) -> str:
 
 
 def _simulation(root: Path) -> str:
-    from recpo.simulation.log import Simulation
+    from recpo.worlds.log import Simulation
 
     truth = Simulation.open(root / "log").truth
     arrays = [_arrays(part) for part in (truth.preferences.users, truth.preferences.items)]
@@ -587,8 +587,8 @@ def _histories(root: Path) -> str:
 
 
 def _lists(root: Path) -> str:
-    from recpo.data.prepared import Prepared
     from recpo.evaluation.lists import Lists, read_lists
+    from recpo.log.prepared import Prepared
 
     data = Prepared.open(_BASE[0] / "prepared")
     read = [read_lists(Lists("mine", str(root / name)), data) for name in ("lists.parquet", "lists.csv")]
@@ -598,9 +598,9 @@ def _lists(root: Path) -> str:
 
 
 def _item_table(root: Path) -> str:
-    from recpo.data.prepared import Prepared
     from recpo.evaluation.item_facts import ItemFeatures, item_facts
-    from recpo.tokenizer.sources import CodesFromFile, VectorsFromParquet
+    from recpo.items.sources import CodesFromFile, VectorsFromParquet
+    from recpo.log.prepared import Prepared
 
     data, file = Prepared.open(_BASE[0] / "prepared"), root / "items.parquet"
     item_facts(data, ItemFeatures(file=file, tags="tags"))

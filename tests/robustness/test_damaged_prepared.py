@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recpo.artifacts import seal
-from recpo.data.prepare import Preparation
-from recpo.data.prepared import MANIFEST, Prepared
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.log.prepare import Preparation
+from recpo.log.prepared import MANIFEST, Prepared
 
 USERS, EVENTS = 12, 30
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.artifacts import read_json, seal, unseal, write_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.checkpoints import saved_tensors, validate_checkpoint
 from tests.robustness.fuzz import Fuzzer, make_base
 

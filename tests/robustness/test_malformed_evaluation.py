@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import recpo
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
 from tests.cli.conftest import road  # noqa: F401  a fixture
 

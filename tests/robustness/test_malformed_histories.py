@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.histories import HistoryReader
 from recpo.serving.recommending import recommend_lists, score_candidates

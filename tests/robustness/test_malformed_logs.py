@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recpo.cli.main import main
-from recpo.data.prepared import Prepared
+from recpo.log.prepared import Prepared
 
 USERS, EVENTS = 4, 12
 ROWS = USERS * EVENTS

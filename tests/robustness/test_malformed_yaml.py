@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.artifacts import read_yaml, validate_configuration_files
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.errors import RecpoError
 
 HOSTILE = {
     "bytes": b"\xff\xfe\x00",

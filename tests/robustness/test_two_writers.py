@@ -8,7 +8,7 @@ import time
 import pytest
 
 from recpo.artifacts import kind_of
-from recpo.data.prepared import Prepared
+from recpo.log.prepared import Prepared
 
 SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]
 SMALL += ["--data.layout.init_args.history_length", "12", "--allocator", "false", "--progress", "false"]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from recpo.data.id_map import IdMap
+from recpo.log.id_map import IdMap
 from recpo.server.app import create_app
 from recpo.server.options import ServerOptions
 from recpo.server.service import Service

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.impressions import validate_propensities
 from recpo.server.ranking import Query, Ranker

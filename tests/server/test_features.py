@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import recpo
-from recpo.data.feature_columns import FeatureColumns
-from recpo.data.shaping import NumericColumn
-from recpo.errors import RecpoError
-from recpo.features.schema import Category, Number, Reads
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.features import Category, Number, Reads
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.feature_columns import FeatureColumns
+from recpo.log.shaping import NumericColumn
 from recpo.server.bundles import Versions
 from recpo.server.settling import settle
 from recpo.serving.bundle import Bundle

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
-from recpo.reranking import AttributeCap, RerankOptions
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
+from recpo.lists.reranking import AttributeCap, RerankOptions
 from recpo.server.bundles import LoadedBundle
 from recpo.server.ranking import Query, Ranker
 from recpo.server.reranking import Reranking

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recpo
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server import segments
 from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows
 from recpo.server.options import ServerOptions
@@ -26,7 +26,7 @@ from recpo.server.service import Service
 from recpo.server.settling import settle
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
-from recpo.simulation.log import SCHEMA
+from recpo.worlds.log import SCHEMA
 from tests.server.conftest import answers, event, request
 
 LAYOUT = LogLayout("integer", "string")

@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 
 from recpo.artifacts import sha256
-from recpo.data.id_map import IdMap
-from recpo.data.schema import ALWAYS, NEVER
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
+from recpo.log.id_map import IdMap
+from recpo.log.schema import ALWAYS, NEVER
 from recpo.server.bundles import LoadedBundle
 from recpo.server.ranking import Query, Ranker
 from tests.server.conftest import answers, event, request, serving

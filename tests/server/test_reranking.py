@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
-from recpo.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, rerank
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
+from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, rerank
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker

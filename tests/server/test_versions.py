@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from recpo.artifacts import write_json
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.serving import golden
 from recpo.serving.bundle import Bundle

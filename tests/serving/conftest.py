@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.data.id_map import IdMap
-from recpo.feedback import FeedbackDefinition
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.semantic_codes import SemanticCodes
 from recpo.serving.export import export_bundle
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20

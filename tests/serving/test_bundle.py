@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
-from recpo.types import FeedbackBatch, Histories, Slates
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 #: Feedback that has the level of its index, for the cutoffs of conftest.

@@ -14,18 +14,18 @@ import torch
 
 import recpo
 from recpo import Bundle, Prepared
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import evaluation_batches
+from recpo.batches.held_out import HeldOutHistories
 from recpo.cli.main import main
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.held_out import HeldOutHistories
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
 from recpo.verbs.comparison import gate
-from tests.data.test_features import prepare
+from tests.log.test_features import prepare
 
 K = 5
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.serving import compiled
 from recpo.serving.bundle import Bundle
 from recpo.serving.compiled import load_compiled, write_compiled

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import recpo
-from recpo.contracts import Policy
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import Recommendations
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle, verify_runtime
 from recpo.serving.runtimes import PolicyRuntime
-from recpo.types import Recommendations
 
 REPOSITORY = Path(recpo.__file__).parent.parent
 SEVEN = IdMap(pa.array(range(10, 17)))

@@ -16,16 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import of_side
+from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import Histories
 from recpo.cli.main import main
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.features.encoding import of_side
-from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
-from recpo.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.semantic_codes import SemanticCodes
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.bundle_features import BundleFeatures
@@ -35,7 +36,6 @@ from recpo.serving.item_index import IndexOptions
 from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.serving.triton import triton_config
-from recpo.types import Histories
 
 ITEMS, LENGTH = 30, 5
 USER = of_side(

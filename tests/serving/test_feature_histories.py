@@ -4,13 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpo.data.held_out import HeldOutBatches, HeldOutHistories
-from recpo.data.train_batches import Rank
-from recpo.errors import RecpoError
-from recpo.features.decoding import by_source, decoded
-from recpo.features.schema import Reads
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import by_source, decoded
+from recpo.base.features import Reads
+from recpo.batches.held_out import HeldOutBatches, HeldOutHistories
+from recpo.batches.train_batches import Rank
 from recpo.serving.histories import HistoryReader
-from tests.data.test_features import item_rows, prepare, rich_log, user_rows
+from tests.log.test_features import item_rows, prepare, rich_log, user_rows
 
 LENGTH = 6
 

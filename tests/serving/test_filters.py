@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.blocked_table import BlockedTable
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export

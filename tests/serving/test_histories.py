@@ -9,9 +9,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.serving.histories import HistoryReader, ServingCounts
 
 T0 = 1_650_000_000_000

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.exploration import Exploration
+from recpo.base.errors import RecpoError
+from recpo.lists.exploration import Exploration
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
@@ -104,7 +104,7 @@ def indexed(tmp_path_factory):
     out = tmp_path_factory.mktemp("indexed") / "bundle"
     items = IdMap(pa.array(range(1000, 1000 + ITEMS)))
     parts = SimpleNamespace(items=items, feedback=None)
-    from recpo.feedback import FeedbackDefinition
+    from recpo.base.feedback import FeedbackDefinition
 
     wanted = IndexOptions(recall=0.9, lists=12)
     export_bundle(policy, parts.items, FeedbackDefinition(), out, k=K, index=wanted, options=options)

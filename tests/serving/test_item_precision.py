@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle

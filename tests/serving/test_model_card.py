@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import recpo
-from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.model_card import MODEL_CARD, model_card
 from recpo.training.card_facts import card_facts, evaluation_facts
@@ -27,7 +27,7 @@ MANIFEST = BundleManifest(
 DATA = {
     "boundaries": {"first_ms": 1_700_000_000_000, "last_ms": 1_701_000_000_000, "valid_start": "V", "test_start": "T"},
     "splits": {"train": {"targets": 90_000, "users": 800, "positive": 7, "skipped": 6, "disliked": 5}},
-    "label": "recpo.data.shaping.WatchQuantiles",
+    "label": "recpo.log.shaping.WatchQuantiles",
 }
 
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import of_side
+from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
+from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
-from recpo.features.encoding import of_side
-from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
-from recpo.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy

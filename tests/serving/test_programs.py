@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.triton import write_triton
 

@@ -9,18 +9,18 @@ import onnx
 import pytest
 import torch
 
-from recpo.errors import RecpoError
-from recpo.factorization.factors import Factors
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.rewards import FactorReward
+from recpo.rewards.factors import Factors
+from recpo.rewards.rewards import FactorReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
 from recpo.training.tilting import tilted
-from recpo.types import FeedbackBatch, Histories, Slates
 
 NUM_ITEMS, MAX_HISTORY = 120, 12  # of conftest
 RANK, LONGER = 4, MAX_HISTORY + 6

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from recpo.errors import RecpoError
-from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
+from recpo.base.errors import RecpoError
+from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
+from recpo.base.types import Features
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import HistoryEncoder
@@ -25,7 +26,6 @@ from recpo.policies.trie import Trie
 from recpo.sharding import costs, policy_costs
 from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
-from recpo.types import Features
 from recpo.verbs.plan import item_features_of
 
 

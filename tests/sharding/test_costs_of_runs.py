@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recpo.advantages import TernaryAdvantage
-from recpo.data.prepared import Prepared
-from recpo.data.slates import SequenceLayout
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.batches.slates import SequenceLayout
+from recpo.log.prepared import Prepared
 from recpo.objectives import GBPO, Likelihood
+from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import ItemTable
-from recpo.semantic_codes import SemanticCodes
 from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
 from recpo.sharding.planning import placements, plan_tables
 from recpo.sharding.workload import Workload, place_softmax_tables, table_memory

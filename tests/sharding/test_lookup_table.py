@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SamplingOptions
 from recpo.policies.item_table import ItemTable
-from recpo.types import SamplingOptions
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import Model, shard
 

@@ -15,7 +15,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.sharding import planning
 from recpo.sharding.costs import GIB, block_bytes
 from recpo.sharding.planning import (

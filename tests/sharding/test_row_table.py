@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from recpo.base.types import SamplingOptions
 from recpo.policies.item_table import ItemTable, SavedRows, tables_on_meta
 from recpo.sharding.sharded_table import RowTable
-from recpo.types import SamplingOptions
 from tests.sharding.ranks import Ranks
 
 DIM = 6

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, tables_on_meta
 from recpo.training.checkpoints import META, SavedTensor, saved_tensors
 from recpo.training.optimizers import build_optimizer

@@ -27,9 +27,9 @@ def groups() -> Iterator[dict[int, Ranks]]:
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    from recpo.data.preference_lists import PreferenceListLayout
+    from recpo.batches.preference_lists import PreferenceListLayout
     from recpo.objectives import PairwiseReward, PointwiseReward, QLearning
-    from recpo.rewards import LoggedReward
+    from recpo.rewards.rewards import LoggedReward
     from recpo.training.options import CriticOptions
 
     if kind == "PairwiseReward":

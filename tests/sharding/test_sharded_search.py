@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SamplingOptions
 from recpo.ops.row_shard import RowShard
 from recpo.policies import catalog_search, sampling
 from recpo.sharding import search
-from recpo.types import SamplingOptions
 from tests.sharding.ranks import Ranks
 
 Cut = tuple[int, ...]

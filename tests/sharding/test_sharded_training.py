@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recpo.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import Run, checkpoint_path
 from tests.sharding.ranks import Ranks
@@ -38,7 +38,7 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
     """One run; ``strategy`` None is a plain one. Batches are 32 contexts over all ranks."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from recpo.data.slates import SequenceLayout
+    from recpo.batches.slates import SequenceLayout
     from recpo.verbs.train import train as verb
 
     options = dict(options)
@@ -100,7 +100,7 @@ def groups():
 @pytest.fixture(scope="module")
 def codes(prepared, tmp_path_factory):
     """Codes of the small catalog."""
-    from recpo.data.prepared import Prepared
+    from recpo.log.prepared import Prepared
 
     data, out = Prepared.open(prepared), tmp_path_factory.mktemp("codes") / "codes"
     table = np.stack(np.unravel_index(np.arange(data.num_items), (8, 8)), 1)
@@ -188,11 +188,11 @@ def test_clipping_and_accumulation_mean_what_they_mean_on_one_process(
 
 def aligned(kind: str) -> dict[str, Any]:
     """Options of an alignment with frozen copies: of the policy it started from, of the last iterate, of a critic."""
-    from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage
-    from recpo.data.preference_lists import PreferenceListLayout
-    from recpo.data.slates import ImpressionLayout
+    from recpo.batches.preference_lists import PreferenceListLayout
+    from recpo.batches.slates import ImpressionLayout
     from recpo.objectives import GRPO, PPO, SoftmaxDPO
-    from recpo.rewards import HitReward, LoggedReward
+    from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage
+    from recpo.rewards.rewards import HitReward, LoggedReward
     from recpo.training.options import RolloutOptions
 
     if kind == "SoftmaxDPO":

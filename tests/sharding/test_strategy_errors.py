@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.policies.critic import ItemValue
 from recpo.policies.item_table import ItemTable, tables_on_meta
 from tests.sharding.ranks import Ranks
@@ -138,9 +138,9 @@ def test_tables_are_kept_in_single_precision(alone: None, prepared: Path, tmp_pa
 
 
 def test_a_reference_cannot_be_cached_from_tables_without_memory(alone: None, prepared: Path, tmp_path: Path) -> None:
-    from recpo.advantages import GAEAdvantage
     from recpo.objectives import PPO
-    from recpo.rewards import LoggedReward
+    from recpo.objectives.advantages import GAEAdvantage
+    from recpo.rewards.rewards import LoggedReward
 
     sources = {"advantage": GAEAdvantage(), "reward": LoggedReward(), "old_policy": "snapshot", "reference": "cached"}
     with pytest.raises(RecpoError, match=r"reference: cached needs whole tables before training begins.*frozen"):

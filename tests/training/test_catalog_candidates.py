@@ -8,14 +8,15 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import Adam
 
-from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage
-from recpo.contracts import Objective, RewardFunction, StatePolicy
-from recpo.data.datamodule import FeedbackDataModule, Phases
-from recpo.data.slates import ImpressionLayout
-from recpo.errors import RecpoError
+from recpo.base.contracts import Objective, RewardFunction, StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs, LossOutput, catalog_slates
+from recpo.batches.datamodule import FeedbackDataModule, Phases
+from recpo.batches.slates import ImpressionLayout
 from recpo.objectives import GRPO, MPO, PPO, CatalogPolicyGradient
+from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards import HitReward, RankAwareReward, WeightedSum
+from recpo.rewards.rewards import HitReward, RankAwareReward, WeightedSum
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
 from recpo.training.module import PreferenceModule
@@ -23,7 +24,6 @@ from recpo.training.networks import Networks
 from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions, TrainOptions
 from recpo.training.rollout import roll_out
 from recpo.training.trainer import TrainerOptions
-from recpo.types import LogProbs, LossOutput, catalog_slates
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
 CATALOG = RolloutOptions(candidates="catalog", batches=3, epochs=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.curves import training_curves
 
 

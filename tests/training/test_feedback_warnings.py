@@ -2,11 +2,11 @@
 
 import pytest
 
-from recpo.advantages import TernaryAdvantage
-from recpo.errors import RecpoError
-from recpo.feedback import FEEDBACK_KINDS
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.objectives import GBPO, GRPO, Likelihood, PointwiseReward
-from recpo.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum
+from recpo.objectives.advantages import TernaryAdvantage
+from recpo.rewards.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum
 from recpo.training.contradictions import feedback_warnings
 
 PLENTY = dict(zip(FEEDBACK_KINDS, (250, 400, 200, 50, 100), strict=True))

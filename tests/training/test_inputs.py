@@ -6,21 +6,21 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Adam
 
-from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, TernaryAdvantage
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.slates import ImpressionLayout, SequenceLayout
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import SlateTraits
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.preference_lists import PreferenceListLayout
+from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.objectives import DPO, GBPO, GRPO, PPO, Likelihood, PairwiseReward, QLearning, Reinforce, SoftmaxDPO
+from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemValue, StateValue, states_at
-from recpo.rewards import LoggedReward
+from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Critic, Networks, next_visible
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.slate_edits import with_hard_negatives
-from recpo.types import SlateTraits
 
 SEQUENCES, IMPRESSIONS = SequenceLayout(history_length=12), ImpressionLayout(history_length=12, slate_length=6)
 LISTS = PreferenceListLayout(history_length=12, hard=2)

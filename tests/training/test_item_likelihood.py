@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import recpo
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import SequenceLayout
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy

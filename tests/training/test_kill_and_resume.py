@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.checkpoints import LastCheckpoint
 from recpo.training.guards import FiniteGuard
 from recpo.training.run import checkpoint_path

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
 from recpo.training.kl_control import AdaptiveKLCoefficient, KLControl
 from recpo.training.options import KLTarget
-from recpo.types import LogProbs
 
 
 def test_rises_when_the_divergence_is_too_large_and_falls_when_too_small():

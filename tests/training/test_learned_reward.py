@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from recpo.artifacts import write_json
+from recpo.base.errors import RecpoError
+from recpo.base.types import Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.id_map import IdMap
-from recpo.errors import RecpoError
 from recpo.evaluation.true_rewards import TrueReward
+from recpo.log.id_map import IdMap
 from recpo.objectives.reward_model import TARGETS
-from recpo.rewards import WeightedSum
-from recpo.simulation.truth import Truth
+from recpo.rewards.rewards import WeightedSum
 from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
-from recpo.types import Slates
+from recpo.worlds.truth import Truth
 from tests.conftest import resealed
 
 HISTORY = 20

@@ -8,15 +8,15 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Adam
 
-from recpo.advantages import GAEAdvantage, TernaryAdvantage
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import SequenceLayout
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import SequenceLayout
+from recpo.objectives.advantages import GAEAdvantage, TernaryAdvantage
 from recpo.objectives.gbpo import GBPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.ppo import PPO
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards import LoggedReward
+from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import logged_logp
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import ReferenceCache, Snapshot

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from recpo.contracts import StatePolicy
-from recpo.errors import RecpoError
+from recpo.base.contracts import StatePolicy
+from recpo.base.errors import RecpoError
+from recpo.base.types import SlateTraits
 from recpo.objectives import GRPO, MPO, WeightedLikelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.contradictions import (
@@ -16,7 +17,6 @@ from recpo.training.contradictions import (
     validate_snapshot_reference,
 )
 from recpo.training.options import RolloutOptions
-from recpo.types import SlateTraits
 
 
 @pytest.mark.parametrize("candidates", ["draws", "beam", "catalog"])

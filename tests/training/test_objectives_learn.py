@@ -13,18 +13,11 @@ from lightning import Trainer
 from torch.optim import Adam
 
 import recpo.objectives
-from recpo.advantages import (
-    GAEAdvantage,
-    GradedAdvantage,
-    GroupNormalizedAdvantage,
-    LeaveOneOutAdvantage,
-    TernaryAdvantage,
-)
-from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
-from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.prepared import Prepared
-from recpo.data.slates import ImpressionLayout, SequenceLayout
+from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
+from recpo.batches.preference_lists import PreferenceListLayout
+from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.log.prepared import Prepared
 from recpo.objectives import (
     ASPO,
     CISPO,
@@ -48,9 +41,16 @@ from recpo.objectives import (
     SoftmaxDPO,
     WeightedLikelihood,
 )
+from recpo.objectives.advantages import (
+    GAEAdvantage,
+    GradedAdvantage,
+    GroupNormalizedAdvantage,
+    LeaveOneOutAdvantage,
+    TernaryAdvantage,
+)
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemScore
-from recpo.rewards import FactorReward, LoggedReward
+from recpo.rewards.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
 from recpo.verbs.factorize import factorize

@@ -9,12 +9,12 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import SGD, Adam
 
-from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import FeedbackDataModule, Phases
-from recpo.data.slates import ImpressionLayout, SequenceLayout
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule, Phases
+from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.objectives import DAPO, DPO, GBPO, GRPO, GSPO, MPO, PPO, DrGRPO, Likelihood, QLearning, Reinforce, SoftmaxDPO
+from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
 from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.guards import CollapseGuard

@@ -7,13 +7,13 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recpo.advantages import GroupNormalizedAdvantage, TernaryAdvantage
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.slates import ImpressionLayout, SequenceLayout
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.preference_lists import PreferenceListLayout
+from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.objectives import DPO, GBPO, GRPO, GSPO, Likelihood, SoftmaxDPO
+from recpo.objectives.advantages import GroupNormalizedAdvantage, TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards import HitReward
+from recpo.rewards.rewards import HitReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions, RolloutOptions

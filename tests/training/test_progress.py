@@ -3,7 +3,7 @@
 import re
 from functools import partial
 
-from recpo.data.slates import SequenceLayout
+from recpo.batches.slates import SequenceLayout
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training import trainer as trainer_module
 from recpo.verbs.train import train

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import SequenceLayout
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.checkpoints import LastCheckpoint

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import ImpressionLayout
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import Slates
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import ImpressionLayout
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.options import RolloutOptions
 from recpo.training.rollout import Rollouts, roll_out
 from recpo.training.slate_edits import Candidates, as_preference_list, first_occurrences, with_logged
-from recpo.types import Slates
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
 

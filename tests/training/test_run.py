@@ -14,12 +14,12 @@ import yaml
 
 import recpo
 import recpo.artifacts
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import SequenceLayout
 from recpo.cli.main import main
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.id_map import IdMap
-from recpo.data.schema import ALWAYS, NEVER
-from recpo.data.slates import SequenceLayout
-from recpo.errors import RecpoError
+from recpo.log.id_map import IdMap
+from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.class_names import without_trust

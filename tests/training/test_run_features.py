@@ -11,17 +11,17 @@ import pandas as pd
 import pytest
 import torch
 
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
+from recpo.base.types import FeedbackBatch, Slates
 from recpo.cli.main import main
-from recpo.data.prepared import ITEM_FEATURES, Prepared
-from recpo.errors import RecpoError
-from recpo.features.schema import FeatureSchema
+from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.serving.bundle import Bundle
 from recpo.training.learned_reward import CALIBRATION, LearnedReward
 from recpo.training.run import Run
-from recpo.types import FeedbackBatch, Slates
 from recpo.verbs.calibrate import calibrate
 from recpo.verbs.train import train
-from tests.data.test_features import prepare
+from tests.log.test_features import prepare
 from tests.policies.synthetic_features import random_features, random_histories
 
 CONFIGS = Path(__file__).parents[2] / "configs"

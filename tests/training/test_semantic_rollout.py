@@ -5,14 +5,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.advantages import GAEAdvantage, GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import ImpressionLayout
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.contracts import RewardFunction
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import ImpressionLayout
 from recpo.objectives import GRPO, GSPO, PPO
+from recpo.objectives.advantages import GAEAdvantage, GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.rewards import ValidityReward
-from recpo.semantic_codes import SemanticCodes
+from recpo.rewards.rewards import ValidityReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions, RolloutOptions

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 import recpo
-from recpo.advantages import TernaryAdvantage
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.slates import SequenceLayout
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import SlateTraits
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.slates import SequenceLayout
 from recpo.evaluation.targets import held_out_targets
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward, SoftmaxDPO
+from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
 from recpo.training.validation import MAX_WEIGHT, ScoreMetrics, ValidationMetrics, tail_items
-from recpo.types import SlateTraits
 
 
 def test_the_tail_holds_a_fifth_of_the_events():

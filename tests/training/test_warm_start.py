@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import recpo
-from recpo.data.datamodule import FeedbackDataModule
-from recpo.data.held_out import Rank
-from recpo.data.slates import ImpressionLayout
-from recpo.data.train_batches import Segments, TrainBatches
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.held_out import Rank
+from recpo.batches.slates import ImpressionLayout
+from recpo.batches.train_batches import Segments, TrainBatches
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.run import Run
 from recpo.training.warm_start import GrownRows, WarmStart, growth_of
-from tests.data.test_extension import OPTIONS, between, living_log
+from tests.log.test_extension import OPTIONS, between, living_log
 
 POLICY = {"dim": 8, "layers": 1, "heads": 1, "tie_weights": False}
 SAMPLED = {"normalizer": "sampled", "num_negatives": 8, "proposal": "popularity"}

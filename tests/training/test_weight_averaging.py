@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import recpo
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.training.options import WeightAverage
 from recpo.training.weight_averaging import TRAINED
 

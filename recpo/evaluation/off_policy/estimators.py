@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 
 FloatArray = NDArray[np.floating]
 

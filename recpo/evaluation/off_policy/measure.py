@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.contracts import RewardFunction
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import Histories
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
@@ -19,7 +20,6 @@ from recpo.evaluation.off_policy.propensities import Propensities
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, POLICY, OffPolicyResult, result_of
 from recpo.evaluation.off_policy.target_sums import TargetSums
 from recpo.ops.item_sets import is_member
-from recpo.types import Histories
 
 #: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
 Sampler = Callable[[Histories, int], Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recpo.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError, validate_seed
 from recpo.evaluation.off_policy.estimators import (
     DM,
     DR,

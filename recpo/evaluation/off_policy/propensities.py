@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from recpo.errors import RecpoError
-from recpo.types import Slates
+from recpo.base.errors import RecpoError
+from recpo.base.types import Slates
 
 PropensitySource = Literal["logged", "uniform", "estimated"]
 

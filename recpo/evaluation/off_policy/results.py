@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import Diagnostics, warnings_of
 from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, sum_of_ratios

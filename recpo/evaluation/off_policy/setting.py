@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from recpo.contracts import Policy, RewardFunction
-from recpo.data.prepared import Events, Prepared
+from recpo.base.contracts import Policy, RewardFunction
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
@@ -20,7 +20,7 @@ from recpo.evaluation.off_policy.propensities import (
     Propensities,
     UniformPropensities,
 )
-from recpo.types import FeedbackBatch, Histories, Slates
+from recpo.log.prepared import Events, Prepared
 
 
 @dataclass(frozen=True)

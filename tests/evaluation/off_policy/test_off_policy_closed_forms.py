@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.special import ndtri
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
+from recpo.base.types import Slates
 from recpo.evaluation.off_policy import ratio_intervals
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.estimators import (
@@ -39,7 +40,6 @@ from recpo.evaluation.off_policy.results import result_of_rows
 from recpo.evaluation.off_policy.slate_estimators import IndependentIPS
 from recpo.evaluation.off_policy.target_sums import TargetSums
 from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size
-from recpo.types import Slates
 
 
 # ---------------------------------------------------------------- estimators

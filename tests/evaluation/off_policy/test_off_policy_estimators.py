@@ -48,7 +48,7 @@ def expectation(estimator, bandit, q=None, propensity=None):
 
 
 def test_the_vector():
-    vectors = json.loads((Path(__file__).parents[2] / "data" / "objectives.json").read_text())["vectors"]
+    vectors = json.loads((Path(__file__).parents[2] / "objectives" / "objectives.json").read_text())["vectors"]
     (vector,) = [vector for vector in vectors if vector["id"] == "ope.basic"]
     inputs = {name: np.array(values) for name, values in vector["inputs"].items()}
     rows = Rows(inputs["reward"], inputs["pi_e"], inputs["pi_b"], inputs["q_hat_logged"], inputs["v_hat_under_pi_e"])

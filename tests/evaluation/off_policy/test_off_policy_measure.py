@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.contracts import RewardFunction
-from recpo.errors import RecpoError
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Observed, Recommender
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
@@ -17,7 +18,6 @@ from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
 from recpo.evaluation.off_policy.results import result_of_rows
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 
 ITEMS, PLACES = 12, 3
 CALM = OffPolicyOptions(resamples=50)

@@ -7,17 +7,17 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from recpo.contracts import RewardFunction
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.base.contracts import RewardFunction
+from recpo.base.types import Recommendations, Slates
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
 from recpo.evaluation.true_rewards import true_rewards
-from recpo.rewards import LoggedReward
-from recpo.types import Recommendations, Slates
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 

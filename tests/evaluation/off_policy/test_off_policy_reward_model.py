@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 
 

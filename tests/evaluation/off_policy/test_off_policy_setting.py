@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
+from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.setting import has_propensities, off_policy_setting, rewarded
+from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards import LoggedReward
+from recpo.rewards.rewards import LoggedReward
 
 KS = [3, 10]
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from recpo.errors import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import Diagnostics, warnings_of
 from recpo.evaluation.off_policy.estimators import DM, DR, IPS, SNDR, SNIPS, ClippedIPS, NaiveAverage, SwitchDR

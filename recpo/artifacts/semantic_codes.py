@@ -1,0 +1,109 @@
+"""Semantic ids: the code tuple of every item, written by ``recpo tokenize`` and read by policies.
+
+::
+
+    codes/codes.parquet     item_index 1..V ascending, item_id (external), code_0 .. code_{T-1} (int32)
+    codes/manifest.json     codebook sizes, checksum of the catalog, how the codes were made, the report
+    codes/codebooks.safetensors   the frozen codebooks, if the codes were made from vectors
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.artifacts import other_kind, read_json, verify_sealed, write_json
+from recpo.base.errors import RecpoError
+
+FORMAT_VERSION = 1
+CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"
+FILES = (CODES, MANIFEST, CODEBOOKS)
+_REMEDY = "run `recpo tokenize` again"
+
+
+@dataclass(frozen=True)
+class SemanticCodes:
+    """The code tuples of a catalog. No two items share a tuple.
+
+    Attributes:
+        codes: ``[V, T]`` int64; row i belongs to item i + 1, and code t is in 0 .. ``codebook_sizes[t]`` - 1.
+        codebook_sizes: ``K_t`` of every level.
+        catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
+    """
+
+    codes: np.ndarray
+    codebook_sizes: tuple[int, ...]
+    catalog_checksum: str
+
+    def __post_init__(self) -> None:
+        """Rejects codes that are out of range and tuples that two items share."""
+        codes, sizes = self.codes, np.asarray(self.codebook_sizes)
+        if codes.ndim != 2 or codes.shape[1] != len(sizes) or not len(codes) or not len(sizes):
+            raise RecpoError(
+                f"codes have shape {codes.shape}, expected [items, {len(sizes)} levels], at least one each"
+            )
+        outside = ((codes < 0) | (codes >= sizes)).any(1)
+        if outside.any():
+            raise RecpoError(
+                f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the "
+                f"first is item_index {int(outside.argmax()) + 1}: run `recpo tokenize` again"
+            )
+        repeated = len(codes) - len(np.unique(codes, axis=0))
+        if repeated:
+            raise RecpoError(f"{repeated} items share their codes with another one: run `recpo tokenize` again")
+
+    @property
+    def num_items(self) -> int:
+        """V."""
+        return len(self.codes)
+
+    @classmethod
+    def load(cls, root: Path | str) -> SemanticCodes:
+        """Reads a directory written by ``recpo tokenize``.
+
+        Raises:
+            RecpoError: it is not such a directory, has another format version, or is damaged.
+        """
+        root = Path(root)
+        if other := other_kind(root, "codes"):
+            raise RecpoError(f"{root} has no codes{other}: create codes with `recpo tokenize`")
+        if not (root / MANIFEST).is_file():
+            raise RecpoError(f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`")
+        manifest = read_json(root / MANIFEST, _REMEDY)
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{root}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
+                f"{_REMEDY}"
+            )
+        verify_sealed(root, [CODES, MANIFEST], _REMEDY)
+        try:
+            sizes = tuple(int(size) for size in manifest["codebook_sizes"])
+            columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
+            codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
+            return cls(codes, sizes, str(manifest["catalog_checksum"]))
+        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            raise RecpoError(f"{root} is damaged ({error!r}): {_REMEDY}") from error
+
+    def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
+        """Writes ``codes.parquet`` and, last, ``manifest.json`` into the existing directory ``root``.
+
+        Args:
+            root: the directory.
+            item_ids: ``[V]`` external ids of the items 1..V.
+            description: how the codes were made; copied into the manifest.
+        """
+        columns: dict[str, Any] = {"item_index": np.arange(1, self.num_items + 1, dtype=np.int32), "item_id": item_ids}
+        columns |= {f"code_{level}": column.astype(np.int32) for level, column in enumerate(self.codes.T)}
+        pq.write_table(pa.table(columns), root / CODES)
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "num_items": self.num_items,
+            "codebook_sizes": list(self.codebook_sizes),
+            "catalog_checksum": self.catalog_checksum,
+        }
+        write_json(root / MANIFEST, manifest | description)

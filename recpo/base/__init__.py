@@ -1,0 +1,1 @@
+"""What all rooms share: errors, batches, contracts, the definition of feedback, features, frames."""

@@ -1,0 +1,361 @@
+"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema, Reads
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import (
+    Features,
+    FeedbackBatch,
+    Histories,
+    LossOutput,
+    ObjectiveInputs,
+    Recommendations,
+    SamplingOptions,
+    Slates,
+    catalog_slates,
+)
+
+
+class Policy(nn.Module, ABC):
+    """A distribution over the catalog given a history.
+
+    Attributes:
+        num_items: catalog size ``V``; valid item ids are 1..V.
+        num_tokens: ``T``, tokens per item.
+        max_history: ``H``, the maximum number of history events it can read; callers keep the most recent ones.
+        has_exact_log_prob: False if ``log_prob`` is an estimate (a sampled normalizer).
+        reads_timestamps: it uses ``Histories.timestamps``, so a server must provide them too.
+        reads_behaviors: it uses ``Histories.behaviors``.
+        reads_user: it uses ``Histories.user``.
+        reads_context: it uses ``Histories.context``.
+        reads_item_features: it needs the features of its items (``set_item_features``).
+        catalog_checksum: checksum of the items it was built for, if they are fixed before training (semantic ids);
+            None = any catalog of ``num_items``.
+    """
+
+    num_items: int
+    max_history: int
+    num_tokens: int = 1
+    has_exact_log_prob: bool = True
+    reads_timestamps: bool = False
+    reads_behaviors: bool = False
+    reads_user: bool = False
+    reads_context: bool = False
+    reads_item_features: bool = False
+    catalog_checksum: str | None = None
+
+    @property
+    def reads(self) -> Reads:
+        """What batches must contain for it, beyond items, feedback and times."""
+        return Reads(self.reads_behaviors, self.reads_user, self.reads_context)
+
+    def set_item_counts(self, counts: Tensor) -> None:
+        """Sets the training counts ``[V]`` of the items 1..V. Policies that do not use counts ignore them."""
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """Creates the layers that read features or behaviors. Call it after construction and before loading weights.
+
+        Policies that read neither ignore it.
+
+        Args:
+            schema: the fitted features of the prepared data.
+            behaviors: the behaviors of the prepared data, in the order of their bits.
+
+        Raises:
+            RecpoError: the policy reads a feature or behavior that the data does not have.
+        """
+
+    def set_item_features(self, features: Features) -> None:
+        """Sets the features of the items, leading shape ``[V + 1]``. Policies that do not read them ignore them."""
+
+    def precompute_item_vectors(self) -> None:
+        """Replaces id rows and encoded features with their sum, for serving. The policy then reads no item features."""
+
+    def begin_step(self, seed: int) -> None:
+        """Starts a training step. Random numbers that must be equal on every rank are drawn from ``seed``."""
+
+    def tokens(self, item_ids: Tensor) -> Tensor:
+        """The tokens ``[..., T]`` of items ``[...]``: their codes, or the items themselves if T = 1."""
+        return item_ids[..., None]
+
+    @abstractmethod
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """Log-probability of every slate item given the first ``visible`` events of its history.
+
+        Args:
+            batch: contexts and items.
+            needed: ``[B, S]`` bool; other positions are not scored and are 0 in the result. None = ``slates.mask``.
+
+        Returns:
+            ``[B, S, T]`` float32; masked positions are 0.
+        """
+
+    @abstractmethod
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """The ``k`` most probable items after the complete history, best first. Ties are ordered by item id.
+
+        Args:
+            histories: contexts; an empty history is allowed.
+            k: list length; at most ``num_items``.
+            exclude: ``[B, M]`` item ids that must not be recommended, padded with 0.
+        """
+
+    @abstractmethod
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """Draws ``group_size`` items per context.
+
+        Returns:
+            Item ids ``[B, G]`` and their log-probabilities ``[B, G, T]``, without gradient. An id is 0 if fewer than G
+            items can be drawn or if a draw is not an item. The log-probabilities are under the distribution that
+            ``options`` describes for a single draw (without replacement: the first draw).
+        """
+
+
+class StatePolicy(Policy):
+    """A policy that scores items from one state per number of visible events. A critic can read the same states.
+
+    Attributes:
+        dim: width ``d`` of the states.
+    """
+
+    dim: int
+
+    @abstractmethod
+    def encode(self, histories: Histories) -> Tensor:
+        """States ``[B, H + 1, d]``. State v summarizes the first v events."""
+
+    @abstractmethod
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``. ``states`` is the result of ``encode`` if the caller already has it."""
+
+    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
+        """Log-probability of every item after the complete history, ``[B, V, T]`` float32, with gradient.
+
+        Column ``i - 1`` is item ``i``. The slates of ``batch`` are not read. The default is ``log_prob`` of a slate of
+        all items; a policy with a faster way overrides it.
+
+        Args:
+            batch: contexts.
+            states: the result of ``encode`` if the caller already has it.
+        """
+        return self.log_prob(batch._replace(slates=catalog_slates(batch.histories, self.num_items)), states=states)
+
+    @abstractmethod
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """The vectors ``[..., d]`` that the encoder reads for the items ``[...]``; zero for id 0."""
+
+    @abstractmethod
+    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """Entropy of the policy, in nats, at the state of every slate position, ``[B, S]``.
+
+        The arguments are those of ``log_prob``. Positions that are masked or not needed are 0.
+        """
+
+    def divergence(
+        self,
+        batch: FeedbackBatch,
+        reference: StatePolicy,
+        needed: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Exact ``KL(self || reference)`` in nats over all choices of every token, ``[B, S, T]``, with gradient.
+
+        For one token per item it is the divergence over the catalog; otherwise, at token t, that over the codes which
+        may follow the item's codes before it. Its sum over the tokens, averaged over items drawn from the policy, is
+        the divergence over the catalog.
+
+        Args:
+            batch: see ``log_prob``.
+            reference: a policy of the same class and the same items; no gradient flows into it.
+            needed: see ``log_prob``. Positions that are masked or not needed are 0.
+            states: see ``log_prob``.
+
+        Raises:
+            RecpoError: this policy has no such method.
+        """
+        raise RecpoError(
+            f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
+        )
+
+
+class Objective(ABC):
+    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """What the training module must compute beyond ``logp.policy``.
+
+        A subset of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
+        "labels", "grades", "behaviors", "divergence"}``. It may depend on the fields: with a KL penalty of 0, for
+        example, no reference is scored.
+        """
+        return frozenset()
+
+    @property
+    def num_scores(self) -> int:
+        """``K``, the number of scores per item that "score" requests."""
+        return 1
+
+    @property
+    def reads(self) -> Reads:
+        """What batches must contain for it, beyond items, feedback and times."""
+        return Reads()
+
+    def for_behaviors(self, names: tuple[str, ...]) -> Objective:
+        """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
+
+        Raises:
+            RecpoError: it learns from a behavior that the data lacks.
+        """
+        return self
+
+    @property
+    def reads_log_prob(self) -> bool:
+        """False if the loss does not depend on ``logp.policy``; ``logp.policy`` is then 0 everywhere."""
+        return True
+
+    @property
+    def reads_catalog(self) -> bool:
+        """True if the slate must be the complete catalog in the order of the ids (``rollout.candidates: catalog``)."""
+        return False
+
+    @property
+    def reads_draws(self) -> bool | None:
+        """Which candidates of a rollout it accepts.
+
+        True: draws of the old policy, each as often as it was drawn. False: distinct candidates, independent of their
+        probability (beam, catalog). None: either.
+        """
+        return None
+
+    @property
+    def zero_advantage_is_inert(self) -> bool:
+        """True if positions with ``advantage == 0`` change only the denominator, so that they need no scores."""
+        return False
+
+    @abstractmethod
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """This batch's part of the denominator of the optimizer step (tokens, sequences or lists), a scalar tensor."""
+
+    @abstractmethod
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """The loss, divided by ``inputs.denominator`` if given, else by ``self.count(inputs)``."""
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator(ABC):
+    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses.
+
+    Attributes:
+        whiten: ``(A - mean) / (std + 1e-8)`` over all items (or tokens) of the optimizer step, over its micro-batches
+            and ranks (``objectives.advantages.whitened_advantage``). Training applies it to what the estimator
+            returns, so an advantage of 0 is in general no longer 0.
+    """
+
+    whiten: bool = field(default=False, kw_only=True)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """What it reads beyond labels and dislikes: a subset of ``{"rewards", "value"}``."""
+        return frozenset()
+
+    @property
+    def reads_step_labels(self) -> bool:
+        """True if it reads ``FeedbackBatch.step_labels``; its result then depends on the complete optimizer step."""
+        return False
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
+        return frozenset()
+
+    @abstractmethod
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""
+
+
+class ReturnEstimator(AdvantageEstimator):
+    """An advantage estimator that also computes the targets of a critic of state values."""
+
+    @abstractmethod
+    def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The advantages and the value targets, each ``[B, S]``, without gradient.
+
+        Advantages are ``[B, S, T]`` if they differ between the tokens of an item.
+        """
+
+
+class TokenAdvantageEstimator(AdvantageEstimator):
+    """An advantage estimator whose advantages differ between the tokens of an item."""
+
+    @abstractmethod
+    def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
+        """Returns advantages ``[B, S, T]``, 0 at masked positions, without gradient.
+
+        Args:
+            batch: the slates, with rewards.
+            tokens: ``[B, S, T]`` of the slate items (``Policy.tokens``).
+        """
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """The advantages ``[B, S]`` of items with one token each; ``values`` is not used."""
+        return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
+
+
+class RewardFunction(ABC):
+    """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """Checksum of the items that it was made for; None = any items."""
+        return None
+
+    @property
+    def users_checksum(self) -> str | None:
+        """Checksum of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories."""
+        return None
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """The definitions of the feedback levels that it reads from histories; empty = it reads none."""
+        return ()
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
+        return frozenset()
+
+    @property
+    def reads_ranks(self) -> bool:
+        """True if the candidates of a group must be in descending order of probability."""
+        return False
+
+    @property
+    def reads(self) -> Reads:
+        """What batches must contain for it, beyond items, feedback and times."""
+        return Reads()
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
+
+        Raises:
+            RecpoError: it uses a behavior that the data lacks.
+        """
+        return self
+
+    @abstractmethod
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """Returns rewards ``[B, S]``, without gradient. A candidate with reward nan (unknown) leaves its slate."""

@@ -1,0 +1,222 @@
+"""The kind of each event (positive, skipped, disliked, unknown) and the feedback level that the encoder reads.
+
+recpo has one definition of feedback. ``recpo prepare`` fits it and writes it into the manifest. Layouts, advantages,
+rewards, validation, evaluation and bundles read it from there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+
+from recpo.base.errors import RecpoError
+
+UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
+"""Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
+
+GRADES: Final = (math.nan, 0.0, 0.125, 0.375, 0.625, 0.875)
+"""Grade of each feedback level, in [0, 1]: the middle of its quartile. A dislike has 0, unknown feedback has nan."""
+
+FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
+"""Every event has exactly one kind."""
+
+DEFAULT_DURATION_BASE: Final = 2.0
+DEFAULT_MAX_WATCH_TIME: Final = 86_400.0
+"""Seconds. A longer watch time is treated as an error in the log."""
+
+_HINT: Final = "prepare the log again"
+
+_Column = TypeVar("_Column", bound=Any)
+"""A NumPy array or a torch tensor."""
+
+
+@dataclass(frozen=True)
+class FeedbackRule:
+    """Which labels and dislikes make an event positive, skipped, disliked or unknown.
+
+    A dislike overrides the label: a disliked event has no other kind, with or without a label. Without a dislike, the
+    event is positive (``label >= positive_threshold``), skipped (``label < skip_threshold``), neutral (between the two)
+    or unknown (no label). Evaluation compares positives with all other labeled exposures, skipped and neutral
+    (``AUC_other``). Preference lists reject only skipped ones.
+
+    Labels are compared as float32, the type in the prepared shards.
+
+    Args:
+        positive_threshold: smallest label of a positive event, in (0, 1].
+        skip_threshold: events with a smaller label are skipped; in [0, 1] and at most ``positive_threshold``.
+    """
+
+    positive_threshold: float = 0.75
+    skip_threshold: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.positive_threshold <= 1.0:
+            raise RecpoError(f"feedback.positive_threshold must lie in (0, 1], got {self.positive_threshold}")
+        if not 0.0 <= self.skip_threshold <= self.positive_threshold:
+            raise RecpoError(
+                f"feedback.skip_threshold must lie between 0 and positive_threshold ({self.positive_threshold}); "
+                f"otherwise an event could be both positive and skipped; got {self.skip_threshold}"
+            )
+
+    def positive(self, label: _Column, dislike: _Column) -> _Column:
+        """Whether the label is at least ``positive_threshold`` without a dislike; bool, same shape as ``label``."""
+        return (label >= float(np.float32(self.positive_threshold))) & ~dislike
+
+    def skipped(self, label: _Column, dislike: _Column) -> _Column:
+        """Whether the label is below ``skip_threshold`` without a dislike."""
+        return (label < float(np.float32(self.skip_threshold))) & ~dislike
+
+    def unknown(self, label: _Column, dislike: _Column) -> _Column:
+        """Whether the event has neither a label nor a dislike."""
+        return (label != label) & ~dislike
+
+    def counts(self, label: np.ndarray, dislike: np.ndarray) -> dict[str, int]:
+        """Number of events of each kind in ``FEEDBACK_KINDS``."""
+        kinds = self.positive(label, dislike), self.skipped(label, dislike), dislike, self.unknown(label, dislike)
+        positive, skipped, disliked, unknown = (int(np.count_nonzero(kind)) for kind in kinds)
+        neutral = len(label) - positive - skipped - disliked - unknown
+        return dict(zip(FEEDBACK_KINDS, (positive, neutral, skipped, disliked, unknown), strict=True))
+
+
+@dataclass(frozen=True)
+class FeedbackDefinition:
+    """The rule and the values that ``recpo prepare`` fitted on the train period, for reading raw events as in training.
+
+    Feedback levels are an input of the history encoder: 0 unknown, 1 disliked, and 2 to 5 for the quartile of the watch
+    time among all train watch times on items of similar duration. The level is
+    ``2 + |{c in cutoffs of the bucket: watch_time > c}|``, compared in integer milliseconds. Without cutoffs (a log
+    without watch times) the level comes from the label: 2 skipped, 5 positive; labels between the thresholds give 3
+    below the midpoint and 4 from the midpoint on.
+
+    Attributes:
+        rule: the thresholds.
+        duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` with the duration in seconds.
+        cutoffs: for each bucket, the 25, 50 and 75 % quantiles of its watch times in seconds.
+        max_watch_time: seconds; a longer watch time counts as unknown.
+        label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
+    """
+
+    rule: FeedbackRule = field(default_factory=FeedbackRule)
+    duration_base: float = DEFAULT_DURATION_BASE
+    cutoffs: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    max_watch_time: float = DEFAULT_MAX_WATCH_TIME
+    label: str = ""
+
+    @property
+    def levels_from(self) -> Literal["watch times", "labels"]:
+        """Where the feedback levels of events come from."""
+        return "watch times" if self.cutoffs else "labels"
+
+    def validate_same(self, other: FeedbackDefinition, own: object, others: object) -> None:
+        """Raises unless an event has the same meaning by both definitions.
+
+        Cutoffs may differ in value: ``recpo prepare`` of a longer log fits them again.
+
+        Args:
+            other: the definition to compare with.
+            own: the directory of this definition, for the message.
+            others: the directory of ``other``.
+
+        Raises:
+            RecpoError: the labels, the thresholds, the duration buckets or the longest watch times differ, or only one
+                of them reads levels from watch times.
+        """
+        pairs = zip(self._meaning().items(), other._meaning().values(), strict=True)
+        different = [f"{name} {here}, not {there}" for (name, here), there in pairs if here != there]
+        if different:
+            raise RecpoError(
+                f"{own}: made with another definition of feedback than {others}: {'; '.join(different)}. Name the "
+                "data that it was made from or an extension of them, or prepare the log with the same options"
+            )
+
+    def _meaning(self) -> dict[str, object]:
+        """What ``validate_same`` compares."""
+        fitted = {"duration_base": self.duration_base, "max_watch_time": self.max_watch_time}
+        return {"label": self.label or "unknown", **asdict(self.rule), **fitted, "levels from": self.levels_from}
+
+    def levels(
+        self, watch_time: np.ndarray, duration: np.ndarray, dislike: np.ndarray, label: np.ndarray
+    ) -> np.ndarray:
+        """Feedback levels of events, int8.
+
+        Args:
+            watch_time: ``[N]`` seconds; nan = unknown.
+            duration: ``[N]`` seconds; nan, zero or negative = unknown.
+            dislike: ``[N]`` bool.
+            label: ``[N]`` in [0, 1]; nan = unknown. Used only without cutoffs.
+        """
+        levels = self._label_levels(np.asarray(label)) if not self.cutoffs else self._watch_levels(watch_time, duration)
+        return np.where(dislike, np.int8(DISLIKED), levels)
+
+    def buckets(self, duration: np.ndarray) -> np.ndarray:
+        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations."""
+        seconds = _milliseconds(duration) / 1000.0
+        known = seconds > 0
+        power = np.log(np.where(known, seconds, 1.0) + 1e-6) / np.log(self.duration_base)
+        return np.where(known, np.floor(power), UNKNOWN_BUCKET).astype(np.int64)
+
+    def _watch_levels(self, watch_time: np.ndarray, duration: np.ndarray) -> np.ndarray:
+        watch, bucket = _milliseconds(watch_time), self.buckets(duration)
+        fitted = np.array(sorted(self.cutoffs), np.int64)
+        limits = _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
+        place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
+        possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
+        known = (fitted[place] == bucket) & possible
+        passed = (watch[:, None] > limits[place]).sum(1)
+        return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
+
+    def _label_levels(self, label: np.ndarray) -> np.ndarray:
+        low, high = (np.float32(t) for t in (self.rule.skip_threshold, self.rule.positive_threshold))
+        label = label.astype(np.float32)
+        passed = sum((label >= limit).astype(np.int8) for limit in (low, (low + high) / 2, high))
+        return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
+
+    def to_json(self) -> dict[str, Any]:
+        """The input of ``from_json``: the thresholds and all fields, ``cutoffs`` by bucket."""
+        cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
+        fitted = {"duration_base": self.duration_base, "cutoffs": cutoffs, "max_watch_time": self.max_watch_time}
+        return {**asdict(self.rule), **fitted, "label": self.label}
+
+    @classmethod
+    def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
+        """Reads the output of ``to_json``.
+
+        Args:
+            content: the parsed JSON.
+            source: the name of its file, for messages.
+
+        Raises:
+            RecpoError: a key is missing, a value has the wrong type, or thresholds or cutoffs are out of range.
+        """
+        try:
+            rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
+            cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
+            base, longest = float(content["duration_base"]), float(content["max_watch_time"])
+            label = str(content["label"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}") from error
+        if not (math.isfinite(base) and base > 1.0):
+            raise RecpoError(f"{source}: duration_base {base} must be a number above 1: {_HINT}")
+        if not longest > 0.0:
+            raise RecpoError(f"{source}: max_watch_time {longest} must be above 0: {_HINT}")
+        for bucket, limits in cutoffs.items():
+            ascending = all(math.isfinite(limit) and limit >= 0 for limit in limits) and list(limits) == sorted(limits)
+            if len(limits) != 3 or not ascending:
+                raise RecpoError(
+                    f"{source}: cutoffs of bucket {bucket} are {list(limits)}, expected three ascending times in "
+                    f"seconds: {_HINT}"
+                )
+        return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as checked
+
+
+UNKNOWN_BUCKET: Final = -1001
+"""Bucket of unknown durations. No duration in milliseconds falls into it."""
+
+
+def _milliseconds(seconds: np.ndarray) -> np.ndarray:
+    """Integer milliseconds as float64, halves rounded up; nan if the time is unknown or infinite."""
+    time = np.asarray(seconds, np.float64)
+    return np.floor(np.where(np.isfinite(time), time, np.nan) * 1000.0 + 0.5)

@@ -1,0 +1,385 @@
+"""The data types of recpo: NamedTuples of tensors. Lightning moves them between devices without further code.
+
+Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1
+for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V, and
+0 is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Features(NamedTuple):
+    """Features of items, users or requests (``recpo.base.features``). Each field follows the order of the schema.
+
+    Attributes:
+        codes: ``[..., C]`` int64, one column per ``Category``: 0 missing, 1 unknown, 2 and up the vocabulary.
+        lists: one tensor ``[..., L]`` int64 per ``Categories``: distinct codes of its vocabulary, padded with 0. All 0
+            means missing.
+        numbers: ``[..., N]`` float32, one column per ``Number``, standardized; nan = missing.
+        vectors: one tensor ``[..., w]`` float32 per ``Vector``; a row of nan = missing.
+    """
+
+    codes: Tensor
+    lists: tuple[Tensor, ...]
+    numbers: Tensor
+    vectors: tuple[Tensor, ...]
+
+    def rows(self, index: Tensor) -> Features:
+        """The rows ``index`` (any shape). Row 0 of item features belongs to no item; all its features are missing."""
+        return self.map(lambda column: column[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Features:
+        """Applies ``change`` to every tensor."""
+        return Features(
+            change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
+        )
+
+    def where(self, kept: Tensor) -> Features:
+        """Keeps the rows in ``kept`` (bool, the leading shape) and sets every feature of the other rows to missing."""
+
+        def masked(column: Tensor) -> Tensor:
+            missing = float("nan") if column.is_floating_point() else 0
+            return column.masked_fill(~kept[..., None], missing)
+
+        return self.map(masked)
+
+
+class EventPlaces(NamedTuple):
+    """Where the events of right-padded histories stand.
+
+    Attributes:
+        places: ``[N]`` indices into the flattened ``[B, width]``, behind those of the events some of padding, which
+            make N a multiple (``recpo.policies.layers.event_places``); empty if skipping the padding would not be
+            faster.
+        width: the number of places of each history.
+    """
+
+    places: Tensor
+    width: int
+
+
+class Histories(NamedTuple):
+    """What the policy knows about each context: events in order of time, padded on the right.
+
+    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads_behaviors`` and so
+    on) and the log has them.
+
+    Attributes:
+        item_ids: ``[B, H]`` int64, padded with 0.
+        lengths: ``[B]`` int64, number of events, 0..H.
+        feedback: ``[B, H]`` int64 feedback levels (see ``base.feedback.FeedbackDefinition``), 0 = unknown or padding.
+        timestamps: ``[B, H]`` int64, milliseconds since the epoch.
+        behaviors: ``[B, H]`` int64 bit sets: bit b is the b-th behavior of the prepared data (``Prepared.behaviors``).
+        user: features of the users, leading shape ``[B]``.
+        context: features of the requests, leading shape ``[B, H + 1]``. Row j < H is the request that showed event j;
+            it is known when event j is predicted. The row at index ``lengths`` is the request that is being answered.
+            Later rows are missing.
+        places: of the events that the policy's blocks read, counted on the CPU; None = they are counted where they are
+            needed.
+    """
+
+    item_ids: Tensor
+    lengths: Tensor
+    feedback: Tensor | None = None
+    timestamps: Tensor | None = None
+    behaviors: Tensor | None = None
+    user: Features | None = None
+    context: Features | None = None
+    places: EventPlaces | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Histories:
+        """Applies ``change`` to every tensor, for example to move it to a device or to select rows."""
+        user, context = (None if part is None else part.map(change) for part in (self.user, self.context))
+        return self._events(change, change(self.lengths), user, context)
+
+    def rows(self, index: Tensor) -> Histories:
+        """Selects the contexts ``index [N]``."""
+        return self.map(lambda column: column[index])
+
+    def first(self, size: int) -> Histories:
+        """The first ``size`` events of every history."""
+        context = None if self.context is None else self.context.map(lambda column: column[:, : size + 1])
+        return self._events(lambda column: column[:, :size], self.lengths.clamp_max(size), self.user, context)
+
+    def up_to(self, lengths: Tensor) -> Histories:
+        """The first ``lengths [B]`` events of each history. The number of columns does not change."""
+        place = torch.arange(self.item_ids.shape[1] + 1, device=lengths.device)
+        kept = place[:-1] < lengths[:, None]
+        context = None if self.context is None else self.context.where(place <= lengths[:, None])
+        return self._events(lambda column: column * kept, lengths, self.user, context)
+
+    def recent(self, size: int) -> Histories:
+        """The last ``size`` events of every history."""
+        width = self.item_ids.shape[1]
+        if width <= size:
+            return self
+        lengths = self.lengths.clamp_max(size)
+        place = torch.arange(size + 1, device=lengths.device)
+        index = ((self.lengths - lengths)[:, None] + place).clamp_max(width)
+        kept, at, context = place[:-1] < lengths[:, None], index[:, :-1].clamp_max(width - 1), None
+        if self.context is not None:
+            # a gather exports with a free number of contexts; an index of rows would fix that number
+            wide = self.context.map(lambda column: column.gather(1, index[..., None].expand(-1, -1, column.shape[-1])))
+            context = wide.where(place <= lengths[:, None])
+        return self._events(lambda column: column.gather(1, at) * kept, lengths, self.user, context)
+
+    def _events(
+        self, change: Callable[[Tensor], Tensor], lengths: Tensor, user: Features | None, context: Features | None
+    ) -> Histories:
+        """Applies ``change`` to the columns that have one value per event."""
+        feedback, timestamps, behaviors = (
+            None if column is None else change(column) for column in (self.feedback, self.timestamps, self.behaviors)
+        )
+        return Histories(change(self.item_ids), lengths, feedback, timestamps, behaviors, user, context)
+
+
+class Slates(NamedTuple):
+    """The items to score: an impression, a preference list, a group, a session or a shifted history.
+
+    Attributes:
+        item_ids: ``[B, S]`` int64, padded with 0.
+        visible: ``[B, S]`` int64, the number of history events that are known when the position is scored, 0..H.
+        mask: ``[B, S]`` bool, True for real positions, False for padding.
+        label: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
+        dislike: ``[B, S]`` bool.
+        positive: ``[B, S]`` bool, positive according to the log's ``base.feedback.FeedbackRule``; False if nothing is
+            known.
+        grade: ``[B, S]`` float32, the grade of the event's feedback level (``base.feedback.GRADES``); nan = unknown.
+        reward: ``[B, S]`` float, a given reward (simulator, reward model).
+        logp_behavior: ``[B, S]`` float, log-probability under the policy that produced the log; nan = not logged.
+        is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
+        is_random: ``[B, S]`` bool, True if the log showed the item at random and not because a policy chose it.
+        ends_session: ``[B, S]`` bool, True if nothing follows the position in its session; None = unknown. If the last
+            real position of a slate does not end its session, the log does not contain the rest of the session.
+        chosen: ``[B, S]`` bool, the preferred item of a preference list, at most one per slate; every other real
+            position is rejected. None = the slate is not a preference list.
+        behaviors: ``[B, S]`` int64 bit sets of what the user did with the item, as in ``Histories``; 0 = nothing, or
+            nothing is known. None = no component reads them, or the log has none.
+        token_rewards: ``[B, S, T]`` float, ``reward`` by token, with the same sum; None = all of it follows the last
+            token.
+    """
+
+    item_ids: Tensor
+    visible: Tensor
+    mask: Tensor
+    label: Tensor | None = None
+    dislike: Tensor | None = None
+    positive: Tensor | None = None
+    grade: Tensor | None = None
+    reward: Tensor | None = None
+    logp_behavior: Tensor | None = None
+    is_logged: Tensor | None = None
+    is_random: Tensor | None = None
+    ends_session: Tensor | None = None
+    chosen: Tensor | None = None
+    behaviors: Tensor | None = None
+    token_rewards: Tensor | None = None
+
+
+def catalog_slates(histories: Histories, num_items: int) -> Slates:
+    """Slates ``[B, V]`` of the items 1..V in the order of their ids, scored after the complete history.
+
+    The columns are views of a single row or column, so they take no memory.
+    """
+    shape = (len(histories.lengths), num_items)
+    items = torch.arange(1, num_items + 1, device=histories.lengths.device)
+    kept = torch.ones((), dtype=torch.bool, device=items.device)
+    return Slates(items.expand(shape), histories.lengths[:, None].expand(shape), kept.expand(shape))
+
+
+class ScoringPlan(NamedTuple):
+    """The positions to score, and their states (``recpo.policies.plans``).
+
+    Attributes:
+        needed: ``[B, S]`` bool.
+        positions: ``[P]`` their indices in the flattened ``[B, S]``.
+        rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
+        state_index: ``[P]`` the index of each position's state in ``rows``; None if every position has its own state.
+        every_position: ``positions`` contains all positions, needed or not.
+    """
+
+    needed: Tensor
+    positions: Tensor
+    rows: Tensor
+    state_index: Tensor | None
+    every_position: bool = False
+
+
+class BatchPlan(NamedTuple):
+    """Counts that a training step would otherwise have to wait for its device for (``recpo.training.planning``).
+
+    Attributes:
+        scored: the positions to score; None = they depend on values that the device computes.
+        advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
+        contexts: the context numbers that seed a rollout, as integers, which stay on the CPU; None = not planned.
+    """
+
+    scored: ScoringPlan | None = None
+    advantages: Tensor | None = None
+    contexts: tuple[int, ...] | None = None
+
+
+class FeedbackBatch(NamedTuple):
+    """One batch: the contexts and the positions to score.
+
+    Attributes:
+        histories: the contexts.
+        slates: the positions to score.
+        context_ids: ``[B]`` int64, the row of each context among all contexts of its kind. It is the same in every
+            epoch and is the key of cached reference log-probabilities. For held-out contexts it equals ``user_ids``.
+        step_labels: ``[N]``, the labels of the complete optimizer step (every micro-batch, every rank), for thresholds
+            that are computed over the step. None = this batch is the complete step.
+        known_positives: ``[B, M]`` int64, items that the user is known to like and that must not become negatives,
+            padded with 0; present only if the policy adds hard negatives.
+        user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
+        plan: counts that were made on the CPU; None = none. It belongs to these slates: code that replaces them must
+            set it to None.
+        following: the later micro-batches of this rank's optimizer step, on the first one, for statistics of the step
+            that must be known before its first loss (whitened advantages). Empty = none, or nobody reads them.
+    """
+
+    histories: Histories
+    slates: Slates
+    context_ids: Tensor
+    step_labels: Tensor | None = None
+    known_positives: Tensor | None = None
+    user_ids: Tensor | None = None
+    plan: BatchPlan | None = None
+    following: tuple[FeedbackBatch, ...] = ()
+
+
+class SlateTraits(NamedTuple):
+    """Properties of a data layout's slates, with which training refuses an objective that does not fit them.
+
+    Attributes:
+        is_preference_list: a slate is one chosen item and its rejected items (``Slates.chosen``).
+        hard_negatives: how many of the policy's own top-ranked items training must append to every slate.
+        resampled: slates contain sampled items, drawn again in every epoch.
+        one_request: a slate is one request: all its items are scored after the complete history.
+    """
+
+    is_preference_list: bool = False
+    hard_negatives: int = 0
+    resampled: bool = False
+    one_request: bool = False
+
+
+class EvaluationBatch(NamedTuple):
+    """A batch of held-out users: the history ends where the period starts, and the slate holds the period's events.
+
+    Attributes:
+        feedback: histories and held-out events; ``visible`` equals the length of the history at every position.
+        exclude: ``[B, M]`` int64, every item of the user's past (not only of the last H events), padded with 0.
+    """
+
+    feedback: FeedbackBatch
+    exclude: Tensor
+
+    @property
+    def user_ids(self) -> Tensor:
+        """``[B]`` int64, the users. Each held-out user has one context."""
+        return self.feedback.context_ids
+
+
+class LogProbs(NamedTuple):
+    """Natural-log probabilities ``[B, S, T]`` of the same tokens under several policies; None if not requested.
+
+    Attributes:
+        policy: under the trained policy; carries the gradient.
+        mask: ``[B, S, T]`` bool, True for real positions.
+        old: under the last snapshot or the behavior policy; no gradient.
+        reference: under the fixed anchor policy; no gradient.
+    """
+
+    policy: Tensor
+    mask: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class ObjectiveInputs(NamedTuple):
+    """The inputs of an objective. Fields that ``Objective.requires`` does not name are None.
+
+    Attributes:
+        logp: the log-probabilities and their mask.
+        advantages: ``[B, S]``, or ``[B, S, T]`` if they differ between the tokens of an item; no gradient.
+        rewards: ``[B, S]``; no gradient.
+        chosen: ``[B, S]`` bool, the preferred items of a preference list; every other real position is rejected.
+        values: ``[B, S]`` state values, with gradient ("value").
+        values_old: ``[B, S]`` state values at the time of the rollout ("value").
+        returns: ``[B, S]`` value targets ("value").
+        entropy: ``[B, S]`` entropy of the policy at the position's state, with gradient ("entropy").
+        divergence: ``[B, S, T]`` exact KL(policy || reference) over all choices of every token, with gradient
+            ("divergence").
+        q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
+        q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
+        scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
+        label: ``[B, S]`` preference label, nan = missing ("labels").
+        dislike: ``[B, S]`` bool ("labels").
+        grades: ``[B, S]`` grades of the feedback in [0, 1], nan = unknown ("grades").
+        positive: ``[B, S]`` bool, positive according to the log's rule ("positives").
+        behaviors: ``[B, S]`` int64 bit sets of what the user did, as in ``Slates`` ("behaviors").
+        denominator: scalar, the denominator of the complete optimizer step (all micro-batches and ranks) if this batch
+            is only a part of it; None = this batch is the complete step.
+    """
+
+    logp: LogProbs
+    advantages: Tensor | None = None
+    rewards: Tensor | None = None
+    chosen: Tensor | None = None
+    values: Tensor | None = None
+    values_old: Tensor | None = None
+    returns: Tensor | None = None
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    q_values: Tensor | None = None
+    q_targets: Tensor | None = None
+    scores: Tensor | None = None
+    label: Tensor | None = None
+    dislike: Tensor | None = None
+    grades: Tensor | None = None
+    positive: Tensor | None = None
+    behaviors: Tensor | None = None
+    denominator: Tensor | None = None
+
+
+class LossOutput(NamedTuple):
+    """A scalar loss and detached scalar tensors to log."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Recommendations(NamedTuple):
+    """Top-k items, best first.
+
+    Attributes:
+        item_ids: ``[B, k]``, filled up with 0 if fewer than k items are allowed.
+        scores: ``[B, k]`` log-probabilities; -inf for id 0.
+    """
+
+    item_ids: Tensor
+    scores: Tensor
+
+
+class SamplingOptions(NamedTuple):
+    """How candidates are drawn from a policy.
+
+    Attributes:
+        temperature: divides the scores before the softmax (at every token). 1 samples the policy itself; values close
+            to 0 are nearly greedy.
+        top_p: draw only from the smallest set of choices (at every token) whose total probability reaches this share
+            (nucleus sampling, arXiv 1904.09751); 1 = draw from all.
+        replacement: False draws distinct items with Gumbel top-k (arXiv 1903.06059): the first item is a draw from the
+            policy, and each later one is a draw from the remaining items.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    replacement: bool = True

@@ -1,1 +1,0 @@
-"""From an interaction log to batches."""

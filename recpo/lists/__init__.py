@@ -1,0 +1,1 @@
+"""Lists as they are served: explored with exact propensities, re-ranked to be diverse, capped or calibrated."""

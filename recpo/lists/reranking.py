@@ -1,0 +1,519 @@
+"""Re-ranking: lists chosen jointly from a shortlist of relevant items, to be diverse, capped or calibrated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from recpo.base.errors import RecpoError
+from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
+from recpo.items.columns import read_vectors
+from recpo.log.id_map import IdMap
+
+FloatArray = NDArray[np.floating]
+IntArray = NDArray[np.int64]
+
+
+class Tags(NamedTuple):
+    """One attribute of every item, such as the author or the categories; one flat list cut by offsets.
+
+    Attributes:
+        offsets: ``[V + 2]`` item i owns ``tags[offsets[i] : offsets[i + 1]]``; item 0 owns nothing.
+        tags: ``[N]`` numbers of tags from 0 on, no tag twice in an item.
+    """
+
+    offsets: IntArray
+    tags: IntArray
+
+    def of(self, items: IntArray) -> tuple[IntArray, IntArray]:
+        """Every tag of ``items [n]``: the place of its item, and the tag."""
+        count = self.offsets[items + 1] - self.offsets[items]
+        owner = np.repeat(np.arange(len(items)), count)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+        return owner, self.tags[self.offsets[items][owner] + nth]
+
+    @classmethod
+    def from_pairs(cls, items: IntArray, tags: IntArray, num_items: int) -> Tags:
+        """From pairs of an item and a tag, ``[N]`` each, in any order, repeats allowed; item 0 is left out."""
+        size = int(tags.max(initial=0)) + 1
+        distinct = np.unique(items[items > 0] * size + tags[items > 0])
+        counts = np.bincount(distinct // size, minlength=num_items + 1)
+        return cls(np.concatenate([[0], np.cumsum(counts)]), distinct % size)
+
+
+@dataclass(frozen=True, eq=False)
+class ItemAttributes:
+    """Tags and vectors of the items 1..V of a catalog; index 0 is not an item.
+
+    Attributes:
+        tags: attribute name to the items' tags.
+        vectors: ``[V + 1, d]`` of length 1; a row of zeros = no vector. None = there are none.
+    """
+
+    tags: Mapping[str, Tags] = field(default_factory=dict)
+    vectors: FloatArray | None = None
+
+    @classmethod
+    def read(
+        cls,
+        source: FrameOrPath,
+        items: IdMap,
+        *,
+        names: Iterable[str] = (),
+        vectors: str | None = None,
+        item_id: str = "item_id",
+    ) -> ItemAttributes:
+        """Reads a frame, or a Parquet file, with one row per item; rows of other items are ignored.
+
+        Args:
+            source: frame or file with the external ids of the log.
+            items: the catalog.
+            names: columns of attributes: a value, or a list of values, per item; null = unknown.
+            vectors: column of lists of numbers; None = none are read.
+            item_id: column of the item ids.
+
+        Raises:
+            RecpoError: it cannot be read, a column is missing or of a wrong type, or no item of the catalog is named.
+        """
+        table = read_frame(source, "item attributes")
+        where = str(source) if isinstance(source, str | Path) else "item attributes"
+        index = items.to_internal(id_column(table, item_id, where))
+        if not (index > 0).any():
+            raise RecpoError(
+                f"{where}: column {item_id} names no item of the catalog; it holds the item ids of the log"
+            )
+        require_columns(table, names, where)
+        tags = {name: _tags(table.column(name).combine_chunks(), index, len(items)) for name in names}
+        if vectors is None:
+            return cls(tags)
+        rows = read_vectors(table.select([item_id, vectors]), item_id, [vectors], items.to_internal, len(items))
+        return cls(tags).with_vectors(np.concatenate([np.zeros_like(rows.values[:1]), rows.values]))
+
+    def with_vectors(self, vectors: FloatArray) -> ItemAttributes:
+        """These tags, with vectors ``[V + 1, d]`` of any length; row 0 is not read."""
+        length = np.linalg.norm(vectors, axis=1, keepdims=True)
+        unit = np.divide(vectors, length, out=np.zeros(vectors.shape, np.float64), where=length > 0)
+        unit[0] = 0.0
+        return ItemAttributes(self.tags, unit)
+
+    def attribute(self, name: str) -> Tags:
+        """The tags of an attribute.
+
+        Raises:
+            RecpoError: there is no attribute of this name.
+        """
+        if name not in self.tags:
+            raise RecpoError(
+                f"re-ranking: no attribute {name!r} of the items is known, there are "
+                f"{', '.join(self.tags) or 'none'}; name a file with such a column (attributes)"
+            )
+        return self.tags[name]
+
+
+@dataclass(frozen=True)
+class RerankOptions:
+    """Options that all re-ranking of an evaluation or a server shares.
+
+    Attributes:
+        shortlist: how many of the best items are re-ranked.
+        attributes: Parquet file (or a directory of such files) with one row per item and the columns that methods name.
+        item_id: its column with the item ids of the log.
+        vectors: its column with lists of numbers; null = the item vectors of the policy itself.
+    """
+
+    shortlist: int = 100
+    attributes: Path | None = None
+    item_id: str = "item_id"
+    vectors: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.shortlist < 1:
+            raise RecpoError(f"re-ranking: shortlist is {self.shortlist}, expected at least 1")
+        if self.vectors is not None and self.attributes is None:
+            raise RecpoError(f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)")
+
+    def read(self, names: Iterable[str], items: IdMap) -> ItemAttributes:
+        """The attributes ``names``, and the vectors if a column has them.
+
+        Raises:
+            RecpoError: see ``ItemAttributes.read``; or an attribute is requested and there is no file.
+        """
+        wanted = sorted(set(names))
+        if self.attributes is None:
+            known = ItemAttributes()
+            for name in wanted:
+                known.attribute(name)
+            return known
+        return ItemAttributes.read(self.attributes, items, names=wanted, vectors=self.vectors, item_id=self.item_id)
+
+
+def _tags(column: pa.Array, index: IntArray, num_items: int) -> Tags:
+    kind, owner = column.type, index
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        owner, column = index[pc.list_parent_indices(column).to_numpy()], pc.list_flatten(column)
+    valid = column.is_valid()
+    encoded = column.filter(valid).dictionary_encode()
+    tags = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return Tags.from_pairs(owner[valid.to_numpy(zero_copy_only=False)], tags, num_items)
+
+
+class Reranker(ABC):
+    """Chooses a slate from a shortlist, one item after the other; implementations are frozen dataclasses."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """A short name with its options, for tables."""
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the item attributes that it reads."""
+        return ()
+
+    @property
+    def reads_vectors(self) -> bool:
+        """It reads item vectors."""
+        return False
+
+    @abstractmethod
+    def order(
+        self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
+    ) -> IntArray:
+        """The slate as places of the shortlist.
+
+        Args:
+            items: ``[M]`` internal ids, distinct.
+            scores: ``[M]`` relevance, higher = better, finite.
+            k: length of the slate.
+            known: tags and vectors of the items.
+            history: ``[H]`` internal ids of the user's past, 0 pads; None = not known.
+
+        Returns:
+            ``[min(k, M)]`` distinct places, first item first.
+
+        Raises:
+            RecpoError: an attribute or the vectors that it reads are not known.
+        """
+
+
+def rerank(
+    reranker: Reranker,
+    items: ArrayLike,
+    scores: ArrayLike,
+    k: int,
+    known: ItemAttributes,
+    history: ArrayLike | None = None,
+) -> tuple[IntArray, FloatArray]:
+    """The full shortlist in its new order: the slate, then the rest by relevance; empty places stay at the end.
+
+    The i-th item gets the i-th largest score. So scores fall along the list, as in any ranking, and their distribution
+    is the policy's own. Exploration of the re-ranked list has exact propensities, because the re-ranked list is a
+    deterministic function of the request.
+
+    Args:
+        reranker: chooses the slate.
+        items: ``[M]`` internal ids; 0 = an empty place.
+        scores: ``[M]`` log-probabilities; -inf where the place is empty.
+        k: length of the slate.
+        known: tags and vectors of the items.
+        history: ``[H]`` internal ids of the user's past.
+
+    Returns:
+        items ``[M]`` and scores ``[M]``.
+    """
+    items, scores = np.asarray(items, np.int64), np.asarray(scores)
+    places = reranked_places(reranker, items, scores, k, known, history)
+    listed, falling = np.zeros_like(items), np.full_like(scores, -np.inf)
+    listed[: len(places)], falling[: len(places)] = items[places], -np.sort(-scores[places])
+    return listed, falling
+
+
+def reranked_places(
+    reranker: Reranker,
+    items: ArrayLike,
+    scores: ArrayLike,
+    k: int,
+    known: ItemAttributes,
+    history: ArrayLike | None = None,
+) -> IntArray:
+    """The places of the full shortlist in its new order, without empty places; see ``rerank``."""
+    items, scores = np.asarray(items, np.int64), np.asarray(scores)
+    best = np.argsort(-scores, kind="stable")
+    best = best[(items[best] > 0) & (scores[best] > -np.inf)]
+    past = None if history is None else np.asarray(history, np.int64)
+    slate = reranker.order(items[best], scores[best], k, known, past)
+    rest = np.ones(len(best), bool)
+    rest[slate] = False
+    return best[np.concatenate([slate, np.flatnonzero(rest)])]
+
+
+def relevance(scores: FloatArray) -> FloatArray:
+    """Scores of a shortlist, scaled to similarities: 0 = the worst, 1 = the best; all 0 if all scores are equal."""
+    low, high = scores.min(initial=np.inf), scores.max(initial=-np.inf)
+    return np.asarray((scores - low) / (high - low) if high > low else np.zeros(len(scores)), np.float64)
+
+
+def by_score(scores: FloatArray) -> IntArray:
+    """Places by falling score, ties in their order."""
+    return np.argsort(-scores, kind="stable")
+
+
+def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
+    """Unit vectors ``[M, d]`` of items.
+
+    Raises:
+        RecpoError: there are none.
+    """
+    if known.vectors is None:
+        raise RecpoError(
+            "re-ranking by similarity needs item vectors: name a column of vectors in a file of item attributes, or "
+            "take a policy that has item vectors of its own"
+        )
+    return np.asarray(known.vectors[items], np.float64)
+
+
+def validate_weight(value: float) -> None:
+    """Raises ``RecpoError`` unless ``value`` is a relevance weight."""
+    if not 0 <= value <= 1:
+        raise RecpoError(f"re-ranking: relevance_weight is {value!r}, expected 0 to 1 (1 = relevance alone)")
+
+
+SMOOTHING = 0.01  # of the shares in the slate, so that the divergence is finite; that of the metric `miscalibration`
+
+
+@dataclass(frozen=True)
+class Calibration(Reranker):
+    """A slate whose categories have the shares that they have in the user's history.
+
+    Greedily the largest
+
+        w sum_(i in Y) relevance_i - (1 - w) sum_g p_g ln(p_g / ((1 - .01) q_g(Y) + .01 p_g))
+
+    where p are the shares in the history and q those in the slate; every item with categories has weight 1, divided
+    equally among them. A user without such a history gets the most relevant items. Time is proportional to ``k M``
+    times the categories of the history.
+
+    Attributes:
+        attribute: column of the item attributes, such as category.
+        relevance_weight: w in [0, 1]; 1 = only relevance.
+    """
+
+    attribute: str
+    relevance_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        validate_weight(self.relevance_weight)
+
+    @property
+    def label(self) -> str:
+        """See ``Reranker``."""
+        return f"calibrated {self.attribute} {self.relevance_weight:g}"
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """See ``Reranker``."""
+        return (self.attribute,)
+
+    def order(
+        self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
+    ) -> IntArray:
+        """See ``Reranker``."""
+        tags, size = known.attribute(self.attribute), min(k, len(items))
+        wanted, shares = _shares(tags, items, np.zeros(0, np.int64) if history is None else history)
+        if not len(wanted):
+            return by_score(scores)[:size]
+        relevant, tagged = relevance(scores), np.diff(tags.offsets)[items] > 0
+        chosen, free = np.zeros(size, np.int64), np.ones(len(items), bool)
+        total, count = np.zeros(len(wanted)), 0
+        for place in range(size):
+            filled = np.maximum(count + tagged, 1)[:, None]
+            smoothed = (1 - SMOOTHING) * (total + shares) / filled + SMOOTHING * wanted
+            divergence = np.log(wanted / smoothed) @ wanted
+            value = self.relevance_weight * relevant - (1 - self.relevance_weight) * divergence
+            chosen[place] = best = int(np.where(free, value, -np.inf).argmax())
+            free[best] = False
+            total, count = total + shares[best], count + int(tagged[best])
+        return chosen
+
+
+def _shares(tags: Tags, items: IntArray, history: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Shares ``[G]`` of the history's tags, and ``[M, G]`` the weights of the items on the same tags."""
+    owner, of_history = tags.of(history[history > 0])
+    names, column = np.unique(of_history, return_inverse=True)
+    wanted = np.bincount(column, _equal(owner), len(names))
+    owner, of_items = tags.of(items)
+    place = np.minimum(np.searchsorted(names, of_items), max(0, len(names) - 1))
+    known = names[place] == of_items if len(names) else np.zeros(len(of_items), bool)
+    shares = np.zeros((len(items), len(names)))
+    shares[owner[known], place[known]] = _equal(owner)[known]
+    return wanted / max(wanted.sum(), 1e-300), shares
+
+
+def _equal(owner: IntArray) -> FloatArray:
+    """The weight of every tag of an item: 1 / their number."""
+    return np.asarray(1.0 / np.bincount(owner)[owner]) if len(owner) else np.zeros(0)
+
+
+@dataclass(frozen=True)
+class AttributeCap(Reranker):
+    """The most relevant items such that at most ``at_most`` of them share a value of an attribute.
+
+    An item with several values counts for each of them. An item without a value is never capped. If the shortlist has
+    too few such items, the most relevant other items complete the slate.
+
+    Attributes:
+        attribute: column of the item attributes, such as author or category.
+        at_most: largest number of items of a slate that may share a value.
+    """
+
+    attribute: str
+    at_most: int = 2
+
+    def __post_init__(self) -> None:
+        if self.at_most < 1:
+            raise RecpoError(f"re-ranking: at_most is {self.at_most}, expected at least 1")
+
+    @property
+    def label(self) -> str:
+        """See ``Reranker``."""
+        return f"{self.attribute} at most {self.at_most}"
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """See ``Reranker``."""
+        return (self.attribute,)
+
+    def order(
+        self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
+    ) -> IntArray:
+        """See ``Reranker``."""
+        owner, tags = known.attribute(self.attribute).of(items)
+        first = np.searchsorted(owner, np.arange(len(items) + 1))
+        shown: Counter[int] = Counter()
+        chosen: list[int] = []
+        left: list[int] = []
+        for place in by_score(scores).tolist():
+            if len(chosen) == k:
+                break
+            own = tags[first[place] : first[place + 1]].tolist()
+            fits = all(shown[tag] < self.at_most for tag in own)
+            (chosen if fits else left).append(place)
+            if fits:
+                shown.update(own)
+        return np.array([*chosen, *left[: k - len(chosen)]], np.int64)
+
+
+_DEPENDENT = 1e-10  # squared distance below which an item lies in the span of those above
+
+
+@dataclass(frozen=True)
+class Determinantal(Reranker):
+    """A slate Y of relevant items that span a large volume.
+
+    Greedily the largest
+
+        w sum_(i in Y) relevance_i + (1 - w) log det S_Y,    S_ij = (1 + cos(v_i, v_j)) / 2
+
+    which is the most probable slate of a determinantal point process with the kernel ``q_i S_ij q_j``, ``q_i = exp(w
+    relevance_i / (2 (1 - w)))``. The gain of an item in the log-determinant is the logarithm of its squared distance
+    from the span of the items above, which one more column of a Cholesky factor updates. Time is proportional to ``k M
+    (k + d)``. Items in that span come last, by relevance.
+
+    Attributes:
+        relevance_weight: w in [0, 1]; 1 = only relevance.
+    """
+
+    relevance_weight: float = 0.7
+
+    def __post_init__(self) -> None:
+        validate_weight(self.relevance_weight)
+
+    @property
+    def label(self) -> str:
+        """See ``Reranker``."""
+        return f"dpp {self.relevance_weight:g}"
+
+    @property
+    def reads_vectors(self) -> bool:
+        """See ``Reranker``."""
+        return True
+
+    def order(
+        self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
+    ) -> IntArray:
+        """See ``Reranker``."""
+        vectors, relevant, size = vectors_of(known, items), relevance(scores), min(k, len(items))
+        if self.relevance_weight == 1:
+            return by_score(scores)[:size]
+        columns = np.zeros((size, len(items)))
+        distance, free = np.ones(len(items)), np.ones(len(items), bool)
+        chosen: list[int] = []
+        while len(chosen) < size and (open_ := free & (distance > _DEPENDENT)).any():
+            gain = np.full(len(items), -np.inf)
+            gain[open_] = self.relevance_weight * relevant[open_]
+            gain[open_] += (1 - self.relevance_weight) * np.log(distance[open_])
+            best = int(gain.argmax())
+            similarity = (1 + vectors @ vectors[best]) / 2
+            above = columns[: len(chosen)]
+            column = (similarity - above[:, best] @ above) / np.sqrt(distance[best])
+            columns[len(chosen)] = column
+            distance = distance - column**2
+            chosen.append(best)
+            free[best] = False
+        rest = by_score(scores)
+        return np.array([*chosen, *rest[free[rest]][: size - len(chosen)]], np.int64)
+
+
+@dataclass(frozen=True)
+class MaximalMarginalRelevance(Reranker):
+    """A slate of items that are relevant and not similar to the items above them.
+
+    The next item has the largest
+
+        w relevance_i - (1 - w) max over the items j above of cos(v_i, v_j)
+
+    where relevance is scaled from 0 (the worst of the shortlist) to 1 (the best). The first item is the most relevant
+    one. Time is proportional to ``k M d``.
+
+    Attributes:
+        relevance_weight: w in [0, 1]; 1 = only relevance.
+    """
+
+    relevance_weight: float = 0.7
+
+    def __post_init__(self) -> None:
+        validate_weight(self.relevance_weight)
+
+    @property
+    def label(self) -> str:
+        """See ``Reranker``."""
+        return f"mmr {self.relevance_weight:g}"
+
+    @property
+    def reads_vectors(self) -> bool:
+        """See ``Reranker``."""
+        return True
+
+    def order(
+        self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
+    ) -> IntArray:
+        """See ``Reranker``."""
+        vectors, weight = vectors_of(known, items), self.relevance_weight
+        relevant = relevance(scores)
+        nearest, chosen = np.full(len(items), -np.inf), np.zeros(min(k, len(items)), np.int64)
+        value = relevant.copy()
+        for place in range(len(chosen)):
+            chosen[place] = best = int(value.argmax())
+            nearest = np.maximum(nearest, vectors @ vectors[best])
+            value = weight * relevant - (1 - weight) * nearest
+            value[chosen[: place + 1]] = -np.inf
+        return chosen

@@ -1,0 +1,1 @@
+"""From an interaction log to prepared data."""

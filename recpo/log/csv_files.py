@@ -1,0 +1,441 @@
+"""Converts CSV files of a log to Parquet: every used column gets the one type that fits all of its values.
+
+The whole file determines the types, not its first block: everything is read as text, then cast. So text in a column of
+numbers is reported with its row, wherever it is, and ids such as 007 keep their zeros.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from recpo.base.errors import RecpoError
+from recpo.log.faults import Example, Fault
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
+from recpo.log.locations import Place, writable
+from recpo.log.schema import LogColumns
+
+#: text files that are found in directories
+SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
+#: text files that are read only if the log names them, because directories may contain other files with these endings
+_NAMED_SUFFIXES: Final = tuple(name + end for name in (".dat", ".data", ".txt") for end in ("", ".gz"))
+_TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: RecBole's files
+_ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, because Arrow only accepts a single one
+
+_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
+#: feature columns may have any type that fits all of their values
+_ANY_TYPE: Final = (CONTEXT, FEATURE)
+_WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
+_ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
+_NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
+_ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
+_TRUE: Final = pa.array(["true", "True", "TRUE"])
+_FALSE: Final = pa.array(["false", "False", "FALSE"])
+_EXAMPLES: Final = 3
+_HEADER_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class CsvFormat:
+    """How the text files of a log are written.
+
+    Args:
+        delimiter: separates two values, such as ``;`` or ``::``; null = a tab in ``.tsv`` and ``.inter`` files, a comma
+            in all others. Values that contain a delimiter of one character must be quoted; values cannot be quoted if
+            the delimiter has several characters.
+        names: column names for files without a header line; null = the first line has the names.
+    """
+
+    delimiter: str | None = None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.delimiter is not None and (not self.delimiter or set(self.delimiter) & set('\n\r"')):
+            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected characters other than quotes and line ends")
+        if self.delimiter is not None and not self.delimiter.isascii():
+            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected ASCII characters")
+        if self.names is not None and (not self.names or len(set(self.names)) < len(self.names)):
+            raise RecpoError(f"csv.names {list(self.names)}: expected a name for every column, each once")
+
+    def of(self, path: Place) -> str:
+        """The delimiter of one file."""
+        tabbed = path.name.lower().endswith(_TABBED)
+        return self.delimiter if self.delimiter is not None else "\t" if tabbed else ","
+
+
+def is_text_file(path: Place) -> bool:
+    """Whether a file is read as text, by its name. All other files are read as Parquet."""
+    return path.name.lower().endswith((*SUFFIXES, *_NAMED_SUFFIXES))
+
+
+@dataclass
+class _ColumnFacts:
+    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is."""
+
+    takes_flags: bool
+    is_id: bool = False
+    values: int = 0
+    whole: int = 0
+    numbers: int = 0
+    flags: int = 0
+    words: int = 0
+    first_words: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, text: pa.Array, first_row: int) -> None:
+        """Counts a batch of trimmed text, whose first row is ``first_row``."""
+        known = pc.invert(_absent(text))
+        whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
+        number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
+        flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
+        if self.is_id:
+            expected = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _ZERO_LED), False))
+        else:
+            expected = pc.or_(number, flag) if self.takes_flags else number
+        word = pc.and_not(known, expected)
+        for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
+            setattr(self, name, getattr(self, name) + found.true_count)
+        missing = _EXAMPLES - len(self.first_words)
+        rows = pc.indices_nonzero(word)[:missing].to_pylist()
+        self.first_words += [(first_row + row, text[row].as_py()) for row in rows]
+
+
+def csv_to_parquet(
+    path: Place,
+    staged: Place,
+    mapping: Mapping[str, str],
+    form: CsvFormat = CsvFormat(),
+    flags: Collection[str] = (),
+) -> tuple[list[str], list[Fault], list[int], list[str]]:
+    """Writes the columns of a CSV file that a mapping names to a Parquet file.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        staged: the Parquet file to write.
+        mapping: standard name -> name in the log.
+        form: its delimiter, and its column names if it has no header line.
+        flags: standard names of flags that are read from values: their columns are kept as texts, unless another
+            standard column reads numbers from them.
+
+    Returns:
+        The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
+        of omitted rows, from 0; warnings about columns of integer ids that a few words turn into strings.
+
+    Raises:
+        RecpoError: the file is not in UTF-8, or has no line of names.
+    """
+    names = header(path, form)
+    used = {column: name for column, name in mapping.items() if names.count(name) == 1}
+    reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
+    facts = {name: _ColumnFacts(_takes_flags(column), column in _IDS) for column, name in used.items()}
+    row = 0
+    for batch in reader.batches():
+        for name in facts:
+            facts[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
+        row += batch.num_rows
+    ragged = sorted(reader.ragged)
+    kinds = {name: pa.string() for column, name in used.items() if column in flags}
+    kinds |= {name: _kind(column, facts[name]) for column, name in used.items() if column not in flags}
+    texts = {name for column, name in used.items() if column in flags and pa.types.is_string(kinds[name])}
+    reader = _Reader(path, names, reader.positions, form)
+    schema = pa.schema([(name, kinds[name]) for name in facts])
+    with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
+        for batch in reader.batches():
+            read = {name: batch.column(f"c{names.index(name)}") for name in facts}
+            columns = [_known(text) if name in texts else _cast(text, kinds[name]) for name, text in read.items()]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    faults = _ragged_faults(path, names, reader.ragged)
+    for column, name in used.items():
+        faults += _word_faults(path, column, name, kinds[name], facts[name], ragged)
+    ids = [name for column, name in used.items() if column in _IDS]
+    warnings = [text for name in ids for text in _id_warnings(path, name, facts[name], ragged)]
+    return names, faults, ragged, warnings
+
+
+def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, int, int]:
+    """The first rows of a text file. Every column has the one type that fits all of its values in these rows.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        form: its delimiter and column names.
+        most_rows: reading stops at the end of the block that reaches this number of rows.
+
+    Returns:
+        The rows; how many further rows have a wrong number of values; number of characters read.
+
+    Raises:
+        RecpoError: the file is not in UTF-8, or has no line of names.
+    """
+    names = header(path, form)
+    reader = _Reader(path, names, list(range(len(names))), form)
+    batches, rows = [], 0
+    for batch in reader.batches():
+        batches.append(batch)
+        rows += batch.num_rows
+        if rows >= most_rows:
+            break
+    text = pa.Table.from_batches(batches) if batches else pa.table({f"c{place}": [""] for place in reader.positions})
+    text = (text if batches else text.slice(0, 0)).slice(0, most_rows).combine_chunks()
+    columns: dict[str, pa.Array] = {}
+    size = 0
+    for name, column in zip(names, text.columns, strict=True):
+        values = column.chunk(0) if column.num_chunks else pa.array([], pa.string())
+        facts = _ColumnFacts(takes_flags=True)
+        facts.add(_trimmed(values), 0)
+        size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
+        columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
+    return pa.table(columns), len(reader.ragged), size
+
+
+def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
+    """The ids of one column of a CSV file: strings as they stand, with their zeros, or whole numbers.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        column: name of the column.
+        kind: type of the ids in the catalog, an integer type or strings.
+
+    Raises:
+        RecpoError: there is no such column, a row has a wrong number of values, or an id is not of this type.
+    """
+    names = header(path)
+    if names.count(column) != 1:
+        raise RecpoError(f"{path.name}: expected one column {column}; the file has {', '.join(names)}")
+    reader = _Reader(path, names, [names.index(column)], CsvFormat())
+    ids = pa.chunked_array([batch.column(0) for batch in reader.batches()], pa.string()).combine_chunks()
+    if faults := _ragged_faults(path, names, reader.ragged):
+        raise RecpoError(str(faults[0]))
+    if not pa.types.is_integer(kind):
+        return ids
+    ids = _trimmed(ids)
+    other = pc.indices_nonzero(pc.invert(pc.fill_null(pc.match_substring_regex(ids, _WHOLE), False)))
+    if len(other):
+        first = other[0].as_py()
+        raise RecpoError(
+            f"{path.name}, column {column}: {len(other):,} of {len(ids):,} ids are not integers as in the catalog, the "
+            f"first is {ids[first].as_py()!r} in row {first}: remove or correct them"
+        )
+    return ids.cast(pa.int64())
+
+
+def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
+    """The number in the file of the ``row``-th kept row. ``left_out`` is ascending."""
+    for gone in left_out:
+        if gone > row:
+            break
+        row += 1
+    return row
+
+
+class _Reader:
+    """Batches of some columns as text, named ``c`` and their position. Rows of a wrong width are set aside."""
+
+    def __init__(self, path: Place, names: list[str], positions: list[int], form: CsvFormat) -> None:
+        self.path, self.names, self.positions, self.form = path, names, positions, form
+        self.skipped = 1 if form.names is None else 0
+        self.ragged: dict[int, tuple[int, str]] = {}
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        names = [f"c{position}" for position in range(len(self.names))]
+        chosen = [f"c{position}" for position in self.positions] or names[:1]
+        delimiter = self.form.of(self.path)
+        several = len(delimiter) > 1
+        with (
+            _quiet_decoding(),
+            closing(open_text(self.path)) as opened,
+            closing(_replaced(opened, delimiter) if several else opened) as source,
+            pa.csv.open_csv(
+                source,
+                # one thread: with more, Arrow does not report row numbers
+                read_options=pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=self.skipped),
+                parse_options=pa.csv.ParseOptions(
+                    delimiter=_ONE_BYTE.decode() if several else delimiter,
+                    quote_char=False if several else '"',
+                    newlines_in_values=not several,
+                    invalid_row_handler=self._set_aside,
+                ),
+                convert_options=pa.csv.ConvertOptions(
+                    include_columns=chosen,
+                    column_types=dict.fromkeys(chosen, pa.string()),
+                    null_values=[""],
+                    strings_can_be_null=True,
+                    quoted_strings_can_be_null=True,
+                ),
+            ) as reader,
+        ):
+            yield from reader
+
+    def _set_aside(self, row: Any) -> str:
+        # Arrow counts from 1 and includes the header line
+        self.ragged[row.number - 1 - self.skipped] = (row.actual_columns, row.text)
+        return "skip"
+
+
+@contextmanager
+def _quiet_decoding() -> Iterator[None]:
+    """Arrow decodes a malformed row before it passes it on, and Python prints a traceback if that fails.
+
+    The file is rejected in that case anyway, so the traceback is suppressed.
+    """
+    before = sys.unraisablehook
+
+    def report(fault: sys.UnraisableHookArgs) -> None:
+        if not isinstance(fault.exc_value, UnicodeDecodeError):
+            before(fault)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def open_text(path: Place) -> Any:
+    """The bytes of a file, decompressed if they are compressed with gzip."""
+    with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
+        is_gzip = handle.read(2) == b"\x1f\x8b"
+    source = pa.OSFile(str(path)) if isinstance(path, Path) else path.open_input()
+    return pa.CompressedInputStream(source, "gzip") if is_gzip else source
+
+
+def _replaced(source: Any, delimiter: str) -> Any:
+    """Replaces each delimiter of several characters by a single byte, also across block boundaries."""
+    text, held = delimiter.encode(), b""
+
+    def replace(block: Any) -> bytes:
+        nonlocal held
+        content = (held + bytes(block)).replace(text, _ONE_BYTE)
+        # a partial delimiter at the end of a block is kept for the next block; no file ends with a delimiter
+        cut = next((n for n in range(len(text) - 1, 0, -1) if content.endswith(text[:n])), 0)
+        held = content[len(content) - cut :]
+        return content[: len(content) - cut]
+
+    return pa.TransformInputStream(source, replace)
+
+
+def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
+    """The column names of a file: those of ``form``, or those of the first line.
+
+    Raises:
+        RecpoError: the line is empty, or not UTF-8 text.
+    """
+    if form.names is not None:
+        return list(form.names)
+    lines = first_lines(path, 1)
+    delimiter = form.of(path)
+    try:
+        split = line_values(lines[0], delimiter) if lines else []
+    except csv.Error as error:
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+    if not any(name.strip() for name in split):
+        raise RecpoError("its first line, the column names, is empty")
+    return split
+
+
+def line_values(line: str, delimiter: str) -> list[str]:
+    """Splits one line into values."""
+    if len(delimiter) > 1:
+        return line.split(delimiter)
+    return next(csv.reader(io.StringIO(line), delimiter=delimiter), [])
+
+
+def first_lines(path: Place, number: int) -> list[str]:
+    """The first lines of a text file.
+
+    Raises:
+        RecpoError: they are not UTF-8 text.
+    """
+    with closing(open_text(path)) as source:
+        start = source.read(_HEADER_BYTES)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
+        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8")
+    lines = start.removeprefix(codecs.BOM_UTF8).splitlines()[:number] if start.strip() else []
+    try:
+        return [line.decode("utf-8") for line in lines]
+    except UnicodeDecodeError as error:
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+
+
+def _takes_flags(column: str) -> bool:
+    return column in _FLAGS or column.startswith((BEHAVIOR, *_ANY_TYPE))
+
+
+def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
+    if column in _IDS:
+        return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
+    if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
+        return pa.string()
+    if column.startswith(_ANY_TYPE) and facts.words:
+        return pa.string()
+    if _takes_flags(column) and facts.values and facts.flags == facts.values:
+        return pa.bool_()
+    return pa.int64() if facts.values and facts.whole == facts.values else pa.float64()
+
+
+def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values that are not of ``kind`` become null: they are missing, or reported as faults already."""
+    if pa.types.is_string(kind):
+        return text
+    text = _trimmed(text)
+    true, false = pc.is_in(text, _TRUE), pc.is_in(text, _FALSE)
+    if pa.types.is_boolean(kind):
+        return pc.if_else(pc.or_(true, false), true, pa.scalar(None, pa.bool_()))
+    if pa.types.is_integer(kind):
+        return pc.if_else(pc.match_substring_regex(text, _WHOLE), text, pa.scalar(None, pa.string())).cast(kind)
+    fits = pc.match_substring_regex(text, _NUMBER)
+    numbers = pc.ascii_ltrim(pc.if_else(fits, text, pa.scalar(None, pa.string())), characters="+").cast(kind)
+    return pc.if_else(true, 1.0, pc.if_else(false, 0.0, numbers))
+
+
+def _known(text: pa.Array) -> pa.Array:
+    """Texts without the words for missing values, which become null."""
+    return pc.if_else(_absent(_trimmed(text)), pa.scalar(None, pa.string()), text)
+
+
+def _trimmed(text: pa.Array) -> pa.Array:
+    return pc.utf8_trim_whitespace(text)
+
+
+def _absent(text: pa.Array) -> pa.Array:
+    return pc.or_(pc.is_null(text), pc.is_in(text, _ABSENT))
+
+
+def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, str]]) -> list[Fault]:
+    if not ragged:
+        return []
+    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
+    problem = f"another number of values than the {len(names)} columns of the first line"
+    return [Fault(path.name, None, problem, "fix these rows, or quote values that contain commas", len(ragged), first)]
+
+
+def _id_warnings(path: Place, name: str, facts: _ColumnFacts, ragged: list[int]) -> list[str]:
+    """A warning if most ids are integers and words make all of them strings."""
+    if not facts.words or 2 * facts.whole <= facts.values:
+        return []
+    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
+    problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
+    fix = "correct these rows if ids are integers"
+    return [str(Fault(path.name, name, problem, fix, facts.words, examples))]
+
+
+def _word_faults(
+    path: Place, column: str, name: str, kind: pa.DataType, facts: _ColumnFacts, ragged: list[int]
+) -> list[Fault]:
+    if column in _IDS or pa.types.is_string(kind) or not facts.words:
+        return []
+    expected = "a number, or true and false" if _takes_flags(column) else "a number"
+    fix = f"expected {expected}: fix or empty these values{or_map_values(column, name)}"
+    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
+    return [Fault(path.name, name, "not a number", fix, facts.words, examples)]

@@ -1,0 +1,539 @@
+"""Extends a prepared directory by the files of the following days: writes the next prepared directory.
+
+Train shards are linked into the new directory; they are neither read nor rewritten. An extension reads these parts of
+the previous directory: the item and user tables with their features; the histories; the shards of the held-out periods,
+with the standard events that they were made from (``held_out.parquet``); and from the pairs (user, item) of the train
+period (``train_past/``), the row groups of users who are held out in the new directory. So the cost depends on the new
+files, the held-out periods, the catalog and the users, and not on the length of the past log, except for the past items
+of held-out users.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ibis
+import ibis.expr.types as ir
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recpo import __version__
+from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.catalog import count_dropped, item_indices, item_table, name_requests, user_indices
+from recpo.log.engine import Engine, EngineOptions
+from recpo.log.events import time_order
+from recpo.log.extension_options import kept_preparation, validate_sources
+from recpo.log.faults import Fault
+from recpo.log.feature_columns import CONTEXT
+from recpo.log.feature_files import describe_table, extend_table
+from recpo.log.feature_tables import ID, TableSide
+from recpo.log.files import Log, wider_type
+from recpo.log.id_map import IdMap
+from recpo.log.locations import Place, locate
+from recpo.log.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, unit_warnings, write_directory
+from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
+from recpo.log.previous import (
+    BEFORE,
+    EARLIER,
+    HISTORIES,
+    IS_KEPT,
+    ITEMS,
+    KEPT_LABEL,
+    QUANTILES,
+    USERS,
+    PreviousData,
+    at_hand,
+    merged_history,
+    names_of_more,
+)
+from recpo.log.schema import (
+    PAST_SCHEMA,
+    PERIODS,
+    RETIRED,
+    TIE_RULE,
+    TRAIN,
+    Derived,
+    LogColumns,
+    item_schema,
+    user_schema,
+)
+from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
+from recpo.log.splits import held_out_events, outside_events, past_items, period_rows, recent_events
+from recpo.log.writing import write_parquet, write_rows, write_shards
+
+_OWN_PERIOD = "own_period"
+
+
+def extend(
+    data: Prepared,
+    asked: Preparation,
+    log: str | Sequence[str] | pa.Table,
+    out: str | Path,
+    *,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+    items: Source | None = None,
+    users: Source | None = None,
+    retire: Sequence[Any] | pa.Array = (),
+    work: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Writes the prepared directory ``out``, which extends ``data`` by the days of ``log``.
+
+    The same split is applied to the extended log, so the periods move forward: test is the last days of ``log``, valid
+    the days before them, and everything earlier is train. Held-out events of ``data`` that lie before the new valid
+    period become train, and so do such events of ``log``. They are in new train shards. There, as in the shards of the
+    held-out periods, each user's events follow the last ``max_context`` earlier events as context rows (``is_target``
+    False), so every train event is a target in exactly one shard. Items and users keep their numbers; new ones are
+    appended by the rules of the catalog. Items and users keep their numbers; new ones are appended, by the rules of the
+    catalog.
+
+    Fitted values are kept: the cutoffs of the feedback levels, the quantile table, and the label of every event that
+    has one. ``WatchQuantiles`` compares a new event with the watch times of its user that the extension reads (the
+    context and the new train events), or with the kept table if these are too few. An item that had a duration keeps
+    it.
+
+    Up to the order of appended items and users, an extension has the same events in each period as ``prepare`` of the
+    whole log, with the same feedback levels, requests, held-out contexts, past items, serving histories and counts, if
+    ``min_item_events`` is at most 1, ``min_user_events`` is 0, the fitted values are the same, and no request continues
+    after the last event of ``data``. Each request with its last ``max_context`` earlier events is then the same
+    training example.
+
+    Args:
+        data: the directory to extend.
+        asked: options; each must have its default or the value of ``data``.
+        log: the new files; all of their events are later than those of ``data``.
+        out: directory to make.
+        engine: what runs the expressions.
+        items: new item table; required if ``data`` has one. It may contain only some items; the others keep their
+            features. Feature values are those of the new table, encoded with the fitted features of ``data``.
+        users: new user table, in the same way.
+        retire: external ids of items that are no longer candidates, in addition to the items that ``data`` has retired.
+            They keep their numbers and remain in histories and in training.
+        work: where temporary files go; None = inside ``out``.
+        overwrite: replace ``out``, if it is a prepared directory.
+        progress: show a bar on a terminal.
+
+    Returns:
+        The manifest of ``out``.
+
+    Raises:
+        RecpoError: other options, events before the end of ``data``, faults in the log, or ``out`` exists.
+    """
+    choice = kept_preparation(data, asked)
+    root = _local(data.root, "extends")
+    validate_sources(data, {"item": items is not None, "user": users is not None})
+    if HELD_OUT not in data.manifest["files"]:
+        raise RecpoError(f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that")
+    if engine.engine != "duckdb":
+        raise RecpoError("engine: an extension runs on duckdb; the new files of a few days fit on one machine")
+    return write_directory(
+        {"log": log, "items": items, "users": users},
+        _local(locate(out), "out"),
+        partial(_ExtensionRun, data, root, retire, choice),
+        engine=engine,
+        work=work,
+        overwrite=overwrite,
+        progress=progress,
+        inputs=[root],
+    )
+
+
+def _local(place: Place, name: str) -> Path:
+    if isinstance(place, Path):
+        return place
+    raise RecpoError(f"{name} {place}: an extension links files, which an object store cannot; use a local directory")
+
+
+class _ExtensionRun(PrepareRun):
+    """One pass from the previous directory and the new files to the next directory."""
+
+    def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.data, self.root, self.retire = data, root, retire
+        self.before = PreviousData(data, root, self.engine)
+        self.features = data.feature_schema
+        self.fitted: dict[str, FittedFeatures] = {side: data.fitted_features(side) for side in SIDES}
+
+    def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
+        """See ``PrepareRun.manifest``."""
+        old = self.data.manifest
+        self.before.verify()
+        self._stage()
+        log, new = self._read(paths, tables)
+        log = self._with_kept_types(log)
+        self._stage()
+        events, boundaries = self._assign(new, log)
+        items, users, placed = self._place(events, log)
+        self._stage()
+        shaped = self._shaped(placed, items, users)
+        self._past_pairs = self._earlier_pairs(shaped)
+        feedback, context = self.data.feedback, self.fitted["context"] or None
+        self._stage()
+        sizes = self._write_catalog(log, items, users, shaped)
+        self._extend_tables(items, users)
+        shards = {PERIODS[TRAIN]: self._write_train(shaped, feedback, context)}
+        for number, name in enumerate(PERIODS[1:], start=1):
+            shards[name] = self._write_period(shaped, number, feedback, context)
+        self._write_kept_histories(log, items, users, shaped)
+        later = self._write_later(log, events, shaped, items, users)
+        for name in (QUANTILES, *self.before.vocabularies()):
+            self._link(name)
+        past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
+        fresh = len(shards["train"]) - len(old["shards"]["train"])
+        sizes_before = {"items": self.data.num_items, "users": old["num_users"]}
+        return {
+            **{name: old[name] for name in ("columns", "max_context", "label", "feedback")},
+            "format_version": FORMAT_VERSION,
+            "recpo_version": __version__,
+            "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
+            "boundaries": boundaries,
+            "counts": self._counts(shards),
+            "warnings": [
+                *tie_warnings(self.choice.label, old["counts"]["watch_time_ties"]),
+                *unit_warnings(self._new_feedback(new)),
+                *self._file_warnings(log),
+            ],
+            "shards": shards,
+            "segments": [*self.data.segments, *([fresh] if fresh else [])],
+            "extends": sizes_before | {"bytes_read": self.before.bytes_read},
+            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
+            **self._feature_entries(),
+            **sizes,
+        }
+
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+        return []  # a day may have no dislike
+
+    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
+        """See ``PrepareRun``. Values must have the types of the vocabularies."""
+        faults = super()._read_table(side, files, log)
+        table = self.tables.get(side)
+        if table is None:
+            return faults
+        rows = table.rows(self.engine)
+        for place, feature in enumerate(table.features):
+            kind = self._other_type(side, feature, rows[f"f{place}"])
+            if kind is not None:
+                problem = f"its values are of another type than in {self.root}, where they are {kind}"
+                faults.append(Fault(table.log.name, feature.source, problem, "cast the column"))
+        return faults
+
+    def _other_type(self, side: Side, feature: Feature, column: ir.Column) -> pa.DataType | None:
+        """The type of a category's vocabulary if only one of vocabulary and column holds strings; else None."""
+        if not isinstance(feature, Category | Categories):
+            return None
+        vocabulary, plain = self.fitted[side].vocabularies[feature.name], column.type()
+        is_text = plain.value_type.is_string() if plain.is_array() else plain.is_string()
+        if not len(vocabulary) or is_text == pa.types.is_string(vocabulary.values.type):
+            return None
+        known = column.as_table().filter(column.notnull())
+        return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
+
+    def _with_kept_types(self, log: Log) -> Log:
+        """The log, with id types that hold the previous and the new ids, and request features of the previous types.
+
+        Raises:
+            RecpoError: one of them has strings and the other has integers, of users, items or a request feature.
+        """
+        kept = pq.read_schema(self.root / HELD_OUT)
+        types = dict(log.types)
+        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+            if column not in types:
+                continue
+            before, now = kept.field(column).type, types[column]
+            if pa.types.is_integer(before) != pa.types.is_integer(now) and column == LogColumns.REQUEST_ID:
+                types[column] = pa.string()  # the log of a server; these ids only say which events share a request
+                continue
+            if pa.types.is_integer(before) != pa.types.is_integer(now):
+                raise self._other_column_type(log, column, now, before)
+            types[column] = wider_type(before, now)
+        for feature in self.more.context:
+            column = CONTEXT + feature.name
+            before, now = kept.field(column).type, types[column]
+            vocabulary = self.fitted["context"].vocabularies.get(feature.name, ())
+            if pa.types.is_null(now):
+                types[column] = before
+            elif len(vocabulary) and plain_type(feature, now) != before:
+                raise self._other_column_type(log, column, now, before)
+        return replace(log, types=types)
+
+    def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
+        return RecpoError(
+            f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
+            + "".join(f"\n  warning: {text}" for text in log.warnings)
+        )
+
+    def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
+        """The cutoffs that the new events alone would have, to check the units of their watch times."""
+        base = self.choice.label.duration_base
+        events = new.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
+        found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, base))))
+        return definition(found, self.choice.feedback, base, self.choice.max_watch_time)
+
+    def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+        """The current standard events with their periods: the previous held-out events and the new ones."""
+        kept, time = self.data.manifest["boundaries"], new[LogColumns.TIMESTAMP]
+        ends = self.engine.row(new.aggregate(first=time.min(), last=time.max()))
+        if ends["first"] <= kept["last_ms"]:
+            raise RecpoError(
+                f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
+                f"at {kept['last_ms']} ms: give the files of later days only, each once"
+            )
+        boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
+        schema = self._held_out_schema(log)
+        unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
+        columns = dict(ibis.Schema.from_pyarrow(schema).items())
+        fresh = new.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
+        held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
+        events = self.choice.split.assign(held.union(fresh), boundaries)
+        events = self.engine.materialize("events", events)
+        return events, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
+
+    def _place(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
+        """All items and users, with new ones appended, and the current events with positions and requests."""
+        choice, engine, user, item = self.choice, self.engine, Derived.USER_INDEX, Derived.ITEM_INDEX
+        types = {name: ibis.dtype(log.types[name]) for name in (LogColumns.ITEM_ID, LogColumns.USER_ID)}
+        kind = {LogColumns.ITEM_ID: types[LogColumns.ITEM_ID]}
+        old = self.before.table(ITEMS).select(LogColumns.ITEM_ID, item).cast(kind)
+        listed = None
+        if choice.catalog == "items":
+            rows = self.tables["item"].rows(engine)
+            listed = rows.anti_join(old, rows[ID] == old[LogColumns.ITEM_ID])[ID]
+        new = events.anti_join(old, LogColumns.ITEM_ID)
+        fresh = item_indices(new, choice.catalog, choice.min_item_events, listed)
+        fresh = fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")}).cast(kind)
+        items = engine.materialize("items", old.union(fresh))
+        known = events.semi_join(items, LogColumns.ITEM_ID)
+        old = self.before.table(USERS).cast({LogColumns.USER_ID: types[LogColumns.USER_ID]})
+        old = old.select(LogColumns.USER_ID, user, **{BEFORE: old.train_count})
+        fresh = user_indices(known.anti_join(old, LogColumns.USER_ID), choice.min_user_events)
+        number = (fresh[user] + self.data.manifest["num_users"]).cast("int32")
+        fresh = fresh.select(LogColumns.USER_ID, **{user: number, BEFORE: ibis.literal(0, "int64")})
+        users = engine.materialize("users", old.union(fresh))
+        self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
+        if choice.min_user_events:
+            active = known.semi_join(users, LogColumns.USER_ID)
+            self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
+        placed = known.inner_join(items, LogColumns.ITEM_ID).inner_join(users, LogColumns.USER_ID)
+        return items, users, _with_positions(placed.select(*events.columns, item, user, BEFORE))
+
+    def _shaped(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+        """The current events and the context before them, labeled."""
+        request_id = placed[LogColumns.REQUEST_ID].type()
+        placed = self.engine.materialize("placed", placed)
+        given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
+        names = [*TIE_RULE, Derived.USER_INDEX, Derived.POSITION, Derived.REQUEST, Derived.PERIOD, KEPT_LABEL, IS_KEPT]
+        names = [name for name in names if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)]
+        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *names_of_more(given)]
+        context = self.before.context(placed, items, users).mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
+        rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))
+        # context events are train events, so their watch times count among the user's own
+        rows = rows.mutate(
+            **{
+                _OWN_PERIOD: rows[Derived.PERIOD],
+                Derived.PERIOD: ibis.ifelse(rows[Derived.PERIOD] == EARLIER, TRAIN, rows[Derived.PERIOD]).cast("int8"),
+            }
+        )
+        labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self.before.table(QUANTILES))
+        label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
+        shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
+        shaped = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
+        self.engine.drop("placed", "rows")
+        return shaped
+
+    def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
+        """The pairs of the previous train period, for the users who are held out now."""
+        held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
+        users = np.sort(self.engine.table(held_out).column(0).to_numpy())
+        assert isinstance(self.work, Path)
+        write_rows(self.before.pairs(users), PAST_SCHEMA, self.work / "pairs.parquet")
+        return self.engine.read_parquet([self.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
+
+    def _past(self, events: ir.Table, period: int) -> ir.Table:
+        return past_items(events, period, self._past_pairs)
+
+    def _write_catalog(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> dict[str, int]:
+        available = self._available(items, shaped)
+        schema = item_schema(log.types[LogColumns.ITEM_ID], available is not None)
+        fresh = self.engine.table(item_table(items, shaped, self.choice.feedback, available)).cast(schema)
+        table = _appended(self.data.table(ITEMS), fresh)
+        if available is not None:
+            self._count_shown_before(items, table[Derived.AVAILABLE_FROM])
+        if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
+            table = table.append_column(RETIRED, pa.array(np.isin(table[Derived.ITEM_INDEX].to_numpy(), retired)))
+        write_parquet(table, self.partial / ITEMS)
+        train = shaped.filter(shaped[Derived.PERIOD] == TRAIN)
+        counts = train.group_by(Derived.USER_INDEX).aggregate(fresh=train.count())
+        rows = users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
+        rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
+        self.trained = int(self.engine.row(rows.aggregate(users=(rows.train_count > 0).sum()))["users"])
+        number = self._write_rows(rows, user_schema(log.types[LogColumns.USER_ID]), USERS)
+        return {"num_items": len(fresh), "num_users": number}
+
+    def _given_times(self) -> ir.Table | None:
+        """The times of the new item table; for items that it lacks, the previous times."""
+        today = super()._given_times()
+        if today is None:
+            return None
+        kept = self.before.table(ITEMS).select(LogColumns.ITEM_ID, Derived.AVAILABLE_FROM)
+        return today.union(kept.anti_join(today, LogColumns.ITEM_ID).cast(dict(today.schema().items())))
+
+    def _count_shown_before(self, items: ir.Table, available: pa.ChunkedArray) -> None:
+        """Counts the items that were shown before their time in the new item table."""
+        today = super()._given_times()
+        assert today is not None
+        found = self.engine.table(today.inner_join(items, LogColumns.ITEM_ID))
+        said = found[Derived.AVAILABLE_FROM]
+        earlier = pc.less(available.take(pc.subtract(found[Derived.ITEM_INDEX], 1)), said)
+        self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
+
+    def _extend_tables(self, items: ir.Table, users: ir.Table) -> None:
+        """Writes the features of all items and users; see ``extend_table``."""
+        before = {"item": (items, self.data.num_items), "user": (users, self.data.manifest["num_users"])}
+        for side, table in self.tables.items():
+            indices, number = before[side]
+            indices = indices.select(*(name for name in indices.columns if name != BEFORE))
+            counts = extend_table(self.engine, table, indices, self.fitted[side], self.root, number, self.partial)
+            inferred = self.data.manifest["feature_tables"][side]["inferred"]
+            self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
+
+    def _retired(self, item_ids: pa.Array) -> np.ndarray:
+        """Internal ids of the items that were or become retired.
+
+        Raises:
+            RecpoError: an item to retire is not in the catalog.
+        """
+        found = IdMap(item_ids).to_internal(self.retire)
+        unknown = np.flatnonzero(found == 0)
+        if len(unknown):
+            raise RecpoError(
+                f"retire: {len(unknown)} of {len(found)} items are not in the catalog, the first is "
+                f"{self.retire[int(unknown[0])]!r}: leave them out"
+            )
+        return np.union1d(self.data.retired_items, found)
+
+    def _write_train(
+        self, shaped: ir.Table, feedback: FeedbackDefinition, context: FittedFeatures | None
+    ) -> list[dict[str, Any]]:
+        """The previous train shards, linked, followed by shards of the events that became train."""
+        self._stage()
+        kept: list[dict[str, Any]] = self.data.manifest["shards"]["train"]
+        for shard in kept:
+            self._link(shard["file"])
+        rows = period_rows(shaped, TRAIN, self.choice.max_context, has_context=True)
+        fresh = write_shards(
+            self.engine.stream(rows),
+            self.partial / PERIODS[TRAIN],
+            self.choice.rows_per_shard,
+            feedback,
+            self._written,
+            self.writers,
+            tuple(self.more.behaviors),
+            context,
+            first=len(kept),
+        )
+        return [*kept, *fresh]
+
+    def _write_kept_histories(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> None:
+        """The histories of users with current events are updated; the others are copied."""
+        self._stage()
+        names, most = users.drop(BEFORE), self.choice.max_context
+        own = at_hand(shaped)
+        fresh = recent_events(own, items, names, most, self.more.behaviors)
+        rows = merged_history(self.before.earlier_history(items, users), fresh, own, most)
+        self._written(self._write_rows(rows, self._history_schema(log), HISTORIES))
+        self.bar.update()
+
+    def _write_later(self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table) -> list[str]:
+        """Writes the inputs of the next extension: the pairs of events that became train, and the held-out events."""
+        kept = self.before.train_past()
+        for name in kept:
+            self._link(name)
+        past = f"{TRAIN_PAST}/{len(kept):05d}.parquet"
+        self._write_train_past(shaped, past)
+        names = users.drop(BEFORE)
+        rows = held_out_events(outside_events(events, items, names), shaped, items, names)
+        self._write_rows(rows, self._held_out_schema(log), HELD_OUT)
+        return [HELD_OUT, *kept, past]
+
+    def _counts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """The counts of the whole log. Events dropped from the held-out periods are counted again."""
+        old, now = self.data.manifest["counts"], self.counts
+        lost = {reason: count for reason, count in old["dropped"].items() if not reason.endswith(("(valid)", "(test)"))}
+        periods = totals(shards, self.more.behaviors)
+        shown = "shown_before_available_from"
+        periods["train"]["users"] = self.trained
+        return {
+            "read": old["read"] + now["read"],
+            "empty_files": old["empty_files"] + now["empty_files"],
+            "neutralized": _sums(old["neutralized"], now["neutralized"]),
+            "watch_time_ties": old["watch_time_ties"],
+            "dropped": _sums(lost, self.dropped),
+            "splits": periods,
+            **({shown: now[shown]} if shown in now else {}),
+        }
+
+    def _link(self, name: str) -> None:
+        """Links a file of the previous directory into the new one; copies it if the file system has no hard links."""
+        target = self.partial / name
+        target.parent.mkdir(exist_ok=True)
+        try:
+            os.link(self.root / name, target)
+        except OSError:
+            shutil.copy2(self.root / name, target)
+        self.checksums[name] = self.data.checksums[name]
+
+
+def _with_positions(placed: ir.Table) -> ir.Table:
+    """Adds ``position``, which continues the user's train events, and names requests as ``add_positions`` does.
+
+    A request that began in the train period keeps its name.
+    """
+    user = placed[Derived.USER_INDEX]
+    place = ibis.row_number().over(group_by=user, order_by=time_order(placed))
+    placed = placed.mutate(**{Derived.POSITION: (place + placed[BEFORE]).cast("int64")})
+    group = [placed[Derived.USER_INDEX], placed[LogColumns.REQUEST_ID]]
+    began = placed[Derived.REQUEST] % (1 << 32)
+    began = ibis.ifelse(began < placed[BEFORE], began, ibis.null("int64"))
+    first = began.min().over(group_by=group).coalesce(placed[Derived.POSITION].min().over(group_by=group))
+    return name_requests(placed, first).drop(BEFORE)
+
+
+def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
+    """``items.parquet`` of all items: counts are added; a known duration and time of availability are kept.
+
+    Args:
+        kept: the previous table, with the first items.
+        fresh: a table of all items, with the counts of the events that became train.
+    """
+    more = len(fresh) - len(kept)
+    columns = {name: fresh[name].combine_chunks() for name in fresh.column_names}
+    trained = kept["train_count"].to_numpy() > 0
+    for name in ("train_count", "train_positives"):
+        before = np.append(kept[name].to_numpy(), np.zeros(more, np.int64))
+        columns[name] = pa.array(before + fresh[name].to_numpy())
+    duration = kept[LogColumns.DURATION].combine_chunks()
+    before = pa.concat_arrays([duration, pa.nulls(more, duration.type)])
+    columns[LogColumns.DURATION] = pc.coalesce(before, columns[LogColumns.DURATION])
+    if Derived.AVAILABLE_FROM in columns:  # until an item's first train event, the item table decides
+        before = kept[Derived.AVAILABLE_FROM].combine_chunks()
+        before = pa.concat_arrays([before, pa.nulls(more, before.type)])
+        stays = pa.array(np.append(trained, np.zeros(more, bool)))
+        columns[Derived.AVAILABLE_FROM] = pc.if_else(stays, before, columns[Derived.AVAILABLE_FROM])
+    return pa.table(columns, schema=fresh.schema).combine_chunks()
+
+
+def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: before.get(name, 0) + now.get(name, 0) for name in dict.fromkeys([*before, *now])}

@@ -1,0 +1,224 @@
+"""The columns of a log and of its tables that are features and behaviors, and the presets of well-known logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
+from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of
+
+#: Prefix of event columns for behaviors and request features while a log is prepared.
+BEHAVIOR, CONTEXT = "behavior_", "context_"
+#: Prefix, in an extension, of the encoded request features of events that were prepared before.
+ENCODED: Final = "encoded_"
+#: Prefix of table columns for features while a file is read.
+FEATURE: Final = "feature_"
+_MOST_BEHAVIORS: Final = 31  # bits of an int32
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TAKEN: Final = frozenset({*LogColumns.ALL, Derived.FEEDBACK, "behaviors", "exclude", "k"})
+
+
+@dataclass(frozen=True)
+class FeatureColumns:
+    """Features of items, users and requests, and the columns that they are read from.
+
+    Args:
+        item: features in the item table; null = the preset's, or all columns of the table, with kinds that follow from
+            their types.
+        user: features in the user table; null = the preset's, or all columns of the table, with kinds that follow from
+            their types.
+        context: features in the log, ``Category`` or ``Number``: the surface, the hour, or the device of the request
+            that showed an event; null = the preset's, or none.
+        item_id: column of the item id in the item table; null = as in the log.
+        user_id: column of the user id in the user table; null = as in the log.
+        available_from: column of the item table with the time from which an item may be recommended. It is not a
+            feature. null = the preset's, or none.
+        available_from_unit: unit of a numeric ``available_from``.
+    """
+
+    item: tuple[Feature, ...] | None = None
+    user: tuple[Feature, ...] | None = None
+    context: tuple[Feature, ...] | None = None
+    item_id: str | None = None
+    user_id: str | None = None
+    available_from: str | None = None
+    available_from_unit: TimeUnit = "ms"
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            for feature in self.of(side) or ():
+                _validate(feature, side)
+        FeatureSchema(*(self.of(side) or () for side in SIDES))
+
+    def of(self, side: Side) -> tuple[Feature, ...] | None:
+        """The features of one side; None = not given."""
+        found: tuple[Feature, ...] | None = getattr(self, side)
+        return found
+
+    def over(self, preset: FeatureColumns) -> FeatureColumns:
+        """These columns, completed by ``preset``."""
+        said: dict[str, Any] = {side: self.of(side) for side in SIDES if self.of(side) is not None}
+        if self.available_from is not None:
+            said |= {"available_from": self.available_from, "available_from_unit": self.available_from_unit}
+        said |= {name: getattr(self, name) for name in ("item_id", "user_id") if getattr(self, name) is not None}
+        return replace(preset, **said)
+
+    def to_json(self) -> dict[str, Any]:
+        """The columns as they were given, for the manifest."""
+        sides: dict[str, Any] = dict.fromkeys(SIDES)
+        for side in SIDES:
+            features = self.of(side)
+            if features is not None:
+                sides[side] = [feature.to_json() for feature in features]
+        return {**asdict(self), **sides}
+
+
+def _validate(feature: Feature, side: Side) -> None:
+    where = f"features.{side}: {feature.name!r}"
+    if not _NAME.fullmatch(feature.name):
+        raise RecpoError(f"{where}: a name has letters, digits, and . _ - between them; set `column` for the column")
+    given = [name for name in feature.fitted if name != "width" and getattr(feature, name) is not None]
+    if given:
+        raise RecpoError(f"{where}: {', '.join(given)} is fitted by prepare: leave it out")
+    if side == "context" and not isinstance(feature, Category | Number):
+        raise RecpoError(f"{where}: a feature of a request is a Category or a Number, not {type(feature).__name__}")
+    if side == "context" and feature.name in _TAKEN:
+        raise RecpoError(f"{where}: the column {feature.name} of an event has a meaning already; choose another name")
+
+
+def validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
+    """Raises ``RecpoError`` if a behavior has a name that is not allowed among the other columns of events."""
+    behaviors = list(behaviors)
+    if len(behaviors) > _MOST_BEHAVIORS:
+        raise RecpoError(f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept")
+    taken = _TAKEN | {feature.name for feature in context}
+    for name in behaviors:
+        if not _NAME.fullmatch(name) or name in taken:
+            raise RecpoError(
+                f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "
+                "another column of events (a dislike is columns.dislike)"
+            )
+
+
+def behaviors_to_json(behaviors: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
+    """Behaviors and their columns, for the manifest."""
+    return {name: one if isinstance(one, str) else one.to_json() for name, one in behaviors.items()}
+
+
+def or_map_values(column: str, name: str) -> str:
+    """The remedy for texts in a column that is wanted as a flag, for messages; empty for all other columns.
+
+    Args:
+        column: its name while the log is prepared.
+        name: its name in the log.
+    """
+    flag = f"{{column: {name}, equals: VALUE}}"
+    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL):
+        return f", or say which values mean true: columns.{column}: {flag}"
+    if column.startswith(BEHAVIOR):
+        return f", or say which values mean true: behaviors: {{{column.removeprefix(BEHAVIOR)}: {flag}}}"
+    return ""
+
+
+def _categories(*names: str) -> tuple[Feature, ...]:
+    return tuple(Category(name) for name in names)
+
+
+_KUAIRAND: Final = FeatureColumns(
+    item=(
+        *_categories("author_id", "video_type", "upload_type", "music_id", "music_type"),
+        Categories("tag", separator=",", length=8),
+        Number("video_duration", log=True),
+        Number("server_width"),
+        Number("server_height"),
+    ),
+    user=(
+        *_categories("user_active_degree", "is_lowactive_period", "is_live_streamer", "is_video_author"),
+        *(Number(name, log=True) for name in ("follow_user_num", "fans_user_num", "friend_user_num", "register_days")),
+        *_categories("follow_user_num_range", "fans_user_num_range", "friend_user_num_range", "register_days_range"),
+        *_categories(*(f"onehot_feat{number}" for number in range(18))),
+    ),
+    context=(Category("tab"), Category("hour", column="hourmin")),
+    available_from="upload_dt",
+)
+_MOVIELENS: Final = FeatureColumns(item=(Categories("genres", separator="|"),))
+
+#: Features of well-known logs. A column that a table or log lacks is left out.
+PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
+    "plain": FeatureColumns(),
+    # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
+    "kuairand": _KUAIRAND,
+    # movies.csv
+    "movielens": _MOVIELENS,
+    "recbole": FeatureColumns(),
+}
+
+#: Behaviors of well-known logs: name -> column. A column that a log lacks is left out.
+PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
+    "plain": {},
+    "kuairand": {
+        "click": "is_click",
+        "like": "is_like",
+        "follow": "is_follow",
+        "comment": "is_comment",
+        "share": "is_forward",
+        "profile": "is_profile_enter",
+    },
+    "movielens": {},
+    "recbole": {},
+}
+
+
+@dataclass(frozen=True)
+class EventColumns:
+    """Non-standard columns of the log: behaviors and request features.
+
+    Attributes:
+        behaviors: name -> column, or flag that is read from values; behavior b is bit b.
+        context: request features.
+        chosen: standard names of the columns that the user named; these must exist.
+    """
+
+    behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
+    context: tuple[Feature, ...] = ()
+    chosen: frozenset[str] = frozenset()
+
+    def named(self) -> dict[str, str]:
+        """Name while the log is prepared -> name in the log."""
+        behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
+        return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
+
+    def flags(self) -> dict[str, FlagColumn]:
+        """Name while the log is prepared -> the flag that is read from values, for every such behavior."""
+        return {BEHAVIOR + name: one for name, one in self.behaviors.items() if isinstance(one, FlagColumn)}
+
+    def among(self, columns: Mapping[str, str]) -> EventColumns:
+        """The columns that a log has, by the names of ``named``."""
+        behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
+        context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
+        return EventColumns(behaviors, context, self.chosen)
+
+
+def event_columns(
+    preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
+) -> EventColumns:
+    """The columns that are read for every event, from a preset and the user's options, which override it.
+
+    Args:
+        preset: name of the preset.
+        features: the user's options.
+        behaviors: name -> column, or flag that is read from values; None = the preset's.
+
+    Raises:
+        RecpoError: the name of a behavior is not allowed.
+    """
+    named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
+    context = features.over(PRESET_FEATURES[preset]).context or ()
+    chosen = {BEHAVIOR + name for name in behaviors or ()}
+    chosen |= {CONTEXT + feature.name for feature in features.context or ()}
+    validate_behaviors(named, context)
+    return EventColumns(named, context, frozenset(chosen))

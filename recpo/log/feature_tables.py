@@ -1,0 +1,344 @@
+"""Item and user tables: checks their files and converts them to one plain form before an engine reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import ibis
+import ibis.expr.types as ir
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import (
+    Feature,
+    Offense,
+    Vector,
+    expected_type,
+    first_width,
+    inferred_feature,
+    plain_column,
+    plain_type,
+)
+from recpo.log import csv_files
+from recpo.log.engine import Engine
+from recpo.log.events import timestamp_ms
+from recpo.log.faults import Example, Fault
+from recpo.log.feature_columns import FEATURE, FeatureColumns
+from recpo.log.files import Log, LogFile, is_text, missing_column, open_files, unreadable
+from recpo.log.locations import Place, readable, writable
+from recpo.log.schema import LogColumns
+from recpo.log.validate import examples
+
+TableSide = Literal["item", "user"]
+#: columns of a plain table in addition to its features, which are named f0, f1, ... ...
+ID: Final = "id"
+AVAILABLE: Final = "available"
+_BATCH_ROWS: Final = 1 << 14
+_EXAMPLES: Final = 3
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """A checked item or user table in plain form (``recpo.base.features``).
+
+    Attributes:
+        side: item or user.
+        log: its plain files, with the names of the user's files.
+        features: its features, including the widths of vectors.
+        inferred: whether the features were inferred from the types of its columns.
+        left_alone: its unused columns.
+    """
+
+    side: TableSide
+    log: Log
+    features: tuple[Feature, ...]
+    inferred: bool
+    left_alone: tuple[str, ...]
+
+    @property
+    def has_available(self) -> bool:
+        """Whether it has the times from which items may be recommended."""
+        return AVAILABLE in self.log.columns
+
+    def rows(self, engine: Engine) -> ir.Table:
+        """The plain rows: ``id``, ``f0`` and so on, ``available`` if it exists, file and row number."""
+        columns = [ID, *(f"f{place}" for place in range(len(self.features))), *[AVAILABLE] * self.has_available]
+        read = engine.read_parquet([file.path for file in self.log.files], columns)
+        return read.select(*columns, Engine.FILE, Engine.ROW)
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest: the files, and which columns are used, were inferred to be features, or are unused."""
+        return {
+            "files": sorted(file.shown for file in self.log.files),
+            "columns": self.log.columns,
+            "inferred": self.inferred,
+            "left_alone": list(self.left_alone),
+        }
+
+
+def open_table(
+    paths: Sequence[Place],
+    side: TableSide,
+    id_name: str,
+    id_type: pa.DataType | None,
+    columns: FeatureColumns,
+    chosen: FeatureColumns,
+    work: Place,
+) -> tuple[FeatureTable | None, list[Fault]]:
+    """Checks every file of a table and writes its plain form to ``work``.
+
+    Args:
+        paths: its files.
+        side: item or user.
+        id_name: name of the id column in the log.
+        id_type: type of the ids in the log; None = unknown, because the log has faults.
+        columns: the features and other columns, including those of the preset.
+        chosen: the columns that the user named; they must exist.
+        work: a directory for temporary files.
+
+    Returns:
+        The table, or None if it cannot be read; and all of its faults.
+    """
+    id_name = (columns.item_id if side == "item" else columns.user_id) or id_name
+    available = columns.available_from if side == "item" else None
+    names, faults = _names(paths)
+    if not names:
+        return None, faults or [Fault(side, None, "the table has no file", f"name one with --{side}s")]
+    declared = columns.of(side)
+    if declared is not None and chosen.of(side) is None:  # from the preset: the columns that the table has
+        declared = tuple(feature for feature in declared if feature.source in names)
+    if available is not None and chosen.available_from is None and available not in names:
+        available = None
+    used = {ID: id_name} | ({} if available is None else {AVAILABLE: available})
+    sources = [feature.source for feature in declared] if declared is not None else names
+    used |= {f"{FEATURE}{name}": name for name in sources if name not in used.values() or declared is not None}
+    files, schemas, found = _open_files(paths, side, used, work)
+    faults += found
+    if not schemas:
+        return None, faults
+    features, left = _settled(declared, schemas[0][1], set(used.values()) & {id_name, available})
+    missing = _missing(schemas, side, used, features)
+    faults += missing
+    if missing:
+        return None, faults
+    faults += _type_faults(schemas, id_name, id_type, features)
+    if faults:
+        return None, faults
+    features, found = _with_widths(features, files)
+    faults += found
+    columns_used = {ID: id_name} | ({} if available is None else {AVAILABLE: available})
+    plain, found = _write_plain(files, side, columns_used, features, schemas, work)
+    table_columns = columns_used | {feature.name: feature.source for feature in features}
+    log = Log(tuple(plain), (), table_columns, {LogColumns.ITEM_ID: schemas[0][1].field(id_name).type})
+    unused = [name for name in names if name not in table_columns.values()]
+    return FeatureTable(side, log, features, declared is None, tuple(dict.fromkeys([*left, *unused]))), faults + found
+
+
+def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
+    """The columns of the first readable file."""
+    for path in paths:
+        try:
+            if csv_files.is_text_file(path):
+                return csv_files.header(path), []
+            with pq.ParquetFile(readable(path)) as parquet:
+                return list(parquet.schema_arrow.names), []
+        except (RecpoError, pa.ArrowException, OSError, ValueError):
+            continue  # opening the file reports what is wrong
+    return [], [_damaged(path) for path in paths]
+
+
+def _damaged(path: Place) -> Fault:
+    try:
+        with pq.ParquetFile(readable(path)):
+            return Fault(path.name, None, "cannot be read", "write the file again")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        return unreadable(path, error)
+
+
+def _open_files(
+    paths: Sequence[Place], side: TableSide, used: dict[str, str], work: Place
+) -> tuple[list[LogFile], list[tuple[str, pa.Schema]], list[Fault]]:
+    standard = {ID: LogColumns.ITEM_ID, AVAILABLE: LogColumns.TIMESTAMP}  # read in the same way as the columns of a log
+    used = {standard.get(what, what): name for what, name in used.items()}
+    opened, faults = open_files(paths, used, work, f"{side}s")
+    return [file for file, _, _ in opened], [(file.shown, schema) for file, _, schema in opened], faults
+
+
+def _settled(
+    declared: tuple[Feature, ...] | None, schema: pa.Schema, taken: set[str]
+) -> tuple[tuple[Feature, ...], list[str]]:
+    """The features, and the columns for whose types there is no kind of feature."""
+    if declared is not None:
+        return declared, []
+    free = [field for field in schema if field.name not in taken]
+    found = dict[str, Feature]()
+    for field in free:
+        feature = inferred_feature(field.name, field.type)
+        if feature is not None:
+            found.setdefault(feature.name, feature)
+    used = {feature.source for feature in found.values()}
+    return tuple(found.values()), [field.name for field in free if field.name not in used]
+
+
+def _missing(
+    schemas: Sequence[tuple[str, pa.Schema]], side: TableSide, used: dict[str, str], features: Sequence[Feature]
+) -> list[Fault]:
+    wanted = {name: what for what, name in used.items() if what in (ID, AVAILABLE)}
+    wanted = {feature.source: f"feature {feature.name}" for feature in features} | wanted
+    remedies = {ID: f"pass --features.{side}_id NAME", AVAILABLE: "pass --features.available_from NAME"}
+    faults = []
+    for name, what in wanted.items():
+        for shown, schema in schemas:
+            if name not in schema.names:
+                says = f"{side} id" if what == ID else "available_from" if what == AVAILABLE else what
+                remedy = remedies.get(what, f"name its column in --features.{side}")
+                faults.append(missing_column(shown, name, says, schema, remedy))
+                break
+    return faults
+
+
+def _type_faults(
+    schemas: Sequence[tuple[str, pa.Schema]], id_name: str, id_type: pa.DataType | None, features: Sequence[Feature]
+) -> list[Fault]:
+    faults = []
+    first = schemas[0][1]
+    for shown, schema in schemas:
+        kind = schema.field(id_name).type
+        if not (pa.types.is_integer(kind) or is_text(kind)):
+            faults.append(Fault(shown, id_name, f"type {kind}, wanted as id", "expected integers or strings: cast it"))
+        elif id_type is not None and is_text(kind) != is_text(id_type):
+            faults.append(Fault(shown, id_name, f"type {kind}, the log has {id_type}", "cast one of them"))
+        for feature in features:
+            kind = schema.field(feature.source).type
+            expected = expected_type(feature, kind)
+            what = f"wanted as {type(feature).__name__} {feature.name}"
+            if expected is not None:
+                faults.append(Fault(shown, feature.source, f"type {kind}, {what}", f"expected {expected}: cast it"))
+            elif plain_type(feature, kind) != plain_type(feature, first.field(feature.source).type):
+                fix = f"{schemas[0][0]} has {first.field(feature.source).type}: cast one of them"
+                faults.append(Fault(shown, feature.source, f"type {kind} differs between files", fix))
+    return faults
+
+
+def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple[tuple[Feature, ...], list[Fault]]:
+    settled, faults = list[Feature](), []
+    for feature in features:
+        if isinstance(feature, Vector) and feature.width is None:
+            width = _first_width(feature, files)
+            if not width:
+                problem = "no vector: all are null or empty"
+                faults.append(Fault(files[0].shown, feature.source, problem, "leave the feature out, or set its width"))
+            feature = replace(feature, width=width or 1)
+        settled.append(feature)
+    return tuple(settled), faults
+
+
+def _first_width(feature: Vector, files: Sequence[LogFile]) -> int | None:
+    for file in files:
+        with pq.ParquetFile(readable(file.path)) as parquet:
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[feature.source]):
+                width = first_width(batch.column(0))
+                if width is not None:
+                    return width
+    return None
+
+
+def _write_plain(
+    files: Sequence[LogFile],
+    side: TableSide,
+    columns: dict[str, str],
+    features: Sequence[Feature],
+    schemas: Sequence[tuple[str, pa.Schema]],
+    work: Place,
+) -> tuple[list[LogFile], list[Fault]]:
+    """Writes the plain form of every file. Offending rows of all files are collected."""
+    found = dict[tuple[str, str, str], list[tuple[str, int, Any]]]()
+    counts = dict[tuple[str, str, str], int]()
+    plain = []
+    for number, file in enumerate(files):
+        staged = replace(file, path=work / f"{side}s-plain-{number}.parquet")
+        schema = _plain_schema(columns, features, schemas[0][1])
+        with writable(staged.path) as sink, pq.ParquetWriter(sink, schema) as writer:
+            for begin, batch, offenses in _plain_batches(file, columns, features, schema):
+                writer.write_batch(batch)
+                for column, offense in offenses:
+                    key = (column, offense.problem, offense.fix)
+                    counts[key] = counts.get(key, 0) + len(offense.rows)
+                    rows = (csv_files.row_in_file(begin + int(row), file.left_out) for row in offense.rows[:_EXAMPLES])
+                    found.setdefault(key, []).extend((file.shown, *pair) for pair in zip(rows, offense.values))  # noqa: B905
+        plain.append(staged)
+    name = files[0].shown if len(files) == 1 else f"the {side}s ({len(files)} files)"
+    faults = [
+        Fault(name, column, problem, fix, counts[column, problem, fix], [Example(*one) for one in rows[:_EXAMPLES]])
+        for (column, problem, fix), rows in found.items()
+    ]
+    return plain, faults
+
+
+def _plain_schema(columns: dict[str, str], features: Sequence[Feature], schema: pa.Schema) -> pa.Schema:
+    kind = schema.field(columns[ID]).type
+    own = [(ID, pa.string() if is_text(kind) else pa.int64())]
+    own += [(f"f{place}", plain_type(one, schema.field(one.source).type)) for place, one in enumerate(features)]
+    if AVAILABLE in columns:
+        kind = schema.field(columns[AVAILABLE]).type
+        own.append((AVAILABLE, pa.string() if is_text(kind) else kind))
+    return pa.schema(own)
+
+
+def _plain_batches(
+    file: LogFile, columns: dict[str, str], features: Sequence[Feature], schema: pa.Schema
+) -> Iterator[tuple[int, pa.RecordBatch, list[tuple[str, Offense]]]]:
+    """The first row of every batch, the batch, and its offending rows by column."""
+    names = list(dict.fromkeys([*columns.values(), *(feature.source for feature in features)]))
+    begin = 0
+    with pq.ParquetFile(readable(file.path)) as parquet:
+        for batch in parquet.iter_batches(_BATCH_ROWS, columns=names):
+            ids = batch.column(columns[ID])
+            made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, Offense]]()
+            absent = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
+            if len(absent):
+                what = Offense("null key", "every row needs an id: remove these rows", absent, [None] * _EXAMPLES)
+                offenses.append((columns[ID], what))
+            for feature in features:
+                values, wrong = plain_column(feature, batch.column(feature.source))
+                made.append(values)
+                offenses += [(feature.source, one) for one in wrong]
+            if AVAILABLE in columns:
+                made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
+            yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
+            begin += batch.num_rows
+
+
+def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
+    """Faults that require all rows of the table: repeated ids, and times that do not parse.
+
+    Args:
+        engine: runs the expressions.
+        table: a table without other faults.
+        unit: unit of a numeric ``available_from``.
+    """
+    rows = table.rows(engine).select(ID, *[AVAILABLE] * table.has_available, Engine.FILE, Engine.ROW)
+    known = rows.filter(rows[ID].notnull())
+    place = ibis.row_number().over(group_by=known[ID], order_by=[known[Engine.FILE], known[Engine.ROW]])
+    numbered = known.mutate(copy=place)
+    again = numbered.filter(numbered["copy"] > 0)
+    fix = f"one row for each {table.side}: remove the others"
+    faults = _counted(engine, again, ID, table, "an id that an earlier row has", fix)
+    if table.has_available:
+        time = rows[AVAILABLE]
+        absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
+        wrong = rows.filter(timestamp_ms(time, unit).isnull() & ~absent)
+        fix = "write ISO times, or numbers in --features.available_from_unit; null = always"
+        faults += _counted(engine, wrong, AVAILABLE, table, "unparseable or impossible time", fix)
+    return faults
+
+
+def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, problem: str, fix: str) -> list[Fault]:
+    count = engine.row(wrong.aggregate(rows=wrong.count()))["rows"]
+    if not count:
+        return []
+    first = examples(engine, wrong, column, table.log)
+    return [Fault(table.log.name, table.log.columns[column], problem, fix, count, first)]

@@ -1,0 +1,416 @@
+"""Finds the files of a log and checks each of them before any row is read."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import expected_type
+from recpo.log import csv_files
+from recpo.log.csv_files import CsvFormat
+from recpo.log.engine import Engine
+from recpo.log.faults import Fault
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
+from recpo.log.locations import Location, Place, locate, readable, writable
+from recpo.log.schema import Columns, FlagColumn, LogColumns
+
+_SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
+#: columns that the engines add when they read files
+_RESERVED: Final = frozenset({"filename", "file_row_number", Engine.FILE, Engine.ROW})
+_LIKE: Final = 0.6  # similarity from which a column name is suggested for another
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A Parquet file that the engine reads.
+
+    Attributes:
+        path: location of the file.
+        shown: the user's name of the file.
+        left_out: rows of the user's file that ``path`` lacks, ascending.
+        warnings: what its values suggest, for the user.
+    """
+
+    path: Place
+    shown: str
+    left_out: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Log:
+    """The files of a log and the columns to read.
+
+    Attributes:
+        files: Parquet files with at least one row, in order of their names.
+        empty_files: names of files without rows, which are skipped.
+        columns: standard name -> name in the log, only for columns that exist and have a suitable type.
+        types: standard name -> type of the column; for ids, a type that holds the ids of all files.
+        faulty: standard names of columns that already have a fault.
+        flags: standard name -> flag that is read from values, for columns that exist.
+    """
+
+    files: tuple[LogFile, ...]
+    empty_files: tuple[str, ...]
+    columns: dict[str, str]
+    types: dict[str, pa.DataType]
+    faulty: frozenset[str] = frozenset()
+    flags: Mapping[str, FlagColumn] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The file's name, or the number of files."""
+        return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of its files."""
+        return [text for file in self.files for text in file.warnings]
+
+
+def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
+    """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
+
+    In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
+    as ``s3://``, refers to an object store (``recpo.log.locations``).
+
+    Raises:
+        RecpoError: a name does not exist, or is a directory without such files.
+    """
+    found: dict[object, Place] = {}
+    for name in [log] if isinstance(log, str) else log:
+        place = locate(name)
+        files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
+        if not files:
+            raise RecpoError(
+                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
+            )
+        # A file under two names is read once.
+        found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
+    return list(found.values())
+
+
+def _local_files(path: Path) -> Sequence[Place]:
+    if path.is_dir():
+        return [file for file in sorted(path.rglob("*")) if _belongs(file.relative_to(path)) and file.is_file()]
+    if path.is_file():
+        return [path]
+    return [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+
+
+def _stored_files(name: str) -> Sequence[Place]:
+    base, query_mark, query = name.partition("?")
+    parts = base.split("/")
+    first = next((place for place, part in enumerate(parts) if "*" in part or "[" in part), len(parts))
+    root = locate("/".join(parts[:first]) + query_mark + query)
+    if not isinstance(root, Location):
+        raise RecpoError(f"log {name}: a pattern begins after the bucket or host")
+    if parts[first:]:
+        return [file for file in root.files() if _matches(file.inside.split("/"), parts[first:])]
+    if root.is_file():
+        return [root]
+    return [file for file in root.files() if _belongs(PurePosixPath(file.inside))]
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Like ``glob``: a wildcard does not match hidden names, and ``**`` matches any number of directories."""
+    if not path or not pattern:
+        return not path and all(part == "**" for part in pattern)
+    hidden = path[0].startswith(".") and not pattern[0].startswith(".")
+    if pattern[0] == "**":
+        return _matches(path, pattern[1:]) or (not hidden and _matches(path[1:], pattern))
+    return not hidden and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def _belongs(file: PurePath) -> bool:
+    return file.name.lower().endswith(_SUFFIXES) and not any(part[0] in "._" for part in file.parts)
+
+
+def open_log(
+    paths: Sequence[Place],
+    mapping: Columns,
+    chosen: Columns,
+    work: Place,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+) -> tuple[Log, list[Fault]]:
+    """Reads the schema of every file and selects the columns to use.
+
+    CSV files are first converted to Parquet in ``work``. The same applies to Parquet files with column names that an
+    engine would confuse (``_readable_by_engines``).
+
+    Args:
+        paths: the files of the log.
+        mapping: names of the columns, including those of the preset.
+        chosen: the columns that the user named; they must exist.
+        work: a directory for temporary files.
+        more: behaviors and request features.
+        form: delimiter and column names of text files.
+
+    Returns:
+        The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
+    """
+    files, empty, schemas = [], [], []
+    wanted, flags = mapping.named() | more.named(), mapping.flags() | more.flags()
+    needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
+    opened, faults = open_files(paths, wanted, work, "log", form, flags)
+    for file, rows, schema in opened:
+        schemas.append((file.shown, schema))
+        is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
+        if rows or file.left_out or not is_readable:
+            files.append(file)
+        else:
+            empty.append(file.shown)
+    if schemas and not files:
+        faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
+    columns, missing = _settle_columns(schemas, wanted, needed)
+    types, mistyped = _settle_types(schemas, columns, more, flags)
+    faulty = missing.keys() | (columns.keys() - types.keys())
+    columns = {column: name for column, name in columns.items() if column in types}
+    faults += [*missing.values(), *mistyped]
+    flags = {column: flag for column, flag in flags.items() if column in columns}
+    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty), flags), faults
+
+
+def open_files(
+    paths: Sequence[Place],
+    mapping: dict[str, str],
+    work: Place,
+    what: str,
+    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    flags: Collection[str] = (),
+) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
+    """The readable files of a log or table.
+
+    Args:
+        paths: the files.
+        mapping: standard name -> name in the files, for the requested columns.
+        work: a directory for temporary files.
+        what: name of the log or table in messages.
+        form: delimiter and column names of text files.
+        flags: standard names of flags that are read from values, which text files hold as texts.
+
+    Returns:
+        For every file, the Parquet file to read, its number of rows and its columns; and all faults.
+    """
+    opened, faults = [], []
+    for number, path in enumerate(paths):
+        try:
+            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
+        except RecpoError as error:
+            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
+            continue
+        except (pa.ArrowException, OSError, ValueError) as error:
+            faults.append(unreadable(path, error))
+            continue
+        faults += found
+        if schema is not None:
+            opened.append((file, rows, schema))
+    return opened, faults
+
+
+def _open_file(
+    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
+) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
+    """Opens one file of a log or table. CSV files are first converted to Parquet.
+
+    Args:
+        path: the file.
+        mapping: standard name -> name in the file, for the requested columns.
+        staged: where a temporary file may be written.
+        form: delimiter and column names, if it is a text file.
+        flags: as for ``open_files``.
+
+    Returns:
+        The Parquet file to read, its number of rows, its columns (those of the user's file; None if its rows cannot be
+        used), and faults.
+    """
+    faults: list[Fault] = []
+    if csv_files.is_text_file(path):
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form, flags)
+        file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
+    else:
+        names, file = None, LogFile(path, path.name)
+    with pq.ParquetFile(readable(file.path)) as parquet:
+        rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
+    used = [name for name in dict.fromkeys(mapping.values()) if name in (names or schema.names)]
+    confused = _name_faults(path.name, used, names or schema.names)
+    if confused:
+        return file, rows, None, faults + confused
+    if not _readable_by_engines(schema.names):
+        file = LogFile(_copy_columns(path, used, staged), path.name)
+    if names is not None:  # includes unused columns, for messages
+        schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
+    return file, rows, schema, faults
+
+
+def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
+    faults = []
+    for name in used:
+        if names.count(name) > 1:
+            faults.append(
+                Fault(shown, name, f"{names.count(name)} columns of this name", "rename or remove the others")
+            )
+        elif not name:
+            faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
+        elif name.lower() in _RESERVED:
+            faults.append(Fault(shown, name, "a name that the engines use themselves", "rename the column"))
+    alike = {name.lower() for name in used}
+    if len(alike) < len(set(used)):
+        faults.append(Fault(shown, None, "columns that are used differ in capitals only", "rename one of them"))
+    return faults
+
+
+def _readable_by_engines(names: Sequence[str]) -> bool:
+    """Engines ignore case in column names, and add their own columns to what they read."""
+    lower = [name.lower() for name in names]
+    return len(set(lower)) == len(lower) and not _RESERVED & set(lower)
+
+
+def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
+    with pq.ParquetFile(readable(path)) as parquet:
+        schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
+        with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
+            for group in range(parquet.num_row_groups):
+                writer.write_table(parquet.read_row_group(group, columns=list(columns)).select(columns))
+    return staged
+
+
+def write_frame(frame: pa.Table, work: Place, name: str = "frame.parquet") -> Place:
+    """Writes the rows of a frame to a file of the log, or of a table."""
+    place = work / name
+    with writable(place) as sink:
+        pq.write_table(frame, sink)
+    return place
+
+
+def unreadable(path: Place, error: Exception) -> Fault:
+    """The fault of a file that cannot be opened."""
+    size = path.stat().st_size if isinstance(path, Path) else path.size()
+    if size == 0:
+        problem = "the file is empty: 0 bytes"
+    elif csv_files.is_text_file(path):
+        is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
+        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({first_line(error)})"
+    else:
+        with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
+            starts_well = handle.read(4) == b"PAR1"
+        kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
+        problem = f"{kind}, {size:,} bytes ({first_line(error)})"
+    return Fault(path.name, None, problem, "write or copy the file again, or leave it out")
+
+
+def _settle_columns(
+    schemas: Sequence[tuple[str, pa.Schema]], wanted: Mapping[str, str], needed: Set[str]
+) -> tuple[dict[str, str], dict[str, Fault]]:
+    """Standard name -> name in the log, and a fault for each missing required column."""
+    columns, faults = {}, {}
+    for column, name in wanted.items():
+        lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
+        if not lacking:
+            columns[column] = name
+        elif column in needed or len(lacking) < len(schemas):
+            shown, schema = lacking[0]
+            where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
+            used, plain = set(wanted.values()), column in LogColumns.ALL
+            remedy = f"choose another preset or pass --columns.{column} NAME" if plain else _REMEDY
+            faults[column] = missing_column(where, name, column, schema, remedy, used)
+    return columns, faults
+
+
+_REMEDY: Final = "name its column in --behaviors or --features.context"
+
+
+def missing_column(
+    where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str] = frozenset()
+) -> Fault:
+    """The fault of a missing required column. Suggests columns with similar names that are not ``used``."""
+    wanted = (name.lower(), wanted_as.lower(), wanted_as.removesuffix("_id"))
+    free = [known for known in schema.names if known not in used]
+    likeness = {
+        known: max(difflib.SequenceMatcher(None, known.lower(), word).ratio() for word in wanted) for known in free
+    }
+    near = sorted((known for known in free if likeness[known] >= _LIKE), key=lambda known: -likeness[known])
+    hint = f"near: {', '.join(near)}; " if near else ""
+    fix = f"{hint}the file has {', '.join(schema.names)}; {remedy}"
+    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix)
+
+
+def _settle_types(
+    schemas: Sequence[tuple[str, pa.Schema]],
+    columns: dict[str, str],
+    more: EventColumns,
+    flags: Mapping[str, FlagColumn],
+) -> tuple[dict[str, pa.DataType], list[Fault]]:
+    types: dict[str, pa.DataType] = {}
+    faults = []
+    mistyped: set[str] = set()
+    context = {CONTEXT + feature.name: feature for feature in more.context}
+    for column, name in columns.items():
+        for shown, schema in schemas:
+            kind = schema.field(name).type
+            feature = context.get(column)
+            if feature is None:
+                expected = _expected_type(column, kind, column in flags)
+            else:
+                expected = expected_type(feature, kind)
+            if expected is not None:
+                mistyped.add(column)
+                fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
+                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix))
+            elif column in types and is_text(kind) != is_text(types[column]):
+                mistyped.add(column)
+                fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
+                faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
+            else:
+                types[column] = wider_type(types.get(column, kind), kind)
+    return {column: kind for column, kind in types.items() if column not in mistyped}, faults
+
+
+def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
+    """The type that holds the values of both; ``first`` if there is none."""
+    if is_text(first):
+        return pa.string()
+    try:
+        both = [pa.schema([("column", kind)]) for kind in (first, second)]
+        return pa.unify_schemas(both, promote_options="permissive").field("column").type
+    except pa.ArrowTypeError:
+        return first
+
+
+def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool = False) -> str | None:
+    """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if is_flag_of_values:
+        return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
+    if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+        return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
+    if column == LogColumns.TIMESTAMP:
+        suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+        return None if suits else "a number, a time or a string"
+    is_flag = column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) or column.startswith(BEHAVIOR)
+    if is_flag and pa.types.is_boolean(kind):
+        return None
+    return None if number else "a number"
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds strings."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def first_line(error: Exception) -> str:
+    """The message of an error in one line."""
+    return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__

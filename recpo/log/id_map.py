@@ -1,0 +1,181 @@
+"""Maps external item ids to internal ids 1..V; 0 is padding and means unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recpo.artifacts import output_file
+from recpo.base.errors import RecpoError
+from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived
+from recpo.log.schema import RETIRED as RETIRED
+
+#: Columns of the times at which an item may be listed, and the value without a limit.
+AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
+
+
+class IdMap:
+    """External ids of the items 1..V.
+
+    Args:
+        external: the external ids (integers or strings) of item 1, item 2 and so on; distinct, without nulls.
+        retired: internal ids of the retired items, which are no longer candidates, ascending; None = none.
+        available: ``[2, V]`` int64, milliseconds since the epoch from which and until which item 1, item 2 and so on
+            may be listed (``ALWAYS``, ``NEVER``: no limit); None = every item at every time.
+
+    Raises:
+        RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
+    """
+
+    def __init__(
+        self, external: pa.Array, retired: np.ndarray | None = None, available: np.ndarray | None = None
+    ) -> None:
+        self.retired = np.zeros(0, np.int64) if retired is None else retired
+        self.available = available
+        self._changes = np.unique([] if available is None else available).astype(np.int64)
+        self._unlisted: tuple[int, np.ndarray] | None = None
+        if not pa.types.is_integer(external.type) and not _is_text(external.type):
+            raise RecpoError(f"item ids are integers or strings, got {external.type}")
+        if external.null_count:
+            raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
+        self._external = external
+        self._is_text = _is_text(external.type)
+        # An object index keeps its hash table, so looking up a few ids does not cost a pass over the catalog.
+        import pandas as pd  # imports 35 MB, and training does not look up external ids
+
+        values = external.to_numpy(zero_copy_only=False)
+        self._index = pd.Index(values.astype(object) if self._is_text else values)
+        if not self._index.is_unique:
+            raise RecpoError(
+                f"item ids: {int(self._index.duplicated().sum())} ids occur twice among {len(external)} items"
+            )
+
+    @classmethod
+    def from_values(cls, values: Iterable[Any]) -> IdMap:
+        """Assigns 1..V to distinct values in ascending order."""
+        distinct = pc.unique(_to_array(values))
+        return cls(distinct.take(pc.sort_indices(distinct)))
+
+    @classmethod
+    def load(cls, path: Path | pa.NativeFile) -> IdMap:
+        """Reads ``items.parquet``, as ``save`` writes it; other columns are ignored.
+
+        Raises:
+            RecpoError: the file cannot be read or its indices are not 1..V.
+        """
+        try:
+            with pq.ParquetFile(path) as file:
+                columns = ("item_index", "item_id", RETIRED, *AVAILABILITY)
+                named = [name for name in columns if name in file.schema_arrow.names]
+                table = file.read(named)
+            if wrong := [name for name in AVAILABILITY if name in named and table[name].type != pa.int64()]:
+                raise pa.ArrowTypeError(f"{wrong[0]} is {table[wrong[0]].type}, not int64")
+            if not {"item_index", "item_id"} <= set(named):
+                raise pa.ArrowKeyError(f"it has {', '.join(file.schema_arrow.names)}")
+        except (OSError, pa.ArrowException) as error:
+            raise RecpoError(f"{path}: expected a Parquet file with item_index and item_id ({error})") from error
+        index = table["item_index"].to_numpy()
+        if not np.array_equal(index, np.arange(1, len(index) + 1)):
+            raise RecpoError(f"{path}: item_index must count 1..{len(index)} in ascending order")
+        retired = np.flatnonzero(table[RETIRED].to_numpy()) + 1 if RETIRED in named else None
+        times = [
+            table[name].fill_null(limit).to_numpy() if name in named else np.full(len(index), limit)
+            for name, limit in AVAILABILITY.items()
+        ]
+        available = np.stack(times) if set(AVAILABILITY) & set(named) else None
+        return cls(table["item_id"].combine_chunks(), retired, available)
+
+    def save(self, path: Path) -> None:
+        """Writes ``item_index`` int32 (1..V) and ``item_id`` in its own type.
+
+        Where there are such items, also ``retired`` bool, and ``available_from`` and ``available_until``, int64 with
+        nulls for no limit.
+        """
+        index = np.arange(1, len(self) + 1, dtype=np.int32)
+        columns = {"item_index": pa.array(index), "item_id": self._external}
+        if len(self.retired):
+            columns[RETIRED] = pa.array(np.isin(index, self.retired))
+        if self.available is not None:
+            for times, (name, limit) in zip(self.available, AVAILABILITY.items(), strict=True):
+                if (times != limit).any():
+                    columns[name] = pa.array(times, mask=times == limit)
+        with output_file(path) as partial:
+            pq.write_table(pa.table(columns), partial)
+
+    def __len__(self) -> int:
+        return len(self._external)
+
+    @property
+    def type(self) -> pa.DataType:
+        """Type of the external ids."""
+        return self._external.type
+
+    def unlisted(self, at: int | None) -> np.ndarray:
+        """Internal ids, ascending, of the items that may not be listed at a time: retired, or not available.
+
+        Computed once for all times between two changes.
+
+        Args:
+            at: milliseconds since the epoch; None = only the retired ones.
+        """
+        if at is None or self.available is None:
+            return self.retired
+        period, last = int(np.searchsorted(self._changes, at, side="right")), self._unlisted
+        if last is None or last[0] != period:
+            begin, end = self.available
+            last = period, np.union1d(self.retired, np.flatnonzero((begin > at) | (end <= at)) + 1)
+            self._unlisted = last
+        return last[1]
+
+    def equals(self, other: IdMap) -> bool:
+        """Whether both maps assign the same ids to item 1, item 2 and so on."""
+        return self._is_text == other._is_text and self._index.equals(other._index)
+
+    def to_internal(self, values: Iterable[Any]) -> np.ndarray:
+        """Internal ids, int64, one per value; 0 for unknown and null values.
+
+        Raises:
+            RecpoError: strings if ids are integers, or the other way round.
+        """
+        given = _to_array(values)
+        if not len(given) or pa.types.is_null(given.type):
+            return np.zeros(len(given), dtype=np.int64)
+        if _is_text(given.type) != self._is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
+            raise RecpoError(f"item ids of this catalog are {self.type}, got {given.type}: cast them")
+        known = given.is_valid().to_numpy(zero_copy_only=False)
+        found = np.zeros(len(given), dtype=np.int64)
+        plain = given.filter(given.is_valid()).to_numpy(zero_copy_only=False)
+        found[known] = self._index.get_indexer(plain.astype(object) if self._is_text else plain) + 1
+        return found
+
+    def to_external(self, item_ids: np.ndarray | Iterable[int]) -> pa.Array:
+        """External ids in their own type, flattened in order; null for internal id 0.
+
+        Raises:
+            RecpoError: an id outside 0..V.
+        """
+        flat = np.asarray(item_ids, dtype=np.int64).ravel()
+        if flat.size and (flat.min() < 0 or flat.max() > len(self)):
+            raise RecpoError(f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}")
+        return self._external.take(pa.array(flat - 1, mask=flat == 0))
+
+
+def _to_array(values: Iterable[Any]) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        return values.combine_chunks()
+    if isinstance(values, pa.Array):
+        return values
+    try:
+        return pa.array(values if isinstance(values, np.ndarray) else list(values))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise RecpoError(f"item ids must all be integers or all be strings ({error})") from error
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

@@ -1,0 +1,209 @@
+"""The parts of the previous directory that an extension reads: held-out shards, histories, pairs and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import ibis
+import ibis.expr.types as ir
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recpo.base.feature_encoding import stored_type
+from recpo.log.engine import Engine
+from recpo.log.events import more_columns
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED
+from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, Prepared
+from recpo.log.schema import PERIODS, TRAIN, Derived, LogColumns
+from recpo.log.splits import as_histories
+
+EARLIER: Final = -1  # period of context events, which are already in a train shard
+#: Further columns of current events: number of earlier train events of the user, and the values that a prepared event
+#: already has.
+BEFORE, KEPT_LABEL, IS_KEPT = "before", "kept_label", "is_kept"
+ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
+_PLACE: Final = "place"
+
+
+class PreviousData:
+    """The previous prepared directory, as tables of an engine.
+
+    Args:
+        data: the directory.
+        root: its path.
+        engine: reads its files.
+
+    Attributes:
+        start_ms: start of its held-out periods.
+        bytes_read: number of bytes read from it.
+    """
+
+    def __init__(self, data: Prepared, root: Path, engine: Engine) -> None:
+        self.data, self.root, self._engine = data, root, engine
+        self.start_ms: int = data.manifest["boundaries"]["valid_start_ms"]
+        self._context = data.feature_schema.context
+        self.bytes_read = 0
+
+    def verify(self) -> None:
+        """Verifies the checksum of every file that is read completely, and counts its bytes."""
+        listed = [shard["file"] for period in PERIODS[1:] for shard in self.data.manifest["shards"][period]]
+        listed += [HELD_OUT, ITEMS, USERS, HISTORIES, QUANTILES, *self.vocabularies()]
+        listed += [name for name in (ITEM_FEATURES, USER_FEATURES) if name in self.data.manifest["files"]]
+        self.data.verify(listed)
+        self.bytes_read = sum((self.root / name).stat().st_size for name in listed)
+
+    def vocabularies(self) -> list[str]:
+        """The vocabulary files."""
+        return sorted(name for name in self.data.manifest["files"] if name.startswith("vocabularies/"))
+
+    def train_past(self) -> list[str]:
+        """The files with the pairs of users and items of the train period."""
+        return sorted(name for name in self.data.manifest["files"] if name.startswith(f"{TRAIN_PAST}/"))
+
+    def table(self, file: str) -> ir.Table:
+        """The rows of a file."""
+        return self._engine.read_parquet([self.root / file], []).drop(Engine.FILE, Engine.ROW)
+
+    def with_encoded(self, events: ir.Table) -> ir.Table:
+        """Adds empty columns for the encoded request features of new events."""
+        kinds = {ENCODED + CONTEXT + one.name: ibis.dtype(stored_type(one)) for one in self._context}
+        return events.mutate(**{name: ibis.null(kind) for name, kind in kinds.items()})
+
+    def history_rows(self, items: ir.Table, users: ir.Table) -> ir.Table:
+        """The rows of the histories, with item and user indices and their place in the file."""
+        rows = self._engine.read_parquet([self.root / HISTORIES], [])
+        names = {BEHAVIOR + name: name for name in self.data.behaviors}
+        rows = rows.rename(names | {CONTEXT + one.name: one.name for one in self._context})
+        rows = rows.mutate(**{_PLACE: rows[Engine.ROW].cast("int64")}).drop(Engine.FILE, Engine.ROW)
+        rows = rows.inner_join(items.select(LogColumns.ITEM_ID, Derived.ITEM_INDEX), LogColumns.ITEM_ID)
+        return rows.inner_join(users.select(LogColumns.USER_ID, Derived.USER_INDEX), LogColumns.USER_ID)
+
+    def earlier_history(self, items: ir.Table, users: ir.Table) -> ir.Table:
+        """The rows of the histories before the held-out periods, with their positions."""
+        rows = self.history_rows(items, users)
+        return _with_positions(rows.filter(rows[LogColumns.TIMESTAMP] < self.start_ms), users).drop(_PLACE)
+
+    def context(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+        """The last ``max_context`` train events of the users of ``placed``, with their positions.
+
+        For held-out users, they are context rows of their shard; for the others, rows of the histories.
+        """
+        user = Derived.USER_INDEX
+        valid, test = (self._shard_rows(period, placed) for period in PERIODS[1:])
+        contexts = [
+            valid.filter(~valid[Derived.IS_TARGET]),
+            test.filter(~test[Derived.IS_TARGET], test[LogColumns.TIMESTAMP] < self.start_ms).anti_join(valid, user),
+        ]
+        found = contexts[0].union(contexts[1]).drop(Derived.IS_TARGET)
+        rows = self.history_rows(items, users).semi_join(placed, user).anti_join(valid, user).anti_join(test, user)
+        rows = self._as_events(rows).select(found.columns).cast(dict(found.schema().items()))
+        found = _with_positions(found.union(rows), users)
+        alone = found[user].cast("int64") * (1 << 32) + found[Derived.POSITION]
+        return found.mutate(
+            **{
+                Derived.REQUEST: found[Derived.REQUEST].coalesce(alone).cast("int64"),
+                Derived.PERIOD: ibis.literal(EARLIER, "int8"),
+                Derived.VALUE: ibis.null("float64"),
+                IS_KEPT: ibis.literal(True),
+            }
+        )
+
+    def _as_events(self, rows: ir.Table) -> ir.Table:
+        """Rows of the histories with the columns of current events. Request features are plain in both."""
+        bits = [rows[BEHAVIOR + name].cast("int32") * (1 << bit) for bit, name in enumerate(self.data.behaviors)]
+        more = {Derived.BEHAVIORS: sum(bits[1:], start=bits[0]).cast("int32")} if bits else {}
+        unknown = {LogColumns.PROPENSITY: ibis.null("float64"), LogColumns.IS_RANDOM: ibis.literal(False)}
+        rows = rows.mutate(**more, **unknown, **{Derived.REQUEST: ibis.null("int64")})
+        return self.with_encoded(_in_milliseconds(rows))
+
+    def _shard_rows(self, period: str, events: ir.Table) -> ir.Table:
+        """The rows of the shards of a held-out period as current events, with encoded request features.
+
+        Args:
+            period: "valid" or "test".
+            events: events with the plain request features, which these rows lack.
+        """
+        files = [self.root / shard["file"] for shard in self.data.manifest["shards"][period]]
+        rows = self._engine.read_parquet(files, [])
+        context = [CONTEXT + one.name for one in self._context]
+        rows = rows.mutate(
+            **{
+                _PLACE: rows[Engine.ROW].cast("int64"),
+                LogColumns.PROPENSITY: _known(rows[LogColumns.PROPENSITY]),
+                **{ENCODED + name: rows[name] for name in context},
+                **{name: ibis.null(events[name].type()) for name in context},
+            }
+        )
+        kept = [Derived.USER_INDEX, Derived.ITEM_INDEX, LogColumns.TIMESTAMP, LogColumns.DISLIKE, LogColumns.IS_RANDOM]
+        kept += [LogColumns.PROPENSITY, Derived.REQUEST, Derived.IS_TARGET, _PLACE]
+        kept += [*more_columns(events), *(ENCODED + name for name in context)]
+        return _in_milliseconds(rows).select(*kept, Derived.WATCH_MS, Derived.DURATION_MS, KEPT_LABEL)
+
+    def pairs(self, users: np.ndarray) -> Iterator[pa.RecordBatch]:
+        """The pairs of ``users``, from the row groups of ``train_past/`` that may contain them."""
+        for name in self.train_past():
+            with pq.ParquetFile(self.root / name) as file:
+                for number in range(file.num_row_groups):
+                    group = file.metadata.row_group(number)
+                    extent = group.column(0).statistics
+                    first = 0 if extent is None else int(np.searchsorted(users, extent.min))
+                    if extent is not None and (first == len(users) or users[first] > extent.max):
+                        continue
+                    self.bytes_read += sum(group.column(column).total_compressed_size for column in range(2))
+                    table = file.read_row_group(number)
+                    kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
+                    yield from kept.to_batches()
+
+
+def at_hand(shaped: ir.Table) -> ir.Table:
+    """The current events (previously held out, or new) among ``shaped``."""
+    return shaped.filter(shaped[Derived.PERIOD] >= TRAIN)
+
+
+def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:
+    """The last ``max_context`` events of every user, from earlier and current events, as raw events.
+
+    Args:
+        earlier: ``PreviousData.earlier_history``.
+        fresh: ``recpo.log.splits.recent_events`` of the current events.
+        shaped: the current events.
+        max_context: number of events.
+    """
+    user = Derived.USER_INDEX
+    lengths = shaped.group_by(user).aggregate(length=shaped[Derived.POSITION].max() + 1)
+    kept = earlier.left_join(lengths, user).drop(f"{user}_right")
+    kept = kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - max_context)
+    return as_histories(fresh.union(kept.select(fresh.columns).cast(dict(fresh.schema().items()))))
+
+
+def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:
+    """Adds ``position`` to the last train events of every user, which are ordered by place."""
+    user = Derived.USER_INDEX
+    rows = rows.inner_join(users.select(user, BEFORE), user)
+    place = ibis.row_number().over(group_by=rows[user], order_by=rows[_PLACE])
+    first = rows[BEFORE] - rows.count().over(group_by=rows[user])
+    return rows.mutate(**{Derived.POSITION: (place + first).cast("int64")})
+
+
+def _in_milliseconds(rows: ir.Table) -> ir.Table:
+    """Adds ``watch_ms``, ``duration_ms`` and the kept label to rows in seconds; nan becomes null."""
+    return rows.mutate(
+        **{
+            Derived.WATCH_MS: (_known(rows[LogColumns.WATCH_TIME]) * 1000.0).round().cast("int64"),
+            Derived.DURATION_MS: (_known(rows[LogColumns.DURATION]) * 1000.0).round().cast("int64"),
+            KEPT_LABEL: _known(rows[Derived.LABEL]),
+        }
+    )
+
+
+def _known(values: ir.FloatingColumn) -> ir.FloatingColumn:
+    return ibis.ifelse(values.isnan(), ibis.null("float64"), values.cast("float64"))
+
+
+def names_of_more(events: ir.Table) -> Iterable[str]:
+    """The columns of behaviors and request features, plain and encoded, of current events."""
+    return [*more_columns(events), *(name for name in events.columns if name.startswith(ENCODED))]

@@ -1,0 +1,378 @@
+"""The columns of an interaction log with their units, and the columns of prepared data.
+
+Every name is defined once, here. ``LogColumns`` has the standard columns of a log. ``Columns`` maps them to the names
+and units of a given log. ``PRESETS`` has the mappings of well-known logs. ``EVENT_SCHEMA`` is the layout of the
+prepared shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+
+from recpo.base.errors import RecpoError
+
+TimeUnit = Literal["s", "ms", "us", "ns", "order"]
+DurationUnit = Literal["s", "ms", "us", "min"]
+
+_NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+
+MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
+
+
+class LogColumns:
+    """Standard names of the columns of an interaction log. Only the first three are required.
+
+    Attributes:
+        USER_ID: the user; an integer or a string.
+        ITEM_ID: the item; an integer or a string.
+        TIMESTAMP: when the item was shown; a number (in ``Columns.time_unit``), a time, or a string that parses.
+        WATCH_TIME: how long it was watched.
+        DURATION: how long the item is.
+        DISLIKE: an explicit negative signal; bool or 0/1.
+        LABEL: a number that a label method reads (a rating, a binary "long view").
+        PROPENSITY: probability in (0, 1] with which the logging policy showed the item.
+        IS_RANDOM: the exposure was uniformly random; bool or 0/1.
+        REQUEST_ID: shared by the events of one request (impression).
+    """
+
+    USER_ID: Final = "user_id"
+    ITEM_ID: Final = "item_id"
+    TIMESTAMP: Final = "timestamp"
+    WATCH_TIME: Final = "watch_time"
+    DURATION: Final = "duration"
+    DISLIKE: Final = "dislike"
+    LABEL: Final = "label"
+    PROPENSITY: Final = "propensity"
+    IS_RANDOM: Final = "is_random"
+    REQUEST_ID: Final = "request_id"
+
+    REQUIRED: Final = (USER_ID, ITEM_ID, TIMESTAMP)
+    OPTIONAL: Final = (WATCH_TIME, DURATION, DISLIKE, LABEL, PROPENSITY, IS_RANDOM, REQUEST_ID)
+    ALL: Final = REQUIRED + OPTIONAL
+
+
+class Derived:
+    """Names of the columns that the Ibis expressions of this package add before the shards are written.
+
+    Attributes:
+        WATCH_MS: watch time in integer milliseconds, null = unknown; counts of them make quantiles exact.
+        DURATION_MS: duration in integer milliseconds, null = unknown.
+        PERIOD: 0 train, 1 valid, 2 test (``PERIODS``).
+        VALUE: the number in the log's label column, null = missing; input of label methods.
+        LABEL: how good the event was, in [0, 1]; null = unknown.
+        FEEDBACK: feedback level 0..5 (``recpo.base.feedback.FeedbackDefinition``).
+        POSITION: position of the event in its user's history, from 0.
+        BEHAVIORS: bit set of what the user did with the item: bit b is the b-th behavior of the manifest.
+        AVAILABLE_FROM: time in ms from which an item may be recommended, null = always.
+    """
+
+    WATCH_MS: Final = "watch_ms"
+    DURATION_MS: Final = "duration_ms"
+    PERIOD: Final = "period"
+    VALUE: Final = "value"
+    LABEL: Final = "label"
+    FEEDBACK: Final = "feedback"
+    POSITION: Final = "position"
+    USER_INDEX: Final = "user_index"
+    ITEM_INDEX: Final = "item_index"
+    REQUEST: Final = "request"
+    IS_TARGET: Final = "is_target"
+    BEHAVIORS: Final = "behaviors"
+    AVAILABLE_FROM: Final = "available_from"
+    IS_PLACED: Final = "is_placed"
+
+
+TRAIN, VALID, TEST = 0, 1, 2
+PERIODS: Final = ("train", "valid", "test")
+
+#: The order of a user's events, nulls first. It does not depend on the order of rows and files in the log.
+TIE_RULE: Final = (
+    LogColumns.TIMESTAMP,
+    LogColumns.REQUEST_ID,
+    LogColumns.ITEM_ID,
+    Derived.WATCH_MS,
+    Derived.DURATION_MS,
+    LogColumns.DISLIKE,
+    Derived.VALUE,
+    LogColumns.PROPENSITY,
+    LogColumns.IS_RANDOM,
+)
+
+EVENT_SCHEMA: Final = pa.schema(
+    [
+        (Derived.USER_INDEX, pa.int32()),
+        (Derived.ITEM_INDEX, pa.int32()),
+        (LogColumns.TIMESTAMP, pa.int64()),
+        (Derived.LABEL, pa.float32()),
+        (LogColumns.DISLIKE, pa.bool_()),
+        (Derived.FEEDBACK, pa.int8()),
+        (LogColumns.WATCH_TIME, pa.float32()),
+        (LogColumns.DURATION, pa.float32()),
+        (LogColumns.PROPENSITY, pa.float32()),
+        (LogColumns.IS_RANDOM, pa.bool_()),
+        (Derived.REQUEST, pa.int64()),
+        (Derived.IS_TARGET, pa.bool_()),
+    ]
+)
+
+QUANTILE_SCHEMA: Final = pa.schema(
+    [("bucket", pa.int32()), (Derived.WATCH_MS, pa.int64()), ("count", pa.int64()), ("quantile", pa.float64())]
+)
+
+
+#: Layout of the items that the users of a held-out shard had before the period; pairs are distinct.
+PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
+
+
+def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
+    """Layout of ``items.parquet``, with the type of the external ids."""
+    return pa.schema(
+        [
+            (Derived.ITEM_INDEX, pa.int32()),
+            (LogColumns.ITEM_ID, item_id),
+            ("train_count", pa.int64()),
+            ("train_positives", pa.int64()),
+            (LogColumns.DURATION, pa.float32()),
+            *[(Derived.AVAILABLE_FROM, pa.int64())] * has_available,
+        ]
+    )
+
+
+#: Column of ``items.parquet`` that exists once an item was retired; a retired item is no longer a candidate.
+RETIRED: Final = "retired"
+#: Column with the first time in ms at which an item may no longer be recommended, null = never; see ``AVAILABLE_FROM``.
+AVAILABLE_UNTIL: Final = "available_until"
+ALWAYS: Final = -(2**63)
+NEVER: Final = 2**63 - 1
+
+
+def user_schema(user_id: pa.DataType) -> pa.Schema:
+    """Layout of ``users.parquet``, with the type of the external ids; ``train_count`` counts events."""
+    return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id), ("train_count", pa.int64())])
+
+
+def held_out_schema(
+    user_id: pa.DataType,
+    item_id: pa.DataType,
+    request_id: pa.DataType,
+    has_behaviors: bool = False,
+    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> pa.Schema:
+    """Layout of ``held_out.parquet``: the standard events of the held-out periods, which an extension reads again.
+
+    Events of items and users outside the catalog are included, because they may enter it later. ``label`` and
+    ``request`` are known if ``is_placed``, that is, for events that are in the shards.
+
+    Args:
+        user_id: type of the user ids.
+        item_id: type of the item ids.
+        request_id: type of the request ids.
+        has_behaviors: there is a column of bit sets.
+        context: columns of request features and the types of their plain values.
+    """
+    return pa.schema(
+        [
+            (LogColumns.USER_ID, user_id),
+            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.TIMESTAMP, pa.int64()),
+            (Derived.WATCH_MS, pa.int64()),
+            (Derived.DURATION_MS, pa.int64()),
+            (LogColumns.DISLIKE, pa.bool_()),
+            (Derived.VALUE, pa.float64()),
+            (LogColumns.PROPENSITY, pa.float64()),
+            (LogColumns.IS_RANDOM, pa.bool_()),
+            (LogColumns.REQUEST_ID, request_id),
+            (Derived.LABEL, pa.float64()),
+            (Derived.REQUEST, pa.int64()),
+            (Derived.IS_PLACED, pa.bool_()),
+            *[(Derived.BEHAVIORS, pa.int32())] * has_behaviors,
+            *context.items(),
+        ]
+    )
+
+
+def history_schema(
+    user_id: pa.DataType,
+    item_id: pa.DataType,
+    behaviors: Iterable[str] = (),
+    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> pa.Schema:
+    """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown.
+
+    Args:
+        user_id: type of the user ids.
+        item_id: type of the item ids.
+        behaviors: names of behaviors, one flag each.
+        context: names of request features and the types of their values.
+    """
+    return pa.schema(
+        [
+            (LogColumns.USER_ID, user_id),
+            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.TIMESTAMP, pa.int64()),
+            (LogColumns.WATCH_TIME, pa.float64()),
+            (LogColumns.DURATION, pa.float64()),
+            (LogColumns.DISLIKE, pa.bool_()),
+            (Derived.LABEL, pa.float32()),
+            *((name, pa.bool_()) for name in behaviors),
+            *context.items(),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class FlagColumn:
+    """A flag that is read from a column of values: true where the value is one of ``equals``, null where it is missing.
+
+    For a column ``thumb`` with "up", "down" and null, a dislike is ``FlagColumn("thumb", "down")``; in YAML,
+    ``dislike: {column: thumb, equals: down}``. Texts are compared without the spaces around them.
+
+    Args:
+        column: column of the log; strings, numbers or booleans.
+        equals: the value, or values, that mean true.
+    """
+
+    column: str
+    equals: str | int | bool | tuple[str | int | bool, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or "" in self.values:
+            raise RecpoError(f"column {self.column}: equals is {self.equals!r}, expected the values that mean true")
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values of ``equals`` as texts; "true" and "false" for booleans."""
+        given = self.equals if isinstance(self.equals, tuple | list) else (self.equals,)
+        return tuple(str(value).lower() if isinstance(value, bool) else str(value).strip() for value in given)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values that are numbers, which are compared with columns of numbers."""
+        return tuple(float(value) for value in self.values if _NUMBER.fullmatch(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest; ``read_column`` reads it."""
+        return {"column": self.column, "equals": list(self.values)}
+
+
+def name_of(column: str | FlagColumn) -> str:
+    """Name in the log of a column, which may be a flag that is read from values."""
+    return column if isinstance(column, str) else column.column
+
+
+def read_column(entry: str | Mapping[str, Any]) -> str | FlagColumn:
+    """The column of an entry of the manifest: a name, or the content of a flag."""
+    return entry if isinstance(entry, str) else FlagColumn(entry["column"], tuple(entry["equals"]))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The log's names and units of the standard columns.
+
+    A column named here must exist in the log. A column that is left out keeps its name in the preset, and is used if
+    the log has it.
+
+    Args:
+        user_id: column of the user, integer or string.
+        item_id: column of the item, integer or string.
+        timestamp: column of the time of the event: number, time, or string that parses.
+        watch_time: column of the watch time.
+        duration: column of the item's duration.
+        dislike: column of an explicit negative signal, bool or 0/1; or ``{column: thumb, equals: down}``, for a column
+            of values of which some mean a dislike.
+        label: column of a number that the label method reads (a rating, a binary signal); or ``{column: thumb, equals:
+            up}``, which is 1 for these values and 0 for others.
+        propensity: column of the logging policy's probability of the item, in (0, 1].
+        is_random: column that is true for uniformly random exposures, bool or 0/1; or ``{column: ..., equals: ...}``.
+        request_id: column that is shared by the events of one request.
+        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.
+        watch_time_unit: unit of ``watch_time``.
+        duration_unit: unit of ``duration``.
+    """
+
+    user_id: str | None = None
+    item_id: str | None = None
+    timestamp: str | None = None
+    watch_time: str | None = None
+    duration: str | None = None
+    dislike: FlagColumn | str | None = None
+    label: FlagColumn | str | None = None
+    propensity: str | None = None
+    is_random: FlagColumn | str | None = None
+    request_id: str | None = None
+    time_unit: TimeUnit | None = None
+    watch_time_unit: DurationUnit | None = None
+    duration_unit: DurationUnit | None = None
+
+    def over(self, preset: Columns) -> Columns:
+        """This mapping, completed by ``preset``."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(preset, **{name: value for name, value in said.items() if value is not None})
+
+    def named(self) -> dict[str, str]:
+        """Standard name -> name in the log, for every column that this mapping names."""
+        given = {column: getattr(self, column) for column in LogColumns.ALL}
+        return {column: name_of(name) for column, name in given.items() if name is not None}
+
+    def flags(self) -> dict[str, FlagColumn]:
+        """Standard name -> the flag that is read from values, for every such column."""
+        given = {column: getattr(self, column) for column in LogColumns.ALL}
+        return {column: flag for column, flag in given.items() if isinstance(flag, FlagColumn)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and units, for the manifest."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return said | {column: flag.to_json() for column, flag in self.flags().items()}
+
+
+PresetName = Literal["plain", "kuairand", "movielens", "recbole"]
+
+#: Columns of well-known logs; ``plain`` is the standard names themselves.
+PRESETS: Final[dict[str, Columns]] = {
+    "plain": Columns(
+        **{column: column for column in LogColumns.ALL},
+        time_unit="ms",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+    # KuaiRand (Gao et al., CIKM 2022, arXiv 2208.08696): log_standard_*.csv, log_random_*.csv; kuairand.com
+    "kuairand": Columns(
+        user_id="user_id",
+        item_id="video_id",
+        timestamp="time_ms",
+        watch_time="play_time_ms",
+        duration="duration_ms",
+        dislike="is_hate",
+        label="long_view",
+        is_random="is_rand",
+        time_unit="ms",
+        watch_time_unit="ms",
+        duration_unit="ms",
+    ),
+    # MovieLens (Harper and Konstan, 2015): ratings.csv of ml-latest, ml-25m, ml-32m; grouplens.org/datasets/movielens
+    "movielens": Columns(
+        user_id="userId",
+        item_id="movieId",
+        timestamp="timestamp",
+        label="rating",
+        time_unit="s",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+    # atomic files of RecBole (Zhao et al., CIKM 2021, arXiv 2011.01731): <dataset>.inter, each name with its type
+    "recbole": Columns(
+        user_id="user_id:token",
+        item_id="item_id:token",
+        timestamp="timestamp:float",
+        label="rating:float",
+        time_unit="s",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+}

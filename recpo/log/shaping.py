@@ -1,0 +1,489 @@
+"""Labels in [0, 1] and the cutoffs of feedback levels, as Ibis expressions.
+
+Every label implements ``Label``. Fitted values only use events of the train period, so no label depends on later
+events. An event whose label cannot be determined is unlabeled: null here, nan in the shards. Watch times are compared
+in integer milliseconds, which makes every quantile exact.
+
+The share of watch times that an event reaches is a mid-rank: (number below + half of the number equal) / n. Counting
+ties in full, as printed in the paper (``ties="full"``), moves ties up: in a log in which most items are skipped after
+zero seconds, a skip would be no shorter than most watch times and would count as positive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
+
+import ibis
+import ibis.expr.types as ir
+import pyarrow as pa
+
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import DEFAULT_DURATION_BASE, FeedbackDefinition, FeedbackRule
+from recpo.log.events import bucket
+from recpo.log.schema import TRAIN, Derived, LogColumns
+
+Ties = Literal["mid", "full"]
+"""How equal watch times count: by half, or in full."""
+
+_WTG_RESOLUTION: Final = 1e6
+_CUTOFFS: Final = ("q25", "q50", "q75")
+
+
+class Label(ABC):
+    """Turns events into a preference label; implementations are frozen dataclasses.
+
+    Attributes:
+        needs: standard columns that the log must have.
+        reads_events_once: ``add_counted`` refers to its events once, so that they need not be materialized for it.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    reads_events_once: ClassVar[bool] = False
+
+    @abstractmethod
+    def add(self, events: ir.Table) -> ir.Table:
+        """Adds ``label``: float64 in [0, 1], null = unknown.
+
+        Args:
+            events: standard events with ``user_index`` and ``period``.
+        """
+
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``duration_base``.
+
+        Args:
+            events: standard events with ``user_index`` and ``period``.
+            counts: their ``bucket_counts``.
+        """
+        return self.add(events)
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """Like ``add``, but with values that were fitted to all users before instead of values from these events.
+
+        Args:
+            events: standard events with ``user_index`` and ``period``, including the recent past of their users.
+            fitted: the kept ``quantile_table``.
+
+        Raises:
+            RecpoError: the fitted values of this label are not kept.
+        """
+        return self.add(events)
+
+    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
+        """True for values in the log's ``label`` that this method cannot read; None = it reads any number."""
+        return None
+
+    @property
+    def duration_base(self) -> float:
+        """Base of the duration buckets for this label."""
+        return DEFAULT_DURATION_BASE
+
+
+@dataclass(frozen=True)
+class WatchQuantiles(Label):
+    """Rank of the watch time among the user's own train watch times on items of similar duration.
+
+    ``q_i = (|{p in P: p < p_i}| + |{p in P: p = p_i}| / 2) / |P|``, where ``P`` is the same user's watch times of the
+    train period in the duration bucket ``floor(log_base(d + 1e-6))``, ``d`` in seconds (OneRec-V2, arXiv 2508.20900,
+    section 3.1; a train event is itself in ``P``). A watch time of zero seconds has 0. With ``ties="full"`` the label
+    is as printed in the paper, ``q_i = |{p in P: p <= p_i}| / |P|``.
+
+    The paper does not cover short histories. If ``|P| < min_history``, the rank among all users' train watch times of
+    that bucket is used. If these are fewer than ``min_history`` as well, the event has no label. It also has no label
+    if the duration is missing, zero or negative, or if the watch time is missing.
+
+    Args:
+        base: base of the duration buckets.
+        min_history: minimum number of watch times for a quantile.
+        ties: how equal watch times count: by half (mid), or in full (full).
+    """
+
+    base: float = DEFAULT_DURATION_BASE
+    min_history: int = 5
+    ties: Ties = "mid"
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+    reads_events_once: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_base(self.base)
+        if self.min_history < 1:
+            raise RecpoError(f"label WatchQuantiles: min_history {self.min_history} must be at least 1")
+
+    @property
+    def duration_base(self) -> float:
+        """Base of the duration buckets."""
+        return self.base
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
+        return self._labeled(events, bucket_counts(events, self.base))
+
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """The bucket's shares are those of ``counts``."""
+        return self._labeled(events, counts)
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """Uses the kept table for the bucket's ranks, and the train events among ``events`` for the user's own."""
+        keyed = events.mutate(bucket=bucket(events, self.base))
+        return self._labeled(events, watch_counts(keyed, ["bucket"], kept=fitted))
+
+    def _labeled(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        keyed = events.mutate(bucket=bucket(events, self.base))
+        share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
+        table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
+        keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
+        own = {"group_by": [Derived.USER_INDEX, "bucket"], "order_by": Derived.WATCH_MS}
+        fitted = _is_fitted(keyed)
+        keyed = keyed.mutate(  # with the same order one sort serves the three sums
+            own_at_most=fitted.sum().over(ibis.range_window(**own, preceding=None, following=0)),
+            own_equal=fitted.sum().over(ibis.range_window(**own, preceding=0, following=0)),
+            own_total=fitted.sum().over(**own, rows=(None, None)),
+        )
+        quantile = ibis.cases(
+            (keyed[Derived.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),
+            (
+                keyed.own_total >= self.min_history,
+                _share(keyed.own_at_most, keyed.own_equal, keyed.own_total, self.ties),
+            ),
+            (keyed.total_of_all >= self.min_history, keyed.share_of_all),
+            else_=ibis.null("float64"),
+        )
+        return _with_label(events, keyed, _unwatched_is_zero(keyed, quantile, self.ties))
+
+
+@dataclass(frozen=True)
+class WatchRatio(Label):
+    """Watched share of the item, ``min(watch_time / (cap * duration), 1)``.
+
+    Args:
+        cap: watch ratio that counts as 1; watching an item twice is a ratio of 2.
+    """
+
+    cap: float = 1.0
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+    reads_events_once: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive")
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """Nothing is fitted."""
+        ratio = events[Derived.WATCH_MS].cast("float64") / (events[Derived.DURATION_MS].cast("float64") * self.cap)
+        return _with_label(events, events, ibis.ifelse(ratio > 1.0, 1.0, ratio))
+
+
+@dataclass(frozen=True)
+class D2Q(Label):
+    """Rank of the watch time among all users' train watch times in the item's duration group.
+
+    Duration-deconfounded quantile (Zhan et al., KDD 2022, arXiv 2206.06003): items are divided by duration into
+    ``groups`` groups with equally many train events, and the label is the mid-rank of the watch time in the group; 0
+    for a watch time of zero seconds. Events of equal duration are never separated, so groups may differ in size if
+    durations repeat.
+
+    Args:
+        groups: number of duration groups.
+        min_history: minimum number of train watch times in a group; events of smaller groups have no label.
+        ties: how equal watch times count: by half (mid), or in full (full).
+    """
+
+    groups: int = 30
+    min_history: int = 5
+    ties: Ties = "mid"
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1")
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """See ``Label.extend``: not supported."""
+        raise _not_kept(self)
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """Groups are quantiles of the train durations. A later, unknown duration is placed by its value."""
+        durations = _train_counts(events, [Derived.DURATION_MS])
+        in_order = ibis.cumulative_window(order_by=Derived.DURATION_MS)
+        below = durations["count"].sum().over(in_order).cast("int64") - durations["count"]
+        total = durations["count"].sum().over(ibis.window()).cast("int64")
+        place = (below * self.groups // total).cast("int32")
+        groups = durations.filter(durations["count"].sum().over(ibis.window()) > 0).select(
+            Derived.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place)
+        )
+        keyed = events.left_join(groups, Derived.DURATION_MS).drop(f"{Derived.DURATION_MS}_right")
+        return _share_within(events, keyed, "group", Derived.WATCH_MS, self.min_history, self.ties)
+
+
+@dataclass(frozen=True)
+class WatchTimeGain(Label):
+    """Rank of the watch-time gain ``(w - mean) / std`` among all train events.
+
+    Watch-time gain (WTG) of DVR, Zheng et al., ACM MM 2022, arXiv 2208.05190: the watch time standardized within items
+    of similar duration. Mean and (population) standard deviation are computed over all users' train watch times in the
+    duration bucket. Differences from the paper: buckets are those of ``WatchQuantiles``, and the unbounded gain is
+    replaced by its mid-rank among the train gains, with a resolution of one millionth of a deviation. 0 for a watch
+    time of zero seconds.
+
+    Args:
+        base: base of the duration buckets.
+        min_history: minimum number of train watch times in a bucket; events of smaller buckets have no label.
+        ties: how equal gains count: by half (mid), or in full (full).
+    """
+
+    base: float = DEFAULT_DURATION_BASE
+    min_history: int = 5
+    ties: Ties = "mid"
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+
+    def __post_init__(self) -> None:
+        _check_base(self.base)
+
+    @property
+    def duration_base(self) -> float:
+        """Base of the duration buckets."""
+        return self.base
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """See ``Label.extend``: not supported."""
+        raise _not_kept(self)
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """Moments are sums of integers, so they do not depend on the order of summation."""
+        keyed = events.mutate(bucket=bucket(events, self.base))
+        fitted = keyed.filter(_is_fitted(keyed) == 1, keyed.bucket.notnull())
+        exact = fitted[Derived.WATCH_MS].cast("decimal(38, 0)")
+        sums = fitted.group_by("bucket").aggregate(n=fitted.count(), one=exact.sum(), two=(exact * exact).sum())
+        n, one, two = (sums[name].cast("float64") for name in ("n", "one", "two"))
+        variance = two / n - (one / n) * (one / n)
+        moments = sums.filter(sums.n >= self.min_history).select("bucket", mean=one / n, variance=variance)
+        keyed = keyed.left_join(moments, "bucket").drop("bucket_right")
+        gain = (keyed[Derived.WATCH_MS] - keyed["mean"]) / ibis.ifelse(
+            keyed["variance"] > 0, keyed["variance"], 1.0
+        ).sqrt()
+        gain = ibis.ifelse(keyed["mean"].isnull(), ibis.null("float64"), gain)
+        keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast("int64"), everyone=ibis.literal(0, "int8"))
+        return _share_within(events, keyed, "everyone", "gain", 1, self.ties)
+
+
+@dataclass(frozen=True)
+class EveryEvent(Label):
+    """Every event is positive: 1. For logs of purchases, clicks or visits without other feedback."""
+
+    reads_events_once: ClassVar[bool] = True
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """A constant column."""
+        return events.mutate(**{Derived.LABEL: ibis.literal(1.0)})
+
+
+@dataclass(frozen=True)
+class BinaryColumn(Label):
+    """The column mapped to ``label`` itself, 0 or 1: a click, a like, KuaiRand's ``long_view``.
+
+    ``recpo prepare`` rejects other values. An event with a missing value has no label.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+    reads_events_once: ClassVar[bool] = True
+
+    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
+        """Anything but 0 and 1."""
+        return (label != 0) & (label != 1)
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """The column itself."""
+        return events.mutate(**{Derived.LABEL: events[Derived.VALUE]})
+
+
+@dataclass(frozen=True)
+class NumericColumn(Label):
+    """The number mapped to ``label``, scaled linearly from ``low`` (0) to ``high`` (1) and clipped; or a threshold.
+
+    The ends are given, not fitted, so the label of an event does not depend on other events. They have no default: the
+    scale of a column is not known, and on a wrong one most events would be clipped to the same label. For ratings from
+    0.5 to 5, use ``low=0.5, high=5``, or ``threshold=4`` for 1 if the rating is at least 4 and 0 otherwise. ``recpo
+    prepare`` asks for missing ends with the smallest and largest value of the column, and counts values outside them.
+
+    Args:
+        low: value that becomes 0.
+        high: value that becomes 1.
+        threshold: 1 if the value is at least this and 0 otherwise; instead of ``low`` and ``high``.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    threshold: float | None = None
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+    reads_events_once: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        ends = self.low is not None or self.high is not None
+        if ends and self.threshold is not None:
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given"
+            )
+        if ends and (self.low is None or self.high is None):
+            raise RecpoError(f"label NumericColumn: low {self.low} and high {self.high} must be given together")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the ends or the threshold are given."""
+        return self.low is not None or self.threshold is not None
+
+    def clipped(self, value: ir.FloatingColumn) -> ir.BooleanColumn | None:
+        """True for finite values outside the ends; None = there are no ends."""
+        if self.low is None or self.high is None:
+            return None
+        return ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """Linear scaling, or a threshold.
+
+        Raises:
+            RecpoError: there are neither ends nor a threshold.
+        """
+        value = events[Derived.VALUE]
+        if self.threshold is not None:
+            label = (value >= self.threshold).cast("int8").cast("float64")
+        elif self.low is not None and self.high is not None:
+            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
+        else:
+            raise RecpoError("label NumericColumn: low and high, or threshold, must be given")
+        return events.mutate(**{Derived.LABEL: label})
+
+
+def watch_counts(
+    keyed: ir.Table, by: Sequence[str], value: str = Derived.WATCH_MS, kept: ir.Table | None = None
+) -> ir.Table:
+    """Train events per group and value, and how many of the group have at most that value.
+
+    Args:
+        keyed: events with the columns ``by`` and ``value``.
+        by: columns of the group.
+        value: integer column.
+        kept: counts of train events that replace the counts of ``keyed``.
+
+    Returns:
+        ``by``, ``value``, ``count``, ``at_most``, ``total`` (int64). Values that only later events have get count 0.
+    """
+    counts = _train_counts(keyed, [*by, value])
+    if kept is not None:
+        values = counts.mutate(count=ibis.literal(0, "int64"))
+        values = values.union(kept.select(*(kept[name].cast(kind) for name, kind in counts.schema().items())))
+        counts = values.group_by([*by, value]).aggregate(count=values["count"].sum().cast("int64"))
+    count = counts["count"]
+    return counts.mutate(
+        at_most=count.sum().over(ibis.cumulative_window(group_by=by, order_by=value)).cast("int64"),
+        total=count.sum().over(group_by=by).cast("int64"),
+    )
+
+
+def _train_counts(events: ir.Table, keys: Sequence[str]) -> ir.Table:
+    known = events.filter(*[events[key].notnull() for key in keys])
+    return known.group_by(list(keys)).aggregate(count=_is_fitted(known).sum().cast("int64"))
+
+
+def _is_fitted(events: ir.Table) -> ir.IntegerColumn:
+    return ((events[Derived.PERIOD] == TRAIN) & events[Derived.WATCH_MS].notnull()).cast("int64")
+
+
+def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min_history: int, ties: Ties) -> ir.Table:
+    table = watch_counts(keyed, [group], value)
+    table = table.filter(table.total >= max(1, min_history))
+    table = table.select(group, value, share=_share(table.at_most, table["count"], table.total, ties))
+    joined = keyed.left_join(table, [group, value])
+    quantile = ibis.ifelse(joined[Derived.WATCH_MS].notnull(), joined.share, ibis.null("float64"))
+    return _with_label(events, joined, _unwatched_is_zero(joined, quantile, ties))
+
+
+def _share(
+    at_most: ir.IntegerColumn, equal: ir.IntegerColumn, total: ir.IntegerColumn, ties: Ties
+) -> ir.FloatingColumn:
+    """Rank / total from integers, so that every engine divides the same two numbers."""
+    if ties == "full":
+        return at_most.cast("float64") / total.cast("float64")
+    return (at_most * 2 - equal).cast("float64") / (total * 2).cast("float64")
+
+
+def _unwatched_is_zero(keyed: ir.Table, label: ir.FloatingColumn, ties: Ties) -> ir.FloatingColumn:
+    if ties == "full":
+        return label
+    return ibis.ifelse(label.notnull() & (keyed[Derived.WATCH_MS] == 0), 0.0, label)
+
+
+def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) -> ir.Table:
+    return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
+
+
+def _not_kept(label: Label) -> RecpoError:
+    return RecpoError(
+        f"label {type(label).__name__}: what it fits is not kept, so that a directory with it cannot be extended; "
+        "prepare the whole log again, or take another --label"
+    )
+
+
+def _check_base(base: float) -> None:
+    if not base > 1:
+        raise RecpoError(f"label: base {base} of the duration buckets must be greater than 1")
+
+
+def bucket_counts(events: ir.Table, base: float) -> ir.Table:
+    """The ``watch_counts`` of duration buckets: of the quantiles of all users, and of those of labels."""
+    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
+
+
+def quantile_table(counts: ir.Table) -> ir.Table:
+    """All users' train watch times: ``bucket``, ``watch_ms``, ``count``, ``quantile`` (share that is no longer).
+
+    Args:
+        counts: of ``bucket_counts``.
+    """
+    table = counts.filter(counts["count"] > 0)
+    table = table.mutate(quantile=table.at_most / table.total)
+    return table.select("bucket", Derived.WATCH_MS, "count", "quantile").order_by(["bucket", Derived.WATCH_MS])
+
+
+def cutoff_table(quantiles: ir.Table) -> ir.Table:
+    """Quartile cutoffs of each bucket: ``bucket``, ``q25``, ``q50``, ``q75`` in milliseconds.
+
+    A cutoff is the smallest watch time at or below which a quarter, half or three quarters of them lie.
+    """
+    watch = quantiles[Derived.WATCH_MS]
+    cutoffs = {name: watch.min(where=quantiles.quantile >= quarter / 4) for quarter, name in enumerate(_CUTOFFS, 1)}
+    return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
+
+
+def definition(
+    cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float, label: str = ""
+) -> FeedbackDefinition:
+    """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
+    low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
+    fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
+    by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
+    return FeedbackDefinition(rule, base, by_bucket, max_watch_time, label)
+
+
+def watch_ties(quantiles: ir.Table) -> ir.Table:
+    """One row about the train watch times of ``quantile_table``: ``watched``, ``zero`` and ``tied`` (int64).
+
+    ``zero`` counts watch times of zero seconds. ``tied`` counts those that equal the most frequent watch time of their
+    duration bucket.
+    """
+    count, no_watch = quantiles["count"], quantiles[Derived.WATCH_MS] == 0
+    buckets = quantiles.group_by("bucket").aggregate(
+        watched=count.sum(), zero=count.sum(where=no_watch).fill_null(0), tied=count.max()
+    )
+    return buckets.aggregate(
+        **{name: buckets[name].sum().fill_null(0).cast("int64") for name in ("watched", "zero", "tied")}
+    )

@@ -1,0 +1,303 @@
+"""Divides a log into the events that train a policy (train), select it (valid) and evaluate it (test).
+
+This module has the split rules, and selects the rows of each period's shards and of the serving histories.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from typing import Any, ClassVar, Final
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import ibis
+import ibis.expr.types as ir
+
+from recpo.base.errors import RecpoError
+from recpo.log.events import more_columns, time_order
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED
+from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
+
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Split(ABC):
+    """Assigns each event to a period. Implementations are frozen dataclasses.
+
+    Attributes:
+        is_per_event: the period depends only on the event itself, so that computing it again is cheap.
+    """
+
+    is_per_event: ClassVar[bool] = False
+
+    @abstractmethod
+    def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
+        """The values that follow from the log's first and last time; they are written into the manifest.
+
+        Args:
+            first_ms: earliest timestamp of the log.
+            last_ms: latest timestamp of the log.
+            has_clock: False if timestamps are positions (``time_unit: order``).
+
+        Raises:
+            RecpoError: the log cannot be split this way.
+        """
+
+    @abstractmethod
+    def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
+        """Adds the column ``period``: 0 train, 1 valid, 2 test."""
+
+
+@dataclass(frozen=True)
+class TemporalSplit(Split):
+    """Two points in time for all users: the test period is the last days, the valid period the days before them.
+
+    Days are calendar days in ``timezone``; the day of the log's last event is the last test day. An event exactly at a
+    boundary belongs to the later period, so equal times are never separated. If explicit times are given, the numbers
+    of days are not used.
+
+    Args:
+        valid_days: length of the valid period in days.
+        test_days: length of the test period in days.
+        valid_start: ISO time at which the valid period starts; without an offset, it is in ``timezone``.
+        test_start: ISO time at which the test period starts; without an offset, it is in ``timezone``.
+        timezone: determines midnight: a UTC offset such as "+08:00", or an IANA name.
+    """
+
+    valid_days: int = 1
+    test_days: int = 1
+    valid_start: str | None = None
+    test_start: str | None = None
+    timezone: str = "+00:00"
+
+    is_per_event: ClassVar[bool] = True
+
+    def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
+        """The two times in milliseconds since the epoch, and as ISO times in ``timezone``."""
+        if not has_clock:
+            raise RecpoError("split TemporalSplit needs real times, but time_unit is order: use LeaveLastOut")
+        if min(self.valid_days, self.test_days) < 1:
+            raise RecpoError(f"split: valid_days {self.valid_days} and test_days {self.test_days} must be at least 1")
+        zone = _zone(self.timezone)
+        test = self._start("test_start", zone) or _midnight(_moment(last_ms, zone), self.test_days - 1)
+        valid = self._start("valid_start", zone) or test - timedelta(days=self.valid_days)
+        first, last = _moment(first_ms, zone), _moment(last_ms, zone)
+        if not first < valid < test <= last:
+            raise RecpoError(
+                f"split TemporalSplit: valid would begin at {valid.isoformat()} and test at {test.isoformat()}, but "
+                f"the log runs from {first.isoformat()} to {last.isoformat()}: each period needs events; choose other "
+                "valid_days and test_days, or valid_start and test_start"
+            )
+        return {
+            "valid_start": valid.isoformat(),
+            "valid_start_ms": _milliseconds(valid),
+            "test_start": test.isoformat(),
+            "test_start_ms": _milliseconds(test),
+        }
+
+    def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
+        """Compares every timestamp with the two boundaries."""
+        time = events[LogColumns.TIMESTAMP]
+        period = ibis.cases(
+            (time >= boundaries["test_start_ms"], TEST), (time >= boundaries["valid_start_ms"], VALID), else_=TRAIN
+        )
+        return events.mutate(**{Derived.PERIOD: period.cast("int8")})
+
+    def _start(self, key: str, zone: tzinfo) -> datetime | None:
+        text = getattr(self, key)
+        if text is None:
+            return None
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise RecpoError(f"split {key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00") from error
+        return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+
+
+@dataclass(frozen=True)
+class LeaveLastOut(Split):
+    """Each user's last event is test, the previous one valid, and all earlier ones train.
+
+    The last event is determined by the fixed order of a user's events (``recpo.log.schema.TIE_RULE``), so ties in time
+    do not depend on the order of the log. Events of other users may be later than a user's test event; use
+    ``TemporalSplit`` if that matters. The last event is selected before events of items outside the catalog are
+    dropped.
+
+    Args:
+        min_history: minimum number of train events of a held-out user; users with shorter histories are only in train.
+    """
+
+    min_history: int = 1
+
+    def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
+        """Does nothing: the split does not depend on the log."""
+        if self.min_history < 0:
+            raise RecpoError(f"split LeaveLastOut: min_history {self.min_history} must be at least 0")
+        return {}
+
+    def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
+        """Counts every user's events from the last one backward."""
+        user = events[LogColumns.USER_ID]
+        from_end = ibis.row_number().over(group_by=user, order_by=time_order(events, newest_first=True))
+        total = events.count().over(group_by=user)
+        held_out = total >= self.min_history + 2
+        period = ibis.cases((held_out & (from_end == 0), TEST), (held_out & (from_end == 1), VALID), else_=TRAIN)
+        return events.mutate(**{Derived.PERIOD: period.cast("int8")})
+
+
+def period_rows(events: ir.Table, period: int, max_context: int, *, has_context: bool | None = None) -> ir.Table:
+    """The rows of one period for ``recpo.log.writing.write_shards``, sorted by user and time.
+
+    They have the columns of ``EVENT_SCHEMA`` except the feedback level; times in seconds are float64 here.
+
+    Train: every event, all of them targets. Valid and test, and train in an extension: for each user with an event in
+    the period, the last ``max_context`` earlier events as context, followed by the period's events as targets.
+
+    Args:
+        events: labeled events with ``position`` and ``period``.
+        period: 0, 1 or 2.
+        max_context: number of context events.
+        has_context: whether there are context events; None = only in the held-out periods.
+    """
+    if not (period != TRAIN if has_context is None else has_context):
+        chosen = events.filter(events[Derived.PERIOD] == TRAIN)
+    else:
+        targets = events.filter(events[Derived.PERIOD] == period)
+        begins = targets.group_by(Derived.USER_INDEX).aggregate(begin=targets[Derived.POSITION].min())
+        near = events.inner_join(begins, Derived.USER_INDEX)
+        chosen = near.filter(near[Derived.PERIOD] <= period, near[Derived.POSITION] >= near.begin - max_context)
+    order = [chosen[Derived.USER_INDEX], chosen[Derived.POSITION]]
+    return chosen.order_by(order).select(**_layout(chosen, period))
+
+
+def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -> ir.Table:
+    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, sorted pairs with repeats.
+
+    ``recpo.log.writing.without_repeats`` drops the repeats: cheaper than a hash table of pairs.
+
+    Args:
+        events: events with their period.
+        period: 1 or 2.
+        earlier: pairs of ``PAST_SCHEMA`` to include.
+    """
+    user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
+    held_out = events.filter(events[Derived.PERIOD] == period).select(user).distinct()
+    before = events.filter(events[Derived.PERIOD] < period).select(user, item)
+    before = (before if earlier is None else before.union(earlier.select(user, item))).semi_join(held_out, user)
+    return before.order_by([user, item])
+
+
+def train_items(events: ir.Table) -> ir.Table:
+    """The items that users had in the train period: ``PAST_SCHEMA``, sorted pairs with repeats, as ``past_items``."""
+    user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
+    return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).order_by([user, item])
+
+
+def outside_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+    """The standard events of the held-out periods whose item or user is not kept.
+
+    Args:
+        events: all standard events with their period.
+        items: kept items.
+        users: kept users.
+    """
+    later, item, user = events.filter(events[Derived.PERIOD] > TRAIN), LogColumns.ITEM_ID, LogColumns.USER_ID
+    keys = items.select(kept_item=items[item]), users.select(kept_user=users[user])
+    joined = later.left_join(keys[0], later[item] == keys[0]["kept_item"])
+    joined = joined.left_join(keys[1], joined[user] == keys[1]["kept_user"])
+    outside = joined.filter(joined["kept_item"].isnull() | joined["kept_user"].isnull())
+    return outside.select(user, *TIE_RULE, *more_columns(events))
+
+
+def held_out_events(outside: ir.Table, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+    """The standard events of the held-out periods (``held_out_schema``), in one order.
+
+    Args:
+        outside: those of items and users that are not kept (``outside_events``).
+        placed: the others, with their labels and requests.
+        items: kept items.
+        users: kept users.
+    """
+    later = placed.filter(placed[Derived.PERIOD] > TRAIN)
+    kept = later.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
+    names = outside.columns
+    unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
+    rows = kept.select(*names, Derived.LABEL, Derived.REQUEST, **{Derived.IS_PLACED: ibis.literal(True)}).union(
+        outside.select(*names, **unknown, **{Derived.IS_PLACED: ibis.literal(False)})
+    )
+    return rows.order_by([rows[name].asc(nulls_first=True) for name in names])
+
+
+def last_events(
+    events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
+) -> ir.Table:
+    """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
+    return as_histories(recent_events(events, items, users, max_context, behaviors))
+
+
+def recent_events(
+    events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
+) -> ir.Table:
+    """Each user's last ``max_context`` events with ``user_index`` and ``position``, for ``as_histories``."""
+    lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)
+    near = events.inner_join(lengths, Derived.USER_INDEX)
+    near = near.filter(near[Derived.POSITION] >= near.length - max_context)
+    named = near.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
+    seconds = {
+        LogColumns.WATCH_TIME: named[Derived.WATCH_MS].cast("float64") / 1000.0,
+        LogColumns.DURATION: named[Derived.DURATION_MS].cast("float64") / 1000.0,
+    }
+    names = [LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.TIMESTAMP, *seconds, LogColumns.DISLIKE, Derived.LABEL]
+    names += [name for name in more_columns(named) if name.startswith(CONTEXT)]
+    names += [Derived.USER_INDEX, Derived.POSITION]
+    flags = {BEHAVIOR + name: (named[Derived.BEHAVIORS] & (1 << bit)) != 0 for bit, name in enumerate(behaviors)}
+    return named.select(**{name: seconds[name] if name in seconds else named[name] for name in names}, **flags)
+
+
+def as_histories(rows: ir.Table) -> ir.Table:
+    """The raw events of ``recent_events``, sorted by user and time, behaviors and features of requests by name."""
+    rows = rows.order_by([rows[Derived.USER_INDEX], rows[Derived.POSITION]])
+    rows = rows.drop(Derived.USER_INDEX, Derived.POSITION)
+    prefixed = [name for name in rows.columns if name.startswith((BEHAVIOR, CONTEXT))]
+    return rows.rename({name.removeprefix(BEHAVIOR).removeprefix(CONTEXT): name for name in prefixed})
+
+
+def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
+    nan = float("nan")
+    made = {
+        Derived.LABEL: events[Derived.LABEL].fill_null(nan).cast("float32"),
+        LogColumns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan),
+        LogColumns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan),
+        LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
+        Derived.IS_TARGET: events[Derived.PERIOD] == period,
+    }
+    encoded = [name for name in events.columns if name.startswith(ENCODED)]
+    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events), *encoded) if name != Derived.FEEDBACK]
+    return {name: made[name] if name in made else events[name] for name in names}
+
+
+def _zone(name: str) -> tzinfo:
+    try:
+        offset = datetime.strptime(name.replace(":", ""), "%z").utcoffset()
+        return timezone(offset or timedelta(0))
+    except ValueError:
+        pass
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError) as error:
+        raise RecpoError(f"split timezone: {name!r} is neither a UTC offset such as +08:00 nor an IANA name") from error
+
+
+def _moment(milliseconds: int, zone: tzinfo) -> datetime:
+    return (_EPOCH + milliseconds * _MILLISECOND).astimezone(zone)
+
+
+def _milliseconds(moment: datetime) -> int:
+    return (moment - _EPOCH) // _MILLISECOND
+
+
+def _midnight(moment: datetime, days_earlier: int) -> datetime:
+    return moment.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=days_earlier)

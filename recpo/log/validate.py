@@ -1,0 +1,313 @@
+"""Checks every row of a log in one pass: which values are fatal, which are neutralized, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import ibis
+import ibis.expr.types as ir
+
+from recpo.base.features import Feature, Number
+from recpo.log.csv_files import row_in_file
+from recpo.log.engine import Engine
+from recpo.log.events import length_ms, number, timestamp_ms
+from recpo.log.faults import Example, Fault
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
+from recpo.log.files import Log
+from recpo.log.schema import Columns, LogColumns
+from recpo.log.shaping import Label, NumericColumn
+
+#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
+#: neutralized and counted.
+Severity = Literal["fatal", "impossible", "missing"]
+
+_EXAMPLES: Final = 3
+_VALUES_SHOWN: Final = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition that every row is checked for.
+
+    Attributes:
+        column: standard name of the column.
+        problem: what is wrong with an offending row.
+        severity: the consequence.
+        fix: what the user can do.
+        offends: expression that is true for offending rows.
+    """
+
+    column: str
+    problem: str
+    severity: Severity
+    fix: str
+    offends: ir.BooleanColumn
+
+    @property
+    def reason(self) -> str:
+        """Key of this check's count in the manifest."""
+        return f"{self.column}: {self.problem}"
+
+
+def check_rows(
+    engine: Engine,
+    raw: ir.Table,
+    log: Log,
+    mapping: Columns,
+    label: Label,
+    max_watch_time: float = 86_400.0,
+    strict: bool = False,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+) -> tuple[int, dict[str, int], list[Fault]]:
+    """Counts the offending rows of every check.
+
+    Args:
+        engine: runs the expressions.
+        raw: rows under standard names (``select_columns``).
+        log: names of files and columns, for the faults.
+        mapping: units.
+        label: the label method, which may reject values of the label column.
+        max_watch_time: maximum possible watch time in seconds.
+        strict: impossible values and exact duplicates are fatal instead of neutralized or dropped.
+        more: behaviors and request features.
+
+    Returns:
+        Number of rows; number of neutralized values by reason; faults.
+    """
+    checks = [*row_checks(raw, mapping, max_watch_time, more), *_label_checks(raw, label)]
+    counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
+    found = engine.row(raw.aggregate(rows=raw.count(), **counts))
+    neutralized, faults = {}, []
+    for place, check in enumerate(checks):
+        count = int(found[f"c{place}"] or 0)
+        if not count:
+            continue
+        if check.severity == "fatal" or (strict and check.severity == "impossible"):
+            first = examples(engine, raw.filter(check.offends), check.column, log)
+            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, first))
+        else:
+            neutralized[check.reason] = count
+    faults += _scale_faults(engine, raw, log, label)
+    if strict:
+        faults += _duplicates(engine, raw, log)
+    return int(found["rows"]), neutralized, faults
+
+
+def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+    """A fault for every flag that is read from values of which no row has one, such as a misspelled value.
+
+    Args:
+        engine: runs the expressions.
+        rows: rows of the files, under the log's names.
+        raw: the same rows under standard names (``select_columns``).
+        log: names of columns, and the flags.
+    """
+    if not log.flags:
+        return []
+    counts = engine.row(raw.aggregate(**{column: raw[column].sum() for column in log.flags}))
+    faults = []
+    for column, flag in log.flags.items():
+        if counts[column]:
+            continue
+        values = rows.select(value=rows[flag.column]).distinct().order_by("value").limit(_VALUES_SHOWN)
+        shown = [str(value) for value in engine.table(values)["value"].to_pylist() if value is not None]
+        problem = f"no row has {' or '.join(map(repr, flag.values))}, wanted as {column}"
+        has = f"the column has {', '.join(map(repr, shown))}" if shown else "the column is empty"
+        faults.append(Fault(log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out"))
+    return faults
+
+
+def row_checks(
+    raw: ir.Table,
+    mapping: Columns,
+    max_watch_time: float,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+) -> list[Check]:
+    """All checks that apply to the columns of ``raw``."""
+    return [
+        *_key_checks(raw),
+        *_time_checks(raw, mapping),
+        *_length_checks(raw, mapping, max_watch_time),
+        *_flag_checks(raw),
+        *_number_checks(raw),
+        *_context_checks(raw, more.context),
+    ]
+
+
+def _key_checks(raw: ir.Table) -> list[Check]:
+    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
+    return [
+        Check(column, "null key", "fatal", fix, raw[column].isnull())
+        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID)
+        if column in raw.columns
+    ]
+
+
+def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
+    if LogColumns.TIMESTAMP not in raw.columns:
+        return []
+    time, unit = raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"
+    absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
+    useless = timestamp_ms(time, unit).isnull() & ~absent
+    if unit == "order":
+        fix = "time_unit order takes whole numbers"
+    elif time.type().is_string():
+        fix = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
+    else:
+        fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
+    missing = "an event needs a user, an item and a time: remove these rows or fill the time"
+    return [
+        Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent),
+        Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
+    ]
+
+
+def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
+    checks = []
+    if LogColumns.WATCH_TIME in raw.columns:
+        watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
+        unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
+        known = ~watch.isnan()
+        checks += [
+            Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
+            Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
+            Check(
+                LogColumns.WATCH_TIME,
+                f"infinite or longer than max_watch_time = {max_watch_time:g} s",
+                "impossible",
+                f"{unit} or raise max_watch_time",
+                known & (watch > max_watch_time * 1000),
+            ),
+        ]
+    if LogColumns.DURATION in raw.columns:
+        duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
+        unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
+        missing = duration.isnull() | duration.isnan()
+        checks += [
+            Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
+            Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
+        ]
+    return checks
+
+
+def _flag_checks(raw: ir.Table) -> list[Check]:
+    checks = []
+    behaviors = [column for column in raw.columns if column.startswith(BEHAVIOR)]
+    for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
+        if column in raw.columns:
+            value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
+            absent = value.isnull() | value.isnan()
+            checks += [
+                Check(column, "missing, taken as false", "missing", fix, absent),
+                Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1)),
+            ]
+    return checks
+
+
+def _number_checks(raw: ir.Table) -> list[Check]:
+    checks = []
+    if LogColumns.LABEL in raw.columns:
+        label = number(raw[LogColumns.LABEL])
+        checks += [
+            Check(
+                LogColumns.LABEL,
+                "missing",
+                "missing",
+                "an event without a label is neutral",
+                label.isnull() | label.isnan(),
+            ),
+            Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
+        ]
+    if LogColumns.PROPENSITY in raw.columns:
+        value, fix = number(raw[LogColumns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
+        absent = value.isnull() | value.isnan()
+        checks += [
+            Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent),
+            Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
+        ]
+    return checks
+
+
+def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
+    checks = []
+    for feature in context:
+        column = CONTEXT + feature.name
+        if column not in raw.columns:
+            continue
+        value, fix = raw[column], "a request of which it is not known has the value missing"
+        absent = value.isnull()
+        if value.type().is_floating():
+            absent |= value.isnan()
+            if isinstance(feature, Number):
+                finite = "a number is finite"
+                checks.append(Check(column, "infinite", "impossible", finite, value.isinf()))
+            else:
+                whole = ~absent & ((value != value.floor()) | value.isinf())
+                checks.append(Check(column, "a number that is not whole", "fatal", "declare it a Number", whole))
+        checks.append(Check(column, "missing", "missing", fix, absent))
+    return checks
+
+
+def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
+    if LogColumns.LABEL not in raw.columns:
+        return []
+    value = number(raw[LogColumns.LABEL])
+    if isinstance(label, NumericColumn):
+        return _end_checks(value, label)
+    unreadable = label.unreadable(value)
+    if unreadable is None:
+        return []
+    name = type(label).__name__
+    fix = "map another column to label, or choose another label such as NumericColumn"
+    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
+
+
+def _end_checks(value: ir.FloatingColumn, label: NumericColumn) -> list[Check]:
+    clipped = label.clipped(value)
+    if clipped is None:
+        return []
+    problem = f"outside low {label.low:g} and high {label.high:g}, taken as the nearer one"
+    fix = "set --label.low and --label.high to the ends of the column's scale"
+    return [Check(LogColumns.LABEL, problem, "impossible", fix, clipped)]
+
+
+def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
+    """The fault of a label without ends, which names those of the column."""
+    if not isinstance(label, NumericColumn) or label.has_scale or LogColumns.LABEL not in raw.columns:
+        return []
+    value = number(raw[LogColumns.LABEL])
+    known = raw.select(value=value).filter(~value.isnan() & ~value.isinf())
+    ends = engine.row(known.aggregate(low=known["value"].min(), high=known["value"].max()))
+    if ends["low"] is None or ends["low"] == ends["high"]:
+        found, scale = "its values do not differ", "--label.low LOW --label.high HIGH"
+    else:
+        low, high = (f"{ends[name]:.15g}" for name in ("low", "high"))
+        found, scale = f"its values run from {low} to {high}", f"--label.low {low} --label.high {high}"
+    problem = f"label NumericColumn needs the ends of the scale, and none are given; {found}"
+    fix = f"pass {scale} (values beyond count as the nearer end), or --label.threshold"
+    return [Fault(log.name, log.columns[LogColumns.LABEL], problem, fix)]
+
+
+def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
+    """The first offending rows of a log or table, with the user's file name and row number."""
+    first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
+    rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
+    files = {str(file.path): file for file in log.files}
+    places = [(files[engine.file_of(row["file"])], row) for row in rows]
+    return [Example(file.shown, row_in_file(row["row"], file.left_out), row["value"]) for file, row in places]
+
+
+def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
+    columns = [column for column in raw.columns if column not in (Engine.FILE, Engine.ROW)]
+    if not set(LogColumns.REQUIRED) <= set(columns):
+        return []
+    place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
+    again = raw.mutate(copy=place).filter(ibis._.copy > 0)
+    count = engine.row(again.aggregate(rows=again.count()))["rows"]
+    if not count:
+        return []
+    first = examples(engine, again, LogColumns.ITEM_ID, log)
+    fix = "remove the copies, or leave strict off and they are dropped and counted"
+    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, first)]

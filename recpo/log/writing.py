@@ -1,0 +1,235 @@
+"""Writes prepared shards: whole users, a bounded number of rows in memory, the same bytes every time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recpo.artifacts import sha256
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.feature_columns import CONTEXT, ENCODED
+from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, Derived, LogColumns
+
+_ROW_GROUP: Final = 1 << 16
+_LEVEL_ROWS: Final = 1 << 14  # the computed sum stays in the cache
+_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION, Derived.BEHAVIORS)
+
+
+def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """Regroups rows sorted by ``user_index`` into tables of whole users.
+
+    A block ends at the first change of user after ``rows`` rows, so its size does not depend on the engine's batches.
+    At most one block and one batch are in memory.
+    """
+    pending: list[pa.RecordBatch] = []
+    held = 0
+    last_user = -1
+    for batch in batches:
+        while batch.num_rows:
+            users = batch.column(Derived.USER_INDEX).to_numpy()
+            changes = np.flatnonzero(np.diff(users, prepend=last_user))
+            cuts = changes[changes + held >= rows]
+            take = int(cuts[0]) if len(cuts) else batch.num_rows
+            if take:
+                pending.append(batch.slice(0, take))
+                held += take
+                last_user = int(users[take - 1])
+            if len(cuts):
+                yield pa.Table.from_batches(pending)
+                pending, held = [], 0
+            batch = batch.slice(take)
+    if pending:
+        yield pa.Table.from_batches(pending)
+
+
+def write_parquet(table: pa.Table, file: Path) -> None:
+    """All files use the same writer settings, so that equal tables give equal bytes."""
+    with _writer(file, table.schema) as writer:
+        writer.write_table(table, row_group_size=_ROW_GROUP)
+
+
+def write_rows(
+    batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, file: Path, repeating: Sequence[str] = ()
+) -> int:
+    """Writes a table one row group at a time, so that it need not fit in memory, and returns its number of rows.
+
+    Args:
+        batches: rows with the columns of ``schema``.
+        schema: names and types of the columns.
+        file: the file to write.
+        repeating: columns with few distinct values, in addition to the columns that always have few.
+    """
+    rows, held, pending = 0, 0, list[pa.Table]()
+    with _writer(file, schema, repeating) as writer:
+        for batch in batches:
+            pending.append(pa.table(batch).select(schema.names).cast(schema))
+            held += batch.num_rows
+            if held >= _ROW_GROUP:
+                table = pa.concat_tables(pending).combine_chunks()
+                whole = held // _ROW_GROUP * _ROW_GROUP
+                writer.write_table(table.slice(0, whole), row_group_size=_ROW_GROUP)
+                rows, held, pending = rows + whole, held - whole, [table.slice(whole)]
+        if held or not rows:
+            writer.write_table(pa.concat_tables([*pending, schema.empty_table()]).combine_chunks())
+    return rows + held
+
+
+def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows that differ from the previous row: the distinct rows, if they are sorted."""
+    last: list[Any] | None = None
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        columns = [column.to_numpy() for column in batch.columns]
+        is_new = np.ones(batch.num_rows, bool)
+        is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        is_new[0] = last is None or any(column[0] != before for column, before in zip(columns, last, strict=True))
+        last = [column[-1] for column in columns]
+        kept = batch.filter(pa.array(is_new))
+        if kept.num_rows:
+            yield kept
+
+
+def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.ParquetWriter:
+    # A dictionary of values that rarely repeat costs time and space.
+    repeating = [name for name in schema.names if name in (*_REPEATING, *more) or name.startswith(CONTEXT)]
+    return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
+
+
+def write_shards(
+    batches: Iterable[pa.RecordBatch],
+    directory: Path,
+    rows_per_shard: int,
+    feedback: FeedbackDefinition,
+    progress: Callable[[int], object],
+    threads: int = 1,
+    behaviors: tuple[str, ...] = (),
+    context: FittedFeatures | None = None,
+    first: int = 0,
+) -> list[dict[str, Any]]:
+    """Writes ``00000.parquet``, ``00001.parquet`` and so on, with at most ``threads + 1`` shards in memory.
+
+    Args:
+        batches: rows with the columns of ``EVENT_SCHEMA`` except the feedback level, sorted by user and time.
+        directory: created, unless ``first`` is above 0.
+        rows_per_shard: a shard ends at the first change of user after this many rows.
+        feedback: defines the levels, and which events are positive, skipped, disliked and unknown.
+        progress: called with the number of rows written.
+        threads: number of shards that are encoded at the same time.
+        behaviors: names of the bits in ``behaviors``.
+        context: request features, plain in ``batches`` and encoded in shards.
+        first: number of the first shard; ``directory`` already has the earlier ones.
+
+    Returns:
+        For each shard: its file (relative to the directory's parent), number of rows, users and targets, number of
+        targets of each of ``FEEDBACK_KINDS`` and with each behavior, and SHA-256.
+    """
+    directory.mkdir(exist_ok=first > 0)
+    shards: list[dict[str, Any]] = []
+    pending: deque[Future[dict[str, Any]]] = deque()
+
+    def finish_one() -> None:
+        shards.append(pending.popleft().result())
+        progress(shards[-1]["rows"])
+
+    with ThreadPoolExecutor(threads) as pool:
+        for number, block in enumerate(user_blocks(batches, rows_per_shard), start=first):
+            if len(pending) == threads:
+                finish_one()
+            pending.append(
+                pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", feedback, behaviors, context)
+            )
+        while pending:
+            finish_one()
+    return shards
+
+
+def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
+    """Writes the items that the users of each held-out shard had before the period, one row group at a time.
+
+    Args:
+        batches: sorted rows of ``PAST_SCHEMA`` of the users of ``shards``; repeats are dropped.
+        shards: the result of ``write_shards``, at least one.
+        root: the directory that the file names are relative to.
+
+    Returns:
+        The shards, each with the name of its file as ``past``.
+    """
+    last_users = [shard["last_user"] for shard in shards]
+
+    def pieces() -> Iterator[tuple[int, pa.RecordBatch]]:
+        for batch in without_repeats(batches):
+            numbers = np.searchsorted(last_users, batch.column(Derived.USER_INDEX).to_numpy())
+            starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+            for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):
+                yield int(numbers[start]), batch.slice(start, stop - start)
+
+    # outside the directory of shards, so that this directory can be read as one table of events
+    files = [shard["file"].replace("/", "_past/") for shard in shards]
+    (root / files[0]).parent.mkdir()
+    without = set(range(len(shards)))
+    for number, group in groupby(pieces(), key=lambda piece: piece[0]):
+        write_rows((batch for _, batch in group), PAST_SCHEMA, root / files[number])
+        without.discard(number)
+    for number in without:
+        write_rows([], PAST_SCHEMA, root / files[number])
+    return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
+
+
+def _write_shard(
+    block: pa.Table,
+    file: Path,
+    feedback: FeedbackDefinition,
+    behaviors: tuple[str, ...],
+    context: FittedFeatures | None,
+) -> dict[str, Any]:
+    names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
+    watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
+    columns = (watch_time, duration, dislike, label)
+    parts = (slice(start, start + _LEVEL_ROWS) for start in range(0, len(label), _LEVEL_ROWS))
+    levels = np.concatenate([feedback.levels(*(column[part] for column in columns)) for part in parts])
+    table = block.append_column(Derived.FEEDBACK, pa.array(levels))
+    schema = EVENT_SCHEMA if not behaviors else EVENT_SCHEMA.append(pa.field(Derived.BEHAVIORS, pa.int32()))
+    table = table.select(schema.names).cast(schema)
+    if context is not None:
+        table = _with_context(table, block, context)
+    table = table.combine_chunks()
+    write_parquet(table, file)
+    users = table[Derived.USER_INDEX].to_numpy()
+    did = table[Derived.BEHAVIORS].to_numpy()[is_target] if behaviors else np.zeros(0, np.int32)
+    return {
+        "file": f"{file.parent.name}/{file.name}",
+        "rows": table.num_rows,
+        "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
+        "last_user": int(users[-1]),
+        "targets": int(np.count_nonzero(is_target)),
+        **feedback.rule.counts(label[is_target], dislike[is_target]),
+        **(
+            {Derived.BEHAVIORS: [int(np.count_nonzero(did >> b & 1)) for b in range(len(behaviors))]}
+            if behaviors
+            else {}
+        ),
+        "sha256": sha256(file),
+    }
+
+
+def _with_context(table: pa.Table, block: pa.Table, context: FittedFeatures) -> pa.Table:
+    """The columns ``context_<name>`` of a shard. Events that were prepared before are already encoded."""
+    names = [feature.name for feature in context.features]
+    encoded = context.encode(block.select([CONTEXT + name for name in names]).rename_columns(names))
+    for name in names:
+        values, before = encoded[name], ENCODED + CONTEXT + name
+        if before in block.column_names:
+            values = pc.coalesce(block[before].cast(values.type), values)
+        table = table.append_column(CONTEXT + name, values)
+    return table

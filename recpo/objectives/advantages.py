@@ -1,0 +1,650 @@
+"""Advantages: how much better each slate position is than expected.
+
+Pure functions on tensors, and the estimators that read a ``FeedbackBatch``. Shapes: ``[B, S]``, ``B`` contexts and
+``S`` slate positions; the slate axis is the group of GRPO and the time axis of a session. Nothing here carries a
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.base.contracts import AdvantageEstimator, ReturnEstimator, TokenAdvantageEstimator
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch
+from recpo.ops.reduce import check_same_shape, zero_masked
+
+EPS = 1e-8
+"""Added to the standard deviation, so that equal advantages give 0."""
+
+ROUNDING = 1e-6
+"""A mean below this share of the root mean square is rounding, and counts as 0: so advantages that are centered within
+their groups keep the exact 0 of groups of equal rewards."""
+
+
+def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Number, sum and sum of squares of the kept advantages, ``[3]`` float64. Those of the parts of a step add up.
+
+    Args:
+        advantages: any shape.
+        mask: same shape, True keeps.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(advantages=advantages, mask=mask)
+    kept = zero_masked(advantages.detach(), mask).double()
+    return torch.stack([mask.bool().sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whitened_advantage(advantages: Tensor, mask: Tensor, sums: Tensor | None = None) -> Tensor:
+    """``(A - mean) / (std + 1e-8)`` over the kept positions of an optimizer step, with the biased standard deviation.
+
+    Args:
+        advantages: any shape.
+        mask: same shape, True keeps.
+        sums: ``whitening_sums`` of the whole step, if these advantages are only a part of it; None = they are all.
+
+    Returns:
+        Same shape and dtype, without gradient; 0 at masked positions. A step with fewer than two kept positions stays
+        as it is.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    count, total, squares = (whitening_sums(advantages, mask) if sums is None else sums).unbind()
+    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    mean = torch.where(mean.abs() < ROUNDING * mean_square.sqrt(), 0.0, mean)
+    deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
+    kept = zero_masked(advantages.detach(), mask)
+    white = ((kept.double() - mean) / (deviation + EPS)).to(kept.dtype)
+    return torch.where(count < 2, kept, zero_masked(white, mask))
+
+
+def kept_mask(values: Tensor, mask: Tensor | None) -> Tensor:
+    """``mask`` as bool; all True if there is none."""
+    return torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
+    """The rewards ``[B, S]`` that ``estimator`` reads.
+
+    Raises:
+        RecpoError: no reward is configured.
+    """
+    if batch.slates.reward is None:
+        raise RecpoError(f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.")
+    return batch.slates.reward
+
+
+def _is_constant(rewards: Tensor, kept: Tensor) -> Tensor:
+    """``[..., 1]``: all kept rewards of the group are equal (or there is at most one)."""
+    top = rewards.masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
+    return top <= rewards.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+
+
+def group_normalized_advantage(
+    rewards: Tensor, mask: Tensor | None = None, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """``(r - mean) / (std + eps)`` over the group, the last axis (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: ``[..., S]``.
+        mask: ``[..., S]``; masked entries are left out of the group and get 0.
+        scale: divide by the standard deviation; False is Dr.GRPO (arXiv 2503.20783).
+        unbiased: divide the squared deviations by n - 1 instead of n.
+        eps: added to the standard deviation.
+
+    Returns:
+        ``[..., S]``; exactly 0 for a group of one or of equal rewards, because 1 / eps would amplify rounding errors.
+    """
+    kept = kept_mask(rewards, mask)
+    rewards = zero_masked(rewards.detach(), kept)
+    size = kept.sum(-1, keepdim=True)
+    deviation = zero_masked(rewards - rewards.sum(-1, keepdim=True) / size.clamp(min=1), kept)
+    deviation = deviation.masked_fill(_is_constant(rewards, kept), 0.0)
+    if not scale:
+        return deviation
+    variance = deviation.square().sum(-1, keepdim=True) / (size - int(unbiased)).clamp(min=1)
+    return deviation / (variance.sqrt() + eps)
+
+
+def leave_one_out_advantage(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Reward minus the mean reward of the *others* of the group, the last axis (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: ``[..., S]``.
+        mask: ``[..., S]``; masked entries are left out of the group and get 0.
+
+    Returns:
+        ``[..., S]``; exactly 0 for a group of one or of equal rewards.
+    """
+    kept = kept_mask(rewards, mask)
+    deviation = group_normalized_advantage(rewards, mask, scale=False)
+    size = kept.sum(-1, keepdim=True)
+    # r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1)
+    return deviation * size / (size - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class GroupNormalizedAdvantage(AdvantageEstimator):
+    """Rewards normalized over the slate axis, the group of GRPO (see ``group_normalized_advantage``).
+
+    Attributes:
+        scale: divide by the group's standard deviation; False for ``DrGRPO``.
+        unbiased: divide the squared deviations by n - 1 instead of n.
+        eps: added to the standard deviation.
+    """
+
+    scale: bool = True
+    unbiased: bool = True
+    eps: float = 1e-6
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards"})
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        rewards = rewards_of(batch, self)
+        return group_normalized_advantage(
+            rewards, batch.slates.mask, scale=self.scale, unbiased=self.unbiased, eps=self.eps
+        )
+
+
+@dataclass(frozen=True)
+class LeaveOneOutAdvantage(AdvantageEstimator):
+    """Reward minus the mean reward of the others on the slate (see ``leave_one_out_advantage``)."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards"})
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        return leave_one_out_advantage(rewards_of(batch, self), batch.slates.mask)
+
+
+def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: float | None = None) -> Tensor:
+    """Grade minus a baseline.
+
+    Args:
+        grade: ``[..., S]`` in [0, 1]; nan = unknown.
+        mask: ``[..., S]``, True keeps.
+        baseline: a constant; None = the mean over the known grades of the slate, the last axis; over a user's sequence
+            this is the user's mean grade.
+
+    Returns:
+        ``[..., S]`` in [-1, 1]; 0 at masked positions and where the grade is unknown.
+    """
+    kept = kept_mask(grade, mask)
+    known = kept & ~grade.isnan()
+    grade = zero_masked(grade.detach(), known)
+    mean = grade.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return zero_masked(grade - (mean if baseline is None else baseline), known)
+
+
+@dataclass(frozen=True)
+class GradedAdvantage(AdvantageEstimator):
+    """Grade of the feedback minus a baseline, in [-1, 1] (see ``graded_advantage``).
+
+    All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch-time quartile.
+    Unknown feedback has the advantage 0.
+
+    Attributes:
+        baseline: a constant grade in [0, 1]; none = the mean of the slate. Over ``SequenceLayout`` that is about the
+            mean of the user, so that generous users do not outweigh others.
+    """
+
+    baseline: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.baseline is not None and not 0.0 <= self.baseline <= 1.0:
+            raise RecpoError(f"GradedAdvantage.baseline is a grade in [0, 1], got {self.baseline}.")
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.learns_from``."""
+        return frozenset({"labels", "dislikes"})
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        if batch.slates.grade is None:
+            raise RecpoError("GradedAdvantage needs Slates.grade, which this batch lacks: read it from a prepared log.")
+        return graded_advantage(batch.slates.grade, batch.slates.mask, baseline=self.baseline)
+
+
+# A rank (1 - fraction) * (n - 1) that misses a whole number by rounding alone is that number: 0.3 of 11 events is 4.
+_RANK_ROUNDING = 1e-9
+
+
+def share_threshold(label: Tensor, positive_fraction: float = 0.25) -> Tensor:
+    """The threshold from which on the best ``positive_fraction`` of the labels lie: ``label >= threshold``.
+
+    It is their ``1 - positive_fraction`` quantile with linear interpolation, over all non-nan entries of the tensor,
+    computed from order statistics, since ``torch.quantile`` takes no more than 2^24 values. If a larger share ties at
+    the maximum, the threshold is the maximum, and all the tied ones are positive.
+
+    Args:
+        label: any shape; nan = missing.
+        positive_fraction: share of positives, in (0, 1).
+
+    Returns:
+        A scalar, float32 or float64; nan where every entry is missing.
+    """
+    if not 0.0 < positive_fraction < 1.0:
+        raise ValueError(f"positive_fraction must lie in (0, 1), got {positive_fraction}")
+    known = label.detach().flatten()
+    known = known.to(torch.promote_types(known.dtype, torch.float32))
+    known = known[~known.isnan()]
+    if known.numel() == 0:
+        return known.new_tensor(torch.nan)
+    ascending = known.sort().values
+    rank = (1.0 - positive_fraction) * (len(ascending) - 1)
+    rank = round(rank) if abs(rank - round(rank)) < _RANK_ROUNDING else rank
+    return torch.lerp(ascending[math.floor(rank)], ascending[math.ceil(rank)], rank - math.floor(rank))
+
+
+def ternary_advantage(
+    label: Tensor,
+    dislike: Tensor | None,
+    *,
+    positive_fraction: float = 0.25,
+    threshold: float | Tensor | None = None,
+) -> Tensor:
+    """+1 for a well-watched item, -1 for a disliked one, 0 otherwise (OneRec-V2, arXiv 2508.20900, section 3.1).
+
+    ``A = -1`` if disliked, labeled or not; else ``+1`` if ``label >= threshold`` and ``label > 0``, else 0. These
+    advantages are never normalized.
+
+    Departures from the paper: it prints ``>``, which selects nothing where a quarter of the batch ties at the maximum
+    (``share_threshold``); a label of 0 is never positive, even if enough labels are 0 that the threshold is 0; and it
+    is silent on missing labels: they give 0, unless the item is disliked.
+
+    Args:
+        label: ``[B, S]`` in [0, 1]; nan = missing: left out of the threshold.
+        dislike: ``[B, S]`` bool; None = no dislikes were recorded. Padding is the business of the slate mask.
+        positive_fraction: without ``threshold``, the share of the batch that counts as well watched. Take the
+            threshold over the whole optimizer step (``share_threshold``) before splitting it into micro-batches.
+        threshold: a fixed threshold instead of the batch's.
+
+    Returns:
+        ``[B, S]`` of -1, 0 and 1 in the dtype of ``label``.
+    """
+    value = label.detach()
+    if threshold is None:
+        threshold = share_threshold(value, positive_fraction)
+    if isinstance(threshold, Tensor):
+        # A 0-dim tensor does not promote: the comparison would round the threshold to the dtype of the labels.
+        value = value.to(torch.promote_types(value.dtype, threshold.dtype))
+    return _signs((value >= threshold) & (value > 0), dislike, label.dtype)
+
+
+def _signs(positive: Tensor, dislike: Tensor | None, dtype: torch.dtype) -> Tensor:
+    advantage = positive.to(dtype)
+    return advantage if dislike is None else advantage.masked_fill(dislike.bool(), -1.0)
+
+
+@dataclass(frozen=True)
+class TernaryAdvantage(AdvantageEstimator):
+    """+1 for a positive item, -1 for a disliked one, 0 otherwise and where the slate is masked.
+
+    Attributes:
+        positive_fraction: share of the optimizer step's labels that counts as positive, as in the paper (see
+            ``ternary_advantage``); none = what the prepared log defines as positive (``Slates.positive``).
+    """
+
+    positive_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.positive_fraction is not None and not 0.0 < self.positive_fraction < 1.0:
+            raise RecpoError(f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.")
+
+    @property
+    def reads_step_labels(self) -> bool:
+        """See ``AdvantageEstimator.reads_step_labels``."""
+        return self.positive_fraction is not None
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.learns_from``."""
+        return frozenset({"positives" if self.positive_fraction is None else "labels", "dislikes"})
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        slates = batch.slates
+        if self.positive_fraction is None:
+            if slates.positive is None:
+                raise RecpoError("TernaryAdvantage needs Slates.positive, which this batch lacks.")
+            return zero_masked(_signs(slates.positive, slates.dislike, torch.float32), slates.mask)
+        if slates.label is None:
+            raise RecpoError("TernaryAdvantage.positive_fraction needs labels, which this batch lacks.")
+        label = slates.label.masked_fill(~slates.mask, torch.nan)
+        step = label if batch.step_labels is None else batch.step_labels
+        threshold = share_threshold(step, self.positive_fraction)
+        return zero_masked(ternary_advantage(label, slates.dislike, threshold=threshold), slates.mask)
+
+
+def reward_gate(
+    rewards: Tensor,
+    item_ids: Tensor,
+    liked: Tensor,
+    drawn: Tensor,
+    *,
+    max_hit_share: float = 0.5,
+    min_separation: float = 0.75,
+) -> Tensor:
+    """Groups whose reward is used: the policy is unsure, and the reward discriminates.
+
+    - The policy is unsure: at most ``max_hit_share`` of its draws are items that the user liked in the log.
+    - The reward discriminates: of all pairs of a liked item and another draw, the share in which the liked item has the
+      higher reward (a tie counts half) is at least ``min_separation``.
+
+    Args:
+        rewards: ``[..., S]``.
+        item_ids: ``[..., S]``.
+        liked: ``[..., S]`` bool, logged items of the group that the user likes.
+        drawn: ``[..., S]`` bool, kept draws of the policy.
+        max_hit_share: in [0, 1].
+        min_separation: in [0, 1].
+
+    Returns:
+        ``[...]`` bool; False for a group without a liked item, or without a draw of anything else.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(rewards=rewards, item_ids=item_ids, liked=liked, drawn=drawn)
+    same = item_ids.unsqueeze(-1) == item_ids.unsqueeze(-2)
+    hit = drawn & (same & liked.unsqueeze(-2)).any(-1)
+    others = drawn & ~hit
+    hit_share = hit.sum(-1) / drawn.sum(-1).clamp(min=1)
+    own, other = rewards.unsqueeze(-1), rewards.unsqueeze(-2)
+    pairs = liked.unsqueeze(-1) & others.unsqueeze(-2)
+    won = zero_masked((own > other) + 0.5 * (own == other), pairs).sum((-1, -2))
+    separation = won / pairs.sum((-1, -2)).clamp(min=1)
+    return pairs.flatten(-2).any(-1) & (hit_share <= max_hit_share) & (separation >= min_separation)
+
+
+@dataclass(frozen=True)
+class GatedAdvantage(AdvantageEstimator):
+    """The advantages of another estimator, and 0 in groups whose reward is unreliable or uninformative.
+
+    After AdaGRPO (arXiv 2606.08480): a group passes if the policy rarely draws the items that the user liked in the
+    log, and the reward ranks these above the other draws (see ``reward_gate``). Both conditions need logged items in a
+    group: set ``rollout.logged_share``. A group without a liked item never passes. To let the other groups learn from
+    the likelihood of the log, set ``anchor_coef``.
+
+    Attributes:
+        estimator: the estimator whose advantages pass.
+        max_hit_share: largest share of draws that are liked items.
+        min_separation: smallest share of pairs (a liked item, another draw) that the reward orders correctly; .5 =
+            chance.
+    """
+
+    estimator: AdvantageEstimator = GroupNormalizedAdvantage()
+    max_hit_share: float = 0.5
+    min_separation: float = 0.75
+
+    def __post_init__(self) -> None:
+        if self.estimator.whiten:
+            raise RecpoError(
+                "GatedAdvantage.estimator must not whiten, because only the advantages that pass are learned from: set "
+                "whiten of GatedAdvantage itself"
+            )
+        for name in ("max_hit_share", "min_separation"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise RecpoError(f"GatedAdvantage.{name} must lie in [0, 1], got {getattr(self, name)}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return self.estimator.requires | {"rewards"}
+
+    @property
+    def reads_step_labels(self) -> bool:
+        """See ``AdvantageEstimator.reads_step_labels``."""
+        return self.estimator.reads_step_labels
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.learns_from``."""
+        return self.estimator.learns_from | {"positives"}
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``."""
+        slates = batch.slates
+        if slates.is_logged is None or slates.positive is None:
+            raise RecpoError(
+                "GatedAdvantage compares draws with what the log shows, and this batch does not say which is which: "
+                "set rollout with logged_share above 0"
+            )
+        passes = reward_gate(
+            rewards_of(batch, self),
+            slates.item_ids,
+            slates.mask & slates.is_logged & slates.positive,
+            slates.mask & ~slates.is_logged,
+            max_hit_share=self.max_hit_share,
+            min_separation=self.min_separation,
+        )
+        return torch.where(passes.unsqueeze(-1), self.estimator(batch, values), 0.0)
+
+
+def prefix_group_advantage(
+    rewards: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    min_group: int = 2,
+    scale: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Reward minus the mean reward of the candidates with the same prefix, for every token of an item.
+
+    The advantage of token t compares the choice at t with the other choices there: its baseline is the mean over the
+    candidates with the same first t - 1 tokens. At the first token these are all candidates of the group, so one token
+    per item gives ``group_normalized_advantage``. If fewer than ``min_group`` candidates share that prefix, the longest
+    prefix that enough candidates share gives the baseline. Baselines depend only on the prefix, so they change the
+    variance of the policy gradient but not its direction.
+
+    Args:
+        rewards: ``[..., S]``.
+        tokens: ``[..., S, T]``.
+        mask: ``[..., S]``, True keeps; masked candidates leave every group.
+        min_group: candidates that a prefix needs, 2 at least.
+        scale: divide by the standard deviation of the whole group.
+        eps: added to that.
+
+    Returns:
+        ``[..., S, T]``; 0 at masked candidates and throughout a group of equal rewards. Memory: ``S * S * T`` flags.
+
+    Raises:
+        ValueError: ``min_group`` under 2, or shapes that differ.
+    """
+    check_same_shape(rewards=rewards, items=tokens[..., 0], mask=mask)
+    if min_group < 2:
+        raise ValueError(f"min_group must be at least 2, got {min_group}")
+    kept = kept_mask(rewards, mask)
+    rewards = zero_masked(rewards.detach(), kept)
+    alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1 tokens
+    alike = torch.cat([torch.ones_like(alike[..., :1]), alike[..., :-1]], -1) & kept[..., None, :, None]
+    size = alike.sum(-2)
+    mean = (alike * rewards[..., None, :, None]).sum(-2) / size.clamp(min=1)
+    baseline = [mean[..., 0]]
+    for t in range(1, tokens.shape[-1]):
+        baseline.append(torch.where(size[..., t] >= min_group, mean[..., t], baseline[-1]))
+    advantage = rewards.unsqueeze(-1) - torch.stack(baseline, -1)
+    varies = (group_normalized_advantage(rewards, kept, scale=False) != 0).any(-1)[..., None, None]
+    if scale:
+        count = kept.sum(-1)
+        square = zero_masked(advantage[..., 0], kept).square().sum(-1) / (count - 1).clamp(min=1)
+        advantage = advantage / (square.sqrt() + eps)[..., None, None]
+    return zero_masked(advantage, kept.unsqueeze(-1) & varies)
+
+
+@dataclass(frozen=True)
+class PrefixGroupAdvantage(TokenAdvantageEstimator):
+    """Group-relative advantages of every token of a semantic id, by the rewards of candidates with the same prefix.
+
+    After SAPO (arXiv 2605.17648: one group-relative advantage per step) and HRPO (arXiv 2608.00750), with the reward of
+    the whole item at every token instead of exact matches of single tokens; see ``prefix_group_advantage``.
+
+    Attributes:
+        min_group: candidates that must share a prefix for its mean to be a baseline; fewer: a shorter prefix.
+        scale: divide by the group's standard deviation.
+        eps: added to the standard deviation.
+    """
+
+    min_group: int = 2
+    scale: bool = True
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.min_group < 2:
+            raise RecpoError(f"PrefixGroupAdvantage.min_group must be at least 2, got {self.min_group}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards"})
+
+    def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
+        """See ``TokenAdvantageEstimator``."""
+        return prefix_group_advantage(
+            rewards_of(batch, self),
+            tokens,
+            batch.slates.mask,
+            min_group=self.min_group,
+            scale=self.scale,
+            eps=self.eps,
+        )
+
+
+def generalized_advantage_estimate(
+    rewards: Tensor,
+    values: Tensor,
+    dones: Tensor | None,
+    next_value: Tensor | float,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    mask: Tensor | None = None,
+    truncations: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation along the last axis (GAE, arXiv 1506.02438).
+
+    ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
+    ``A + v``. Termination (``dones``) means that nothing follows. Truncation means that later steps were not recorded:
+    the recursion stops there, and ``bootstrap_values`` replaces the next value.
+
+    Args:
+        rewards: ``[..., S]``, the last axis is time.
+        values: ``[..., S]`` state values before each step.
+        dones: ``[..., S]`` bool or 0/1, 1 = the step ends its session; None = none does.
+        next_value: ``[...]`` or a number, the value after the last step.
+        gamma: discount.
+        lam: 0 = one-step temporal difference, 1 = Monte Carlo.
+        mask: ``[..., S]``; masked steps are skipped (their successor follows their predecessor) and return 0.
+        truncations: ``[..., S]`` bool or 0/1.
+        bootstrap_values: ``[..., S]``, read where truncated.
+
+    Returns:
+        advantages and returns, each ``[..., S]``, without gradient.
+
+    Raises:
+        ValueError: ``truncations`` without ``bootstrap_values``.
+    """
+    if truncations is not None and bootstrap_values is None:
+        raise ValueError("truncations need bootstrap_values: the value that stands for the unrecorded next state")
+    kept = kept_mask(rewards, mask)
+    rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
+    ends = torch.zeros_like(kept) if dones is None else dones.bool()
+    cut = torch.zeros_like(kept) if truncations is None else truncations.bool()
+    bootstrap = values if bootstrap_values is None else bootstrap_values.detach()
+    following = torch.as_tensor(next_value, dtype=values.dtype, device=values.device).detach()
+    following = following.expand(values.shape[:-1])
+    running = torch.zeros_like(following)
+    steps = []
+    for t in reversed(range(rewards.shape[-1])):
+        goes_on = ~ends[..., t]
+        next_t = zero_masked(torch.where(cut[..., t], bootstrap[..., t], following), goes_on)
+        delta = rewards[..., t] + gamma * next_t - values[..., t]
+        advantage = delta + gamma * lam * zero_masked(running, goes_on & ~cut[..., t])
+        steps.append(zero_masked(advantage, kept[..., t]))
+        running = torch.where(kept[..., t], advantage, running)
+        following = torch.where(kept[..., t], values[..., t], following)
+    advantages = torch.stack(steps[::-1], -1) if steps else torch.zeros_like(rewards)
+    return advantages, advantages + values
+
+
+@dataclass(frozen=True)
+class GAEAdvantage(ReturnEstimator):
+    """Generalized advantage estimation over the slate axis, whose positions are the steps of sessions.
+
+    Nothing follows a position that ends its session. If the last kept position does not end its session (its window was
+    cut, or the log ends there), the later steps were not recorded. Its value then replaces them in the returns of the
+    steps before it, and it learns nothing itself (advantage 0, return = value). With ``gamma`` 0 later steps are not
+    read, and every step learns. A slate without session ends is treated as one session that ends with the slate. Each
+    candidate of a rollout is a session of one step: ``A = r - V``.
+
+    Where the tokens of an item have rewards of their own (``Slates.token_rewards``), a token does not answer for those
+    of the tokens before it: its advantage is that of the item minus them. This is GAE over the tokens with ``gamma``
+    and ``lam`` 1 and the value of the state at each of them. The return is that of the item.
+
+    Attributes:
+        gamma: discount.
+        lam: 0 = one-step temporal difference, 1 = Monte Carlo.
+    """
+
+    gamma: float = 0.99
+    lam: float = 0.95
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards", "value"})
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; needs ``values [B, S]``."""
+        return self.advantages_and_returns(batch, values)[0]
+
+    def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See ``ReturnEstimator``."""
+        if values is None:
+            raise RecpoError("GAEAdvantage needs state values: configure a critic.")
+        rewards, kept, ends = rewards_of(batch, self), batch.slates.mask, batch.slates.ends_session
+        open_end = torch.zeros_like(kept)
+        if ends is not None:
+            ends = _ends_of_kept(ends, kept)
+            open_end = _last_kept(kept) & ~ends if self.gamma else open_end
+        values = zero_masked(values.detach(), kept)
+        rest = zero_masked(values, open_end).sum(-1)
+        advantages, returns = generalized_advantage_estimate(
+            rewards, values, ends, rest, gamma=self.gamma, lam=self.lam, mask=kept & ~open_end
+        )
+        returns = torch.where(open_end, values, returns)
+        tokens = batch.slates.token_rewards
+        if tokens is None or tokens.shape[-1] == 1:
+            return advantages, returns
+        before = tokens.detach().cumsum(-1) - tokens.detach()
+        return zero_masked(advantages[..., None] - before, (kept & ~open_end)[..., None]), returns
+
+
+def _last_kept(mask: Tensor) -> Tensor:
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+def _ends_of_kept(ends: Tensor, kept: Tensor) -> Tensor:
+    """Which kept steps are the last kept steps of their session; the step that ended it may be masked."""
+    ended = ends.long().cumsum(-1)
+    before = ended - ends.long()
+    after = torch.where(kept, before, ended[..., -1:]).flip(-1).cummin(-1).values.flip(-1)
+    following = torch.cat([after[..., 1:], ended[..., -1:]], -1)
+    return kept & (following > before)

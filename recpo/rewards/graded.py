@@ -1,0 +1,283 @@
+"""Alternating least squares on graded events, with biases, one shard at a time.
+
+Minimizes ``sum over the events of (g - mean - b_u - b_i - p_u · q_i)^2 + ridge (sum_u |(p_u, b_u)|^2 + sum_i |(q_i,
+b_i)|^2)``. Given the items, every user is a ridge regression on ``[q_i, 1]``; given the users, every item is one on
+``[p_u, 1]``. A sweep solves both exactly, so the objective never increases. The ridge is one constant, not one per
+event: it is the weight of a prior that does not grow with the data. A sweep is one pass over the shards. All events of
+a user are in one shard, so the users of a chunk are solved, added to the equations of their items, and dropped. Memory
+holds one shard and the equations of the items, ``V (r + 1) (r + 4) / 2`` numbers.
+
+This is our own code because the `implicit` library (0.7.2, 2023) gives every unobserved pair the target 0, has no
+biases, and keeps the complete matrix in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import GRADES
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, validate_ranges
+from recpo.log.prepared import Period, Prepared, run_change
+from recpo.rewards.factors import Factors
+from recpo.rewards.normal_equations import Equations, Pairs, inverses, no_equations, solve
+
+# events in one chunk of users; a user is never split
+CHUNK_EVENTS: Final = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorOptions:
+    """Options of a factor model. The validation period selects among several ranks and ridges."""
+
+    method: Literal["variational", "als"] = "variational"
+    """variational keeps a posterior of every user and item and learns their priors from the data (Lim and Teh, 2007;
+    ``recpo.rewards.variational``); als is alternating least squares with one ridge
+    (``recpo.rewards.graded``)"""
+    ranks: Sequence[PositiveInt] | None = None
+    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
+    ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
+    """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
+    sweeps: PositiveInt = 20
+    """passes over the training events per model"""
+    seed: Seed = 0
+    """seed of the initial item factors"""
+    max_history: PositiveInt | None = None
+    """number of history events that a fold-in reads; null = as many as the prepared data keep per user
+    (``max_context``)"""
+    uncertainty: bool = True
+    """keep the covariances that bounds need: ``V (r + 1)^2`` numbers"""
+    lower_bound: NonNegativeFloat = 2.0
+    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior; 0
+    without ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier
+    than the gain. ``tilt`` and ``FactorReward`` have separate options for bounds"""
+    period: Period = "train"
+    """period whose events are fitted. A model of valid or test has not seen the events that policies and rewards
+    learned from (train), so it can compare their lists as a ``FactorReward``. No period is left to select its rank,
+    so there is one rank, and the method is variational"""
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+        if self.method not in ("variational", "als"):
+            raise RecpoError(f"method is {self.method!r}; it is variational or als", field="method")
+        for name in ("ranks", "ridges"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise RecpoError(f"{name} is empty; give at least one", field=name)
+        if self.lower_bound and not self.uncertainty:
+            raise RecpoError(
+                f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two", field="lower_bound"
+            )
+        if self.period not in ("train", "valid", "test"):
+            raise RecpoError(f"period is {self.period!r}; it is train, valid or test", field="period")
+        if self.period != "train" and (self.method != "variational" or len(self.grid) > 1):
+            raise RecpoError(
+                f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
+                "for a model of held-out events; set method to variational, and one rank or null",
+                field="period",
+            )
+
+    @property
+    def grid(self) -> list[tuple[int, float | None]]:
+        """The pairs of rank and ridge to try; None = the ridge is learned."""
+        if self.method == "variational":
+            return [(rank, None) for rank in self.ranks or ((8, 16) if self.period == "train" else (8,))]
+        return list(product(self.ranks or (4, 8, 16), self.ridges))
+
+
+class Chunk(NamedTuple):
+    """Graded events of some users, with all events of each.
+
+    Attributes:
+        users: the users.
+        user: ``[N]``, indices into ``users``.
+        items: the items that occur.
+        item: ``[N]``, indices into ``items``.
+        grade: ``[N]``.
+        pairs: the same events, for normal equations.
+    """
+
+    users: np.ndarray
+    user: np.ndarray
+    items: np.ndarray
+    item: np.ndarray
+    grade: np.ndarray
+    pairs: Pairs
+
+
+class Items(NamedTuple):
+    """``[q_i, 1]`` as ``rows [V, r + 1]``, and ``bias [V]``, float64."""
+
+    rows: np.ndarray
+    bias: np.ndarray
+
+
+def chunks(
+    data: Prepared, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
+) -> Iterator[Chunk]:
+    """The events of a period with known grades, in chunks that contain all events of their users.
+
+    Args:
+        data: prepared data.
+        finished: called with the number of events that were read.
+        period: the period; events that a held-out period only has as context do not count.
+    """
+    grades, names = np.array(GRADES), ["user_index", "item_index", "feedback", "is_target"]
+    pieces = data.train_columns(names) if period == "train" else _shards(data, period, names)
+    for columns in pieces:
+        user, item, level, is_target = columns.values()
+        grade = grades[level]
+        known = ~np.isnan(grade) & is_target
+        yield from chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
+        finished(len(user))
+
+
+def _shards(data: Prepared, period: Period, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+    return (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
+
+
+def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
+    """Yields chunks with all events of their users, at most ``CHUNK_EVENTS`` unless one user has more.
+
+    Args:
+        user: ``[N]``, with the events of a user next to each other.
+        item: ``[N]``, 0 .. V - 1.
+        grade: ``[N]``.
+        num_items: V.
+    """
+    starts = np.append(np.flatnonzero(run_change(user)), len(user)) if len(user) else np.zeros(1, np.int64)
+    begin = 0
+    while begin < len(starts) - 1:
+        end = int(np.searchsorted(starts, starts[begin] + CHUNK_EVENTS, side="right")) - 1
+        end = max(end, begin + 1)
+        part = slice(starts[begin], starts[end])
+        counts = np.diff(starts[begin : end + 1])
+        # the index of each item in this chunk: a table of the size of the catalog is cheaper than sorting the events
+        present = np.zeros(num_items, bool)
+        present[item[part]] = True
+        items, place = np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[item[part]]
+        pairs = Pairs((starts[begin : end + 1] - starts[begin]).astype(np.int32), place, len(items))
+        yield Chunk(
+            user[starts[begin:end]], np.repeat(np.arange(end - begin), counts), items, place, grade[part], pairs
+        )
+        begin = end
+
+
+def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float | np.ndarray) -> np.ndarray:
+    """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``."""
+    target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
+    return solve(chunk.pairs.of_users(items.rows[chunk.items], target), ridge)
+
+
+def add_item_equations(total: Equations, chunk: Chunk, weights: np.ndarray, mean: float) -> None:
+    """Adds the events of a chunk to the equations of the items, given ``[p_u, b_u]`` of its users."""
+    target = chunk.grade - mean - weights[chunk.user, -1]
+    part = chunk.pairs.of_items(_with_one(weights[:, :-1]), target)
+    total.left[chunk.items] += part.left
+    total.right[chunk.items] += part.right
+
+
+def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> Items:
+    """One alternation: every user given the items, then every item given the users."""
+    total = no_equations(*items.rows.shape)
+    for chunk in parts:
+        add_item_equations(total, chunk, user_weights(chunk, items, mean, ridge), mean)
+    weights = solve(total, ridge)
+    return Items(_with_one(weights[:, :-1]), weights[:, -1])
+
+
+def first_items(num_items: int, rank: int, seed: int) -> Items:
+    """Small random factors and no bias."""
+    factors = np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
+    return Items(_with_one(factors), np.zeros(num_items))
+
+
+def _with_one(factors: np.ndarray) -> np.ndarray:
+    return np.concatenate([factors, np.ones((len(factors), 1))], 1)
+
+
+def plain_factors(
+    data: Prepared,
+    items: Items,
+    mean: float,
+    ridge: float,
+    options: FactorOptions,
+) -> Factors:
+    """A model that can fold in and predict, without training users and without bounds."""
+    return Factors(
+        mean=mean,
+        item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
+        item_bias=torch.from_numpy(items.bias.astype(np.float32)),
+        factor_variance=torch.zeros(items.rows.shape[0], items.rows.shape[1] - 1),
+        ridge=ridge,
+        bias_ridge=ridge,
+        user_factors=None,
+        item_covariance=None,
+        noise=0.0,
+        catalog_checksum=data.catalog_checksum,
+        max_history=options.max_history or int(data.manifest["max_context"]),
+        feedback=data.feedback,
+    )
+
+
+def mean_grade(data: Prepared, period: Period = "train") -> tuple[float, int]:
+    """Mean and number of the known grades of a period.
+
+    Raises:
+        RecpoError: no grade is known.
+    """
+    total, count = 0.0, 0
+    for chunk in chunks(data, period=period):
+        total, count = total + float(chunk.grade.sum()), count + len(chunk.grade)
+    if not count:
+        raise RecpoError(
+            f"{data.root}: no event of the period {period} has a grade, so there is nothing to fit: prepare the log "
+            "with watch times or labels"
+        )
+    return total / count, count
+
+
+def fit_items(
+    data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
+) -> Items:
+    """Item factors and biases after all sweeps."""
+    items = first_items(data.num_items, rank, options.seed)
+    for _ in range(options.sweeps):
+        items = sweep(chunks(data, finished), items, mean, ridge)
+    return items
+
+
+def finish(
+    data: Prepared,
+    items: Items,
+    mean: float,
+    ridge: float,
+    options: FactorOptions,
+    finished: Callable[[int], object] = lambda _: None,
+) -> Factors:
+    """The complete model: one more pass computes the users, the noise and the covariances of the items."""
+    width = items.rows.shape[1]
+    users = np.zeros((int(data.manifest["num_users"]), width), np.float32)
+    left = no_equations(len(items.rows), width).left if options.uncertainty else None
+    squared, count = 0.0, 0
+    for chunk in chunks(data, finished):
+        weights = user_weights(chunk, items, mean, ridge)
+        users[chunk.users] = weights
+        rows = items.rows[chunk.items][chunk.item]
+        predicted = mean + items.bias[chunk.items][chunk.item] + np.einsum("nd,nd->n", weights[chunk.user], rows)
+        squared, count = squared + float(np.square(chunk.grade - predicted).sum()), count + len(chunk.grade)
+        if left is not None:
+            left[chunk.items] += chunk.pairs.of_items(_with_one(weights[:, :-1]), chunk.grade).left
+    return replace(
+        plain_factors(data, items, mean, ridge, options),
+        user_factors=torch.from_numpy(users),
+        item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
+        noise=squared / max(1, count),
+        users_checksum=data.users_checksum,
+        lower_bound=options.lower_bound,
+    )

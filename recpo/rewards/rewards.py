@@ -1,0 +1,494 @@
+"""Rewards of candidates, logged or generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from operator import or_
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from recpo.base.contracts import RewardFunction
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import FeedbackBatch, Slates
+from recpo.ops.reduce import zero_masked
+from recpo.rewards.bounds import posterior_variance
+from recpo.rewards.factors import Factors
+
+
+@dataclass(frozen=True)
+class LoggedReward(RewardFunction):
+    """``label + sum_b behaviors_b did_b - dislike_cost * disliked`` of logged items.
+
+    An item without a label but with a dislike, or with a behavior that has a weight, is known; its label counts as 0.
+    An item without label, dislike and behavior (a missing watch time, a sampled negative) has no reward. It leaves its
+    slate, and so the group mean, the session and every denominator, unless ``unknown`` gives its reward.
+
+    Attributes:
+        dislike_cost: amount that a dislike subtracts.
+        unknown: reward of an item without label, dislike and behavior; none = it is left out.
+        behaviors: amount that a behavior adds, by its name in the prepared data, such as ``{"like": 1.0, "follow":
+            2.0}``.
+    """
+
+    dislike_cost: float = 1.0
+    unknown: float | None = None
+    behaviors: dict[str, float] = field(default_factory=dict)
+    #: bits of the behaviors in the training data (``for_behaviors``); not an option
+    _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"labels"})
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``."""
+        return Reads(behaviors=bool(self.behaviors))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> LoggedReward:
+        """See ``RewardFunction.for_behaviors``."""
+        unknown = sorted(self.behaviors.keys() - set(names))
+        if unknown:
+            raise RecpoError(
+                f"LoggedReward weighs the behavior {unknown[0]!r}, which the data lacks (it has "
+                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare"
+            )
+        known = replace(self)
+        bits = tuple((names.index(name), weight) for name, weight in self.behaviors.items())
+        object.__setattr__(known, "_bits", bits)
+        return known
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        if candidates.label is None:
+            raise RecpoError("LoggedReward needs labels, which these candidates lack.")
+        label = candidates.label
+        reward = label if self.unknown is None else label.nan_to_num(self.unknown)
+        if self.behaviors:
+            gain, did = self._gain(candidates)
+            label = torch.where(did, label.nan_to_num(0.0) + gain, label)
+            reward = torch.where(did, label, reward)
+        if candidates.dislike is None:
+            return reward
+        return torch.where(candidates.dislike.bool(), label.nan_to_num(0.0) - self.dislike_cost, reward)
+
+    def _gain(self, candidates: Slates) -> tuple[Tensor, Tensor]:
+        """``[B, S]``: what behaviors add, and where there is one with a weight."""
+        if candidates.behaviors is None or self._bits is None:
+            raise RecpoError(
+                "LoggedReward weighs behaviors, which these candidates lack: it is for logged slates of prepared data "
+                "with behaviors (recpo.train reads them; elsewhere call for_behaviors and load them)"
+            )
+        done = [(candidates.behaviors >> bit & 1, weight) for bit, weight in self._bits]
+        gain = torch.stack([bit * weight for bit, weight in done]).sum(0)
+        return gain, torch.stack([bit.bool() for bit, _ in done]).any(0)
+
+
+class Identified(Protocol):
+    """The items and users of prepared data."""
+
+    @property
+    def root(self) -> object:
+        """Its directory."""
+
+    @property
+    def catalog_checksum(self) -> str:
+        """The checksum of its items."""
+
+    @property
+    def users_checksum(self) -> str:
+        """The checksum of its users."""
+
+    @property
+    def feedback(self) -> FeedbackDefinition:
+        """Its definition of feedback."""
+
+
+def validate_identity(reward: RewardFunction, name: str, data: Identified) -> None:
+    """Raises if a reward was made for other items, users or feedback than those that it scores.
+
+    Args:
+        reward: the reward.
+        name: its name in the message.
+        data: the data that it scores.
+
+    Raises:
+        RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels of another
+            meaning.
+    """
+    for definition in reward.feedback:
+        definition.validate_same(data.feedback, name, data.root)
+    if reward.catalog_checksum not in (None, data.catalog_checksum):
+        raise RecpoError(
+            f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
+            "directory it was made with"
+        )
+    if reward.users_checksum not in (None, data.users_checksum):
+        raise RecpoError(
+            f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
+            "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
+            "folded"
+        )
+
+
+def common_checksum(name: str, kind: str, checksums: Iterable[str | None]) -> str | None:
+    """The common checksum of several rewards, without those that have none; None if no reward has one.
+
+    Args:
+        name: name of the reward that combines them.
+        kind: what the checksums identify: items, users.
+        checksums: checksums of the rewards.
+
+    Raises:
+        RecpoError: they differ.
+    """
+    known = sorted(one for one in set(checksums) if one is not None)
+    if len(known) > 1:
+        raise RecpoError(f"{name}: its rewards were made for different {kind}; use one prepared directory")
+    return known[0] if known else None
+
+
+@dataclass(frozen=True)
+class HitReward(RewardFunction):
+    """1 for a candidate that is a logged positive of its context; 0 for any other, including one that is not an item.
+
+    A logged positive is an item of the context's logged slate (``batch.slates``) that is positive there
+    (``Slates.positive``) and is not in the candidate's history yet: the candidate sees no more events than the log's
+    position did. If a slate is one request, these are the items of the request; in a sequence, they are all later
+    positives.
+    """
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"positives"})
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        return is_hit(batch, candidates).float()
+
+
+def is_hit(batch: FeedbackBatch, candidates: Slates) -> Tensor:
+    """``[B, G]`` bool: the candidate is a logged positive of its context; see ``HitReward``.
+
+    Sorted by item, so memory does not grow with the product of candidates and logged positions.
+
+    Raises:
+        RecpoError: the logged slates do not say what is positive.
+    """
+    logged = batch.slates
+    if logged.positive is None:
+        raise RecpoError("a hit is a logged positive, and the logged slates lack Slates.positive")
+    positive = logged.mask & logged.positive
+    if logged.is_logged is not None:
+        positive &= logged.is_logged.bool()
+    # a logged position counts from when it lies ahead: keys order the positions by item, then by what they see
+    width = batch.histories.item_ids.shape[1] + 1
+    beyond = torch.iinfo(torch.int64).max
+    keys = (logged.item_ids * width + logged.visible).masked_fill(~positive, beyond).sort(1).values
+    wanted = (candidates.item_ids * width + candidates.visible).contiguous()
+    place = torch.searchsorted(keys, wanted).clamp(max=keys.shape[1] - 1)
+    found = keys.gather(1, place)
+    is_same = (found >= wanted) & (found // width == candidates.item_ids) & (found != beyond)
+    return is_same & candidates.mask & (candidates.item_ids > 0)
+
+
+def rank_aware_reward(hits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``1`` for a hit and ``-(1 / log2(rank + 1)) / sum over the misses of (1 / log2(rank' + 1))`` for a miss.
+
+    Ranks count all kept candidates, best first, from 1 on; a group's misses sum to -1. In ReRe's code the sum runs over
+    the hits as well, and a group without a hit gets 0 throughout; this is the form of the paper (equations 7 to 9).
+
+    Args:
+        hits: ``[..., G]`` bool, candidates of a group in descending probability under the policy.
+        mask: ``[..., G]`` bool, True keeps; None = all.
+
+    Returns:
+        ``[..., G]`` float64, 0 where masked.
+    """
+    kept = torch.ones_like(hits, dtype=torch.bool) if mask is None else mask.bool()
+    rank = kept.long().cumsum(-1).clamp(min=1)
+    discount = 1.0 / torch.log2(rank.double() + 1.0)
+    missed = zero_masked(discount, kept & ~hits)
+    share = missed / missed.sum(-1, keepdim=True).clamp(min=torch.finfo(missed.dtype).tiny)
+    return zero_masked(torch.where(hits, 1.0, -share), kept)
+
+
+@dataclass(frozen=True)
+class RankAwareReward(RewardFunction):
+    """1 for a hit (see ``HitReward``), and a share of -1 for a miss; a higher rank gives a larger share.
+
+    The candidates of a group must be in the order of the policy's own probability, best first. See
+    ``rank_aware_reward``.
+    """
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"positives"})
+
+    @property
+    def reads_ranks(self) -> bool:
+        """See ``RewardFunction.reads_ranks``."""
+        return True
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        hits = is_hit(batch, candidates)
+        return rank_aware_reward(hits, candidates.mask).float()
+
+
+@dataclass(frozen=True)
+class ValidityReward(RewardFunction):
+    """1 for a candidate that is an item and 0 for one that is not (id 0), for ``count`` random candidates per context.
+
+    The other candidates have no validity reward (nan). The draw must be random: the most probable candidates are valid
+    anyway, and rewarding only those makes the policy more certain (OneRec finds that their validity then rises while
+    the validity of all candidates falls).
+
+    Attributes:
+        count: candidates per context that get a reward, or all if there are fewer; the paper takes 5 of 128.
+    """
+
+    count: int = 5
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise RecpoError(f"ValidityReward: count must be at least 1, got {self.count}")
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``. It draws from torch's random numbers, which training seeds at every step."""
+        draws = torch.rand(candidates.mask.shape, device=candidates.mask.device).masked_fill(~candidates.mask, 2.0)
+        judged = (draws.argsort(1).argsort(1) < self.count) & candidates.mask
+        return torch.where(judged, (candidates.item_ids > 0).float(), torch.nan)
+
+
+@dataclass(frozen=True)
+class FactorReward(RewardFunction):
+    """The grade, in about [0, 1], that a graded matrix factorization predicts for a candidate.
+
+    ``mean + p_u · q_i + b_u + b_i - lower_bound * sqrt(variance)``, with the variance of
+    ``recpo.rewards.graded.posterior_variance``. A policy finds the items that a model overrates. A lower bound
+    reduces the reward of items and users with few events the most (Jeunen and Goethals, "Pessimistic Reward Models for
+    Off-Policy Learning in Recommendation", RecSys 2021). A candidate that is not an item (id 0) has no reward (nan).
+
+    One matrix product scores the full catalog. The reward depends only on user and item, not on the events of the
+    history that a position sees (``Slates.visible``).
+
+    Attributes:
+        factors: directory that ``recpo factorize`` wrote, of the same items.
+        users: "trained" takes the user factors that were fitted on all events of the training period, by
+            ``FeedbackBatch.user_ids``; the prepared data must be the same (``users_checksum`` identifies them), and a
+            user without an event there has the factors of an empty history. "folded" folds users in from
+            ``FeedbackBatch.histories``.
+        lower_bound: number of standard deviations of the posterior to subtract, at least 0. The uncertainty about a
+            user comes from the batch's history, also with trained users.
+    """
+
+    factors: Path
+    users: Literal["trained", "folded"] = "trained"
+    lower_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        # what is wrong is said before training starts
+        if not self.lower_bound >= 0:
+            raise RecpoError(f"FactorReward: lower_bound is {self.lower_bound}; it is at least 0")
+        if self.users not in ("trained", "folded"):
+            raise RecpoError(f"FactorReward: users is {self.users!r}; it is trained or folded")
+        if self.users == "trained" and self._opened.user_factors is None:
+            raise RecpoError(f"{self.factors} has no factors of users: set users to folded")
+        if self.lower_bound and self._opened.item_covariance is None:
+            raise RecpoError(f"{self.factors} was fitted with uncertainty: false, so it has no bounds; fit it again")
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``."""
+        return self._opened.catalog_checksum
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``."""
+        return self._opened.users_checksum if self.users == "trained" else None
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: that of the factors, unless trained users replace histories."""
+        reads = self.users == "folded" or self.lower_bound > 0
+        return (self._opened.feedback,) if reads and self._opened.feedback is not None else ()
+
+    @cached_property
+    def _opened(self) -> Factors:
+        return Factors.open(self.factors)
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, Factors]:
+        return {}
+
+    def model(self, device: torch.device | str = "cpu") -> Factors:
+        """The factor model, its tensors on ``device``."""
+        place = torch.device(device)
+        if place not in self._on_device:
+            self._on_device[place] = self._opened.to(place)
+        return self._on_device[place]
+
+    @torch.no_grad()
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        items = candidates.item_ids
+        model = self.model(items.device)
+        with torch.autocast(items.device.type, enabled=False):
+            if self.lower_bound:
+                folded, covariance = model.fold_in_with_covariance(batch.histories)
+                users = folded if self.users == "folded" else self._trained(model, batch)
+                deviation = posterior_variance(model, users, covariance, items).sqrt()
+                rewards = model.grades(users, items) - self.lower_bound * deviation
+            else:
+                users = model.fold_in(batch.histories) if self.users == "folded" else self._trained(model, batch)
+                rewards = model.grades(users, items)
+        return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)
+
+    def _trained(self, model: Factors, batch: FeedbackBatch) -> Tensor:
+        assert model.user_factors is not None
+        if batch.user_ids is None:
+            raise RecpoError(
+                "FactorReward with trained users asks whose contexts they are, and this batch does not say"
+            )
+        if len(batch.user_ids) and int(batch.user_ids.max()) >= len(model.user_factors):
+            raise RecpoError(
+                f"{self.factors} knows {len(model.user_factors):,} users, and the data have more: they are not those "
+                "that it was fitted on; set users to folded, or run `recpo factorize` on these data"
+            )
+        return model.user_factors[batch.user_ids]
+
+
+@dataclass(frozen=True)
+class EnsembleReward(RewardFunction):
+    """``mean - lower_bound * standard deviation`` over the members, such as models of different seeds.
+
+    If members that were fitted the same way disagree, the log has little information. A lower bound keeps a policy away
+    from items that only some members rate high (Jeunen and Goethals, RecSys 2021). All members must have the same unit.
+    The standard deviation divides by the number of members. A candidate that any member does not know is unknown (nan).
+
+    Attributes:
+        members: at least two rewards.
+        lower_bound: number of standard deviations to subtract, at least 0.
+    """
+
+    members: list[RewardFunction]
+    lower_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.members) < 2:
+            raise RecpoError(f"EnsembleReward: {len(self.members)} members; give at least two")
+        if not self.lower_bound >= 0:
+            raise RecpoError(f"EnsembleReward: lower_bound is {self.lower_bound}; it is at least 0")
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``: that of the members which have one."""
+        return common_checksum("EnsembleReward", "items", (member.catalog_checksum for member in self.members))
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``: that of the members which have one."""
+        return common_checksum("EnsembleReward", "users", (member.users_checksum for member in self.members))
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: those of all members."""
+        return tuple(definition for member in self.members for definition in member.feedback)
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``: what any of the members cannot do without."""
+        return frozenset().union(*(member.learns_from for member in self.members))
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what any of the members reads."""
+        return reduce(or_, (member.reads for member in self.members))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """See ``RewardFunction.for_behaviors``."""
+        return replace(self, members=[member.for_behaviors(names) for member in self.members])
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        rewards = torch.stack([member(batch, candidates).float() for member in self.members])
+        deviation, mean = torch.std_mean(rewards, 0, correction=0)
+        return mean - self.lower_bound * deviation
+
+
+@dataclass(frozen=True)
+class WeightedSum(RewardFunction):
+    """``sum_i weight_i reward_i`` over the rewards that are known.
+
+    A candidate that some rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0. A
+    candidate that no reward knows stays unknown. With ``strict``, all rewards must know it.
+
+    Attributes:
+        rewards: the terms.
+        weights: one per term; may be negative.
+        strict: a candidate that any of the rewards does not know is unknown.
+    """
+
+    rewards: list[RewardFunction]
+    weights: list[float]
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.rewards) != len(self.weights) or not self.rewards:
+            raise RecpoError(
+                f"WeightedSum: {len(self.rewards)} rewards and {len(self.weights)} weights; give at least one reward, "
+                "and one weight for each"
+            )
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``: that of the terms which have one."""
+        return common_checksum("WeightedSum", "items", (term.catalog_checksum for term in self.rewards))
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``: that of the terms which have one."""
+        return common_checksum("WeightedSum", "users", (term.users_checksum for term in self.rewards))
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: those of all terms."""
+        return tuple(definition for term in self.rewards for definition in term.feedback)
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``: what any of the terms cannot do without."""
+        return frozenset().union(*(term.learns_from for term in self.rewards))
+
+    @property
+    def reads_ranks(self) -> bool:
+        """See ``RewardFunction.reads_ranks``."""
+        return any(term.reads_ranks for term in self.rewards)
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what any of the terms reads."""
+        return reduce(or_, (term.reads for term in self.rewards))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """See ``RewardFunction.for_behaviors``."""
+        return replace(self, rewards=[term.for_behaviors(names) for term in self.rewards])
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        terms = torch.stack([reward(batch, candidates).float() for reward in self.rewards])
+        weights = torch.tensor(self.weights, device=terms.device)
+        unknown = terms.isnan()
+        total = (terms.nan_to_num(0.0) * weights[:, None, None]).sum(0)
+        return total.masked_fill(unknown.any(0) if self.strict else unknown.all(0), torch.nan)

@@ -1,0 +1,218 @@
+"""Variational Bayesian factorization of graded events: factors with a posterior, and priors learned from the data.
+
+``g = mean + p_u · q_i + b_u + b_i + e`` with ``e ~ N(0, noise)``, ``z_u = (p_u, b_u) ~ N(m_z, S_z)`` and ``w_i = (q_i,
+b_i) ~ N(m_w, S_w)`` (Lim and Teh, "Variational Bayesian Approach to Movie Rating Prediction", KDD Cup 2007). The
+posterior is approximated by a product of one Gaussian per user and one per item. Given the items, a user's Gaussian is
+the posterior of a linear regression with uncertain rows: their covariances are added to the normal matrix, so an
+uncertain item has little influence. A sweep updates every user, then every item, then the means and covariances of both
+priors and the noise (empirical Bayes). Only the maximum rank remains to be chosen: a full covariance drives factors
+that the data do not support to 0.
+
+At the end, users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into
+the items), which turns ``Factors.fold_in`` into a ridge regression with a ridge of ``noise``.
+
+Both sides use the same code: with ``a_u = (p, b, 1)`` and ``ã_i = (q, 1, b)`` a grade is ``mean + a_u · ã_i``, and the
+other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one shard and the moments of the items' users,
+``V (r + 2) (r + 3) / 2`` numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from recpo.log.prepared import Period, Prepared
+from recpo.rewards.factors import Factors
+from recpo.rewards.graded import Chunk, FactorOptions, Items, chunks, first_items, user_weights
+from recpo.rewards.normal_equations import Equations, no_equations, normal_matrices
+
+#: sweeps before the priors are learned: the initial factors contain no evidence for them
+WARM_UP: Final = 3
+# the initial prior is a ridge of this many events
+_FIRST_RIDGE: Final = 2.0
+
+
+class Gaussians(NamedTuple):
+    """One Gaussian per user or item: ``mean [n, d]`` of (factors, bias), ``covariance [n, d, d]``."""
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+
+class Prior(NamedTuple):
+    """The prior of the users or of the items: ``mean [d]``, ``covariance [d, d]``."""
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+
+class Fit(NamedTuple):
+    """A fitted model: the items, the prior of the users, and the variance of the noise."""
+
+    items: Gaussians
+    users: Prior
+    noise: float
+
+
+def moments(side: Gaussians) -> Equations:
+    """``E[ã ãᵀ]`` of ``ã = (factors, 1, bias)`` as upper triangles, and the means ``ã``: ``[n, d + 1]``."""
+    count, width = side.mean.shape
+    mean = np.insert(side.mean, width - 1, 1.0, axis=1)
+    full = mean[:, :, None] * mean[:, None, :]
+    uncertain = [*range(width - 1), width]  # the 1 has no variance
+    full[np.ix_(range(count), uncertain, uncertain)] += side.covariance
+    first, second = np.triu_indices(width + 1)
+    return Equations(full[:, first, second], mean)
+
+
+def posterior(sums: Equations, prior: Prior, noise: float) -> Gaussians:
+    """The Gaussians of one side, given the other.
+
+    Args:
+        sums: for every user or item, sums over its events of the moments of the other side, and of ``(g - mean) ã``.
+        prior: the prior of this side.
+        noise: variance of a grade around its expectation.
+    """
+    width = sums.right.shape[1] - 1
+    full = normal_matrices(sums.left, width + 1, 0.0)
+    precision = np.linalg.inv(prior.covariance)
+    right = sums.right[:, :width] - full[:, :width, width] + noise * precision @ prior.mean
+    inverse = np.linalg.inv(full[:, :width, :width] + noise * precision)
+    return Gaussians(np.einsum("nij,nj->ni", inverse, right), noise * inverse)
+
+
+def squared_errors(sums: Equations, side: Gaussians) -> float:
+    """``E[sum over the events of (g - mean - a · ã)^2]`` minus ``sum (g - mean)^2``."""
+    width = side.mean.shape[1]
+    full = normal_matrices(sums.left, width + 1, 0.0)
+    own = np.concatenate([side.mean, np.ones((len(side.mean), 1))], 1)
+    second = own[:, :, None] * own[:, None, :]
+    second[:, :width, :width] += side.covariance
+    return float((second * full).sum() - 2 * (own * sums.right).sum())
+
+
+def learned(total: np.ndarray, second: np.ndarray, count: int) -> Prior:
+    """The prior that maximizes the likelihood of ``count`` Gaussians, from their summed means and second moments."""
+    mean = total / count
+    # an unsupported factor may shrink, but not to a singular matrix
+    return Prior(mean, second / count - np.outer(mean, mean) + 1e-9 * np.eye(len(mean)))
+
+
+def fit_items(
+    data: Prepared,
+    mean: float,
+    rank: int,
+    options: FactorOptions,
+    finished: Callable[[int], object],
+    period: Period = "train",
+) -> Fit:
+    """All sweeps over the events of a period.
+
+    Args:
+        data: prepared data.
+        mean: mean of the grades.
+        rank: maximum number of factors.
+        options: number of sweeps and seed.
+        finished: called with the number of events that were read.
+        period: the period.
+    """
+    width, start = rank + 1, first_items(data.num_items, rank, options.seed)
+    items = Gaussians(
+        np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
+    )
+    noise = grade_variance(data, mean, period)
+    users = of_items = Prior(np.zeros(width), noise / _FIRST_RIDGE * np.eye(width))
+    for sweep in range(options.sweeps):
+        table, total = moments(items), no_equations(data.num_items, width + 1)
+        summed, second, squared, count, events = np.zeros(width), np.zeros((width, width)), 0.0, 0, 0
+        for chunk in chunks(data, finished, period):
+            sums = user_sums(chunk, table, mean)
+            part = posterior(sums, users, noise)
+            add_item_sums(total, chunk, part, mean)
+            summed += part.mean.sum(0)
+            second += part.mean.T @ part.mean + part.covariance.sum(0)
+            squared += float(np.square(chunk.grade - mean).sum())
+            count, events = count + len(chunk.users), events + len(chunk.grade)
+        items = posterior(total, of_items, noise)
+        if sweep >= WARM_UP:
+            users = learned(summed, second, count)
+            among = items.mean.T @ items.mean + items.covariance.sum(0)
+            of_items = learned(items.mean.sum(0), among, data.num_items)
+        noise = (squared + squared_errors(total, items)) / events
+    return Fit(items, users, noise)
+
+
+def user_sums(chunk: Chunk, table: Equations, mean: float) -> Equations:
+    """Sums over the events of the chunk's users: moments of their items, and ``(g - mean) ã``."""
+    return chunk.pairs.of_moments(Equations(table.left[chunk.items], table.right[chunk.items]), chunk.grade - mean)
+
+
+def add_item_sums(total: Equations, chunk: Chunk, users: Gaussians, mean: float) -> None:
+    """Adds the events of a chunk to the sums of the items."""
+    table = moments(users)
+    part = chunk.pairs.of_moments(table, chunk.grade - mean, of_items=True)
+    total.left[chunk.items] += part.left
+    total.right[chunk.items] += part.right
+
+
+def grade_variance(data: Prepared, mean: float, period: Period) -> float:
+    """Variance of the known grades of a period."""
+    squared, count = 0.0, 0
+    for chunk in chunks(data, period=period):
+        squared, count = squared + float(np.square(chunk.grade - mean).sum()), count + len(chunk.grade)
+    # if all grades are equal, any noise explains the data
+    return max(squared / count, 1e-6)
+
+
+def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions) -> Factors:
+    """The fitted model with users in units of their prior, without training users.
+
+    With ``z = m + L z'``, ``L`` lower triangular: ``p · q + b_u + b_i = p' · (L_ppᵀ q + l_b) + L_bb b' + (b_i + m_p · q
+    + m_b)``, where ``l_b`` is the last row of ``L`` without ``L_bb``. The factors are rotated until the mean covariance
+    of the items is diagonal, so that one variance per factor contains most of it.
+    """
+    lower = np.linalg.cholesky(fit.users.covariance)
+    # (q, b_i) -> (q', b_i'): a linear map and a shift
+    change, shift = np.eye(len(lower)), np.zeros(len(lower))
+    change[:-1, :-1], shift[:-1], change[-1, :-1] = lower[:-1, :-1].T, lower[-1, :-1], fit.users.mean[:-1]
+    _, rotation = np.linalg.eigh((change @ fit.items.covariance.mean(0) @ change.T)[:-1, :-1])
+    change[:-1], shift[:-1] = rotation.T @ change[:-1], rotation.T @ shift[:-1]
+    items, covariance = fit.items.mean @ change.T + shift, change @ fit.items.covariance @ change.T
+    factors, bias, variance, uncertainty = (
+        torch.from_numpy(values.astype(np.float32))
+        for values in (items[:, :-1], items[:, -1], np.diagonal(covariance, 0, 1, 2)[:, :-1], covariance / fit.noise)
+    )
+    return Factors(
+        mean=mean + float(fit.users.mean[-1]),
+        item_factors=factors,
+        item_bias=bias,
+        factor_variance=variance,
+        ridge=fit.noise,
+        bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
+        user_factors=None,
+        item_covariance=uncertainty if options.uncertainty else None,
+        noise=fit.noise,
+        catalog_checksum=data.catalog_checksum,
+        max_history=options.max_history or int(data.manifest["max_context"]),
+        feedback=data.feedback,
+        lower_bound=options.lower_bound,
+    )
+
+
+def finish(
+    data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
+) -> Factors:
+    """The model with the users of a period, each folded in from all of their events in it."""
+    rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
+    items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
+    prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
+    users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
+    for chunk in chunks(data, finished, period):
+        uncertain = np.zeros((len(chunk.users), model.rank + 1))
+        np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
+        users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain)
+    return replace(model, user_factors=torch.from_numpy(users), users_checksum=data.users_checksum)

@@ -1,1 +1,0 @@
-"""A simulated world with known true preferences."""

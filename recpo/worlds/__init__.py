@@ -1,0 +1,1 @@
+"""Simulated worlds with known true preferences."""

@@ -1,0 +1,176 @@
+"""All numbers of the simulation: the size of a run, and the constants of the user model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+import numpy as np
+
+from recpo.base.errors import RecpoError, validate_seed
+from recpo.worlds.life import LifeParameters
+
+MILLISECONDS_PER_DAY = 86_400_000
+# Beyond this, the most active user (ten times the mean) would watch for more than 24 hours a day.
+MAX_EVENTS_PER_USER_DAY = 200
+
+World = Literal["default", "confounded", "skewed", "small", "living"]
+WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
+    {
+        "default": {},
+        # popularity is independent of quality, and twice as much clickbait is promoted twice as much
+        "confounded": {"popularity_quality": 0.0, "clickbait_share": 0.16, "clickbait_boost": 1.4},
+        # hardly any random exposures, and users mostly see the topics that the logging policy estimates for them
+        "skewed": {"random_share": 0.01, "topic_sharpness": 8.0},
+        # four events per item, so the uncertainty of a model matters more than its estimates
+        "small": {"users": 500, "items": 5_000, "events": 20_000},
+        # 5 % more items every day, of which only the features are known; all items fade
+        "living": {"items": 2_000, "births": 0.05},
+    }
+)
+"""Named worlds: the parameters of ``SimulationParameters`` in which each differs from the defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationParameters(LifeParameters):
+    """The complete description of a simulation: equal parameters give equal bytes.
+
+    It also has the parameters of ``LifeParameters``.
+    """
+
+    users: int = 2000
+    """number of users"""
+    items: int = 1000
+    """number of items, V; for a growing catalog, the final number"""
+    events: int = 200_000
+    """number of rows of the log, exactly"""
+    days: int = 14
+    """the log covers days 0..days-1; a session that starts before midnight may run past it"""
+    random_share: float = 0.1
+    """probability epsilon that an exposure is drawn uniformly from the catalog"""
+    topics: int = 16
+    """number of topics; a topic may be empty when the catalog is small"""
+    drift: float = 0.03
+    """mean angular speed of a taste, radians per day; 0 = fixed tastes"""
+    dislike_cost: float = 2.0
+    """amount that one dislike subtracts from the reward"""
+    seed: int = 0
+    """every random number follows from it"""
+    latent_dim: int = 8
+    """dimension d of tastes and item latents"""
+    start_ms: int = 1_767_571_200_000
+    """time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday)"""
+    topic_share: float = 0.5
+    """share of an item latent's squared length that is its topic's center; the rest is its own"""
+    taste_scale: float = 4.0
+    """weight of ``<taste, latent>`` in the affinity logit"""
+    quality_scale: float = 0.8
+    """weight of the item quality (standard normal) in the affinity logit"""
+    affinity_bias: float = -1.5
+    """constant of the affinity logit"""
+    clickbait_share: float = 0.08
+    """probability that an item is clickbait"""
+    clickbait_boost: float = 0.7
+    """amount that clickbait adds to an item's log-popularity"""
+    dislike_base: float = 0.05
+    """dislike probability of an ordinary item as its affinity goes to 0"""
+    clickbait_dislike: float = 0.25
+    """amount that clickbait adds to the dislike probability as the affinity goes to 0"""
+    popularity_spread: float = 1.0
+    """standard deviation of the log-popularity of items of equal quality"""
+    popularity_quality: float = 0.5
+    """weight of an item's quality in its log-popularity; small, so that popular items are not the best"""
+    topic_sharpness: float = 4.0
+    """inverse temperature of the logging policy's topic softmax"""
+    topic_noise: float = 0.2
+    """standard deviation of the logging policy's error about a user's affinity for a topic"""
+    activity_spread: float = 0.8
+    """standard deviation of the log-activity of users"""
+    session_length: float = 12.0
+    """mean number of exposures in a session (geometric)"""
+    request_size: int = 6
+    """exposures that share a request; the last request of a session may be shorter"""
+    duration_bias: float = 0.25
+    """exponent by which the watch ratio falls with duration: ``(duration_median / duration)^bias``"""
+    duration_median: float = 30.0
+    """median duration, seconds"""
+    duration_spread: float = 0.8
+    """standard deviation of the log-duration"""
+    skip_share: float = 0.35
+    """probability of an immediate skip as the affinity goes to 0"""
+    watch_noise: float = 0.35
+    """standard deviation of the log-watch-ratio of events that are not skipped"""
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        for name in ("users", "items", "events", "days", "topics", "request_size"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("latent_dim", self.latent_dim >= 2, "at least 2, or a taste has nowhere to drift to")
+        for name in ("random_share", "topic_share", "clickbait_share", "skip_share"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "a probability between 0 and 1")
+        for name in ("drift", "dislike_cost", "start_ms", "duration_bias", "topic_noise", "dislike_base"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("popularity_spread", "activity_spread", "duration_spread", "watch_noise"):
+            self._require(name, 0 <= getattr(self, name) <= 3, "between 0 and 3")
+        validate_seed(self.seed, "simulate: seed")
+        self._require("session_length", self.session_length >= 1, "at least 1")
+        self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
+        total_dislike = self.dislike_base + self.clickbait_dislike
+        self._require("clickbait_dislike", self.clickbait_dislike >= 0 and total_dislike <= 1, "0 .. 1 - dislike_base")
+        limit = MAX_EVENTS_PER_USER_DAY * self.users * self.days
+        self._require(
+            "events",
+            self.events <= limit,
+            f"at most {limit:,} ({MAX_EVENTS_PER_USER_DAY} per user and day): ask for fewer events, more users or days",
+        )
+        self._require_life()
+
+    def _require_life(self) -> None:
+        if not self.lives:
+            for field in dataclasses.fields(LifeParameters):
+                what = f"{field.default!r} where births is 0 and nothing lives: set births above 0, or leave it out"
+                self._require(field.name, getattr(self, field.name) == field.default, what)
+        self._require("births", 0 <= self.births <= 1, "a share a day between 0 and 1")
+        self._require("birth_days", self.birth_days >= 0, "at least 0")
+        first = self.items / (1 + self.births) ** max(0, self.last_birth_day)
+        self._require("births", first >= 1, f"so little growth to {self.items} items that day 0 has one")
+        self._require("tags", self.tags >= 1, "at least 1")
+        least = self.latent_dim + 1
+        self._require(
+            "content_dim", not self.lives or self.content_dim >= least, f"at least {least}: latents and quality"
+        )
+        self._require("half_life", self.half_life > 0, "a positive number of days")
+        self._require("author_items", self.author_items >= 1, "at least 1")
+        self._require("category_noise", 0 <= self.category_noise <= 1, "a probability between 0 and 1")
+        self._require("fading", self.fading >= 0, "at least 0")
+        for name in ("content_signal", "quality_signal", "author_signal", "attribute_signal"):
+            self._require(name, getattr(self, name) > 0, "a positive ratio of variances")
+
+    @property
+    def last_birth_day(self) -> int:
+        """The day on which the last items are born, if any are."""
+        return (self.birth_days or self.days) - 1
+
+    def as_json(self) -> dict[str, float]:
+        """All parameters by name, without those of life if the catalog is fixed."""
+        left_out = set() if self.lives else {field.name for field in dataclasses.fields(LifeParameters)}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+
+    def _require_types(self) -> None:
+        for field in dataclasses.fields(SimulationParameters):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or (field.type == "int" and not isinstance(value, int)):
+                self._require(field.name, False, "a whole number" if field.type == "int" else "a number")
+            self._require(field.name, isinstance(value, int | float) and math.isfinite(value), "a finite number")
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise RecpoError(f"simulate: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def generator(self, *stream: int) -> np.random.Generator:
+        """Random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=stream))

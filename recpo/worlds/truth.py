@@ -1,0 +1,302 @@
+"""The saved truth of a simulation: the exact value of any policy, by external user and item ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+
+from recpo.artifacts import kind_of, verify_sealed, write_json
+from recpo.base.errors import RecpoError
+from recpo.worlds.logging_policy import LoggingPolicy
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
+from recpo.worlds.preferences import FloatArray, IntArray, Items, Preferences, Users
+
+FORMAT_VERSION = 1
+#: files of a simulation whose checksums are in its recpo.json
+SEALED = ("truth/truth.json", "truth/users.parquet", "truth/items.parquet")
+_CELLS_PER_CHUNK = 1 << 20  # size of a users x items matrix: 8 MiB each, for any size of the catalog
+_DAYS_IN_MEMORY = 64  # number of cached logging policies; enough for a log of two months
+_SUM_TOLERANCE = 1e-3  # tolerance that a float32 softmax over a million items satisfies
+
+
+class Truth:
+    """True expected rewards by external ids; users are processed in chunks, so memory does not grow with their number.
+
+    The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
+    of user, item and day (see ``recpo.worlds.preferences``). ``day`` counts from the log's first day, may have a
+    fraction and may be after the log; it is one number or one per user. In a living world, an item that is not yet born
+    on that day cannot be shown: its reward is 0, and it is not disliked.
+
+    Args:
+        preferences: users, items and all parameters.
+        logging_policy: the logging policy; in a living world, that of day 0.
+        world: name of the world of ``recpo.worlds.parameters.WORLDS`` that the parameters are based on; ``Truth``
+            itself only reads the parameters.
+    """
+
+    def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy, world: str = "default") -> None:
+        self.preferences = preferences
+        self.logging_policy = logging_policy
+        self.world = world
+        self._policies: dict[int, LoggingPolicy] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> Truth:
+        """Reads the truth of a simulation.
+
+        Args:
+            path: directory written by ``recpo simulate``, or the ``truth/`` in it.
+
+        Raises:
+            RecpoError: there is no truth, or it has another version or is damaged.
+        """
+        path = Path(path)
+        directory = path / "truth" if (path / "truth").is_dir() else path
+        try:
+            content = json.loads((directory / "truth.json").read_text(encoding="utf-8"))
+            if content.get("format_version") != FORMAT_VERSION:
+                found = content.get("format_version")
+                raise RecpoError(f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again")
+            if directory.name == "truth" and kind_of(directory.parent) == "simulation":
+                verify_sealed(directory.parent, SEALED, "simulate again")
+            parameters = SimulationParameters(**content["parameters"])
+            world = str(content.get("world", "default"))  # earlier simulations had only one world
+            users = Users(**_read_arrays(directory / "users.parquet"))
+            items = Items(**_read_arrays(directory / "items.parquet"))
+        except FileNotFoundError as error:
+            raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
+        except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
+            raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
+        whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
+        if not whole or (items.born is not None) != parameters.lives:
+            raise RecpoError(f"{directory} is damaged (rows or columns are missing): simulate again")
+        preferences = Preferences(parameters, users, items)
+        return cls(preferences, LoggingPolicy.of(preferences), world)
+
+    def save(self, directory: Path) -> None:
+        """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
+        parameters, users, items = self.preferences
+        directory.mkdir(parents=True)
+        _write_arrays(directory / "users.parquet", users._asdict())
+        columns = {name: values for name, values in items._asdict().items() if values is not None}
+        _write_arrays(directory / "items.parquet", columns)
+        described = {"world": self.world, "parameters": parameters.as_json()}
+        write_json(directory / "truth.json", {"format_version": FORMAT_VERSION, **described})
+
+    @property
+    def user_ids(self) -> IntArray:
+        """Every user ``[U]``, ascending; some may have no event in the log."""
+        return self.preferences.users.user_id
+
+    @property
+    def item_ids(self) -> IntArray:
+        """The full catalog ``[V]``, ascending; some items may never have been exposed."""
+        return self.preferences.items.item_id
+
+    def day_of(self, timestamp: ArrayLike) -> FloatArray:
+        """Converts milliseconds since the epoch to days since the start of the log, with fraction."""
+        elapsed = np.asarray(timestamp, dtype=np.int64) - self.preferences.parameters.start_ms
+        return elapsed / MILLISECONDS_PER_DAY
+
+    @property
+    def lives(self) -> bool:
+        """Whether items are born and fade."""
+        return self.preferences.parameters.lives
+
+    def available(self, day: ArrayLike) -> NDArray[np.bool_]:
+        """Which items ``[V]`` have been born on ``day``, a number; ``[N, V]`` for ``N`` days."""
+        return self.preferences.exists(np.arange(len(self.item_ids)), np.asarray(day)[..., None])
+
+    def policy_on(self, day: float) -> LoggingPolicy:
+        """The logging policy of a day; in a living world, it shows the items born by then."""
+        number = int(day) if self.lives else 0
+        if self.lives and number not in self._policies:
+            if len(self._policies) >= _DAYS_IN_MEMORY:
+                self._policies.pop(next(iter(self._policies)))
+            self._policies[number] = LoggingPolicy.of(self.preferences, number)
+        return self._policies.get(number, self.logging_policy)
+
+    def expected_reward(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """True expected reward ``[N, k]`` of items ``[N, k]`` for users ``[N]``."""
+        return self._by_pairs(self.preferences.reward, user_ids, item_ids, day)
+
+    def dislike_probability(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """True probability of a dislike ``[N, k]`` of items ``[N, k]`` exposed to users ``[N]``."""
+        return self._by_pairs(self.preferences.dislike_probability, user_ids, item_ids, day)
+
+    def propensity(self, user_ids: ArrayLike, item_ids: ArrayLike, day: float | None = None) -> FloatArray:
+        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy; only living worlds depend on the day.
+
+        Raises:
+            RecpoError: the world is living and ``day`` is None; unknown ids.
+        """
+        users, items = self._rows_of_pairs(user_ids, item_ids)
+        if day is None and self.lives:
+            raise RecpoError("propensity: day is None, expected a day: in a living world, each day has its own items")
+        return self.policy_on(0 if day is None else day).propensity(users, items)
+
+    def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Value ``[N]`` of recommending the lists ``[N, k]``: the mean expected reward over the positions."""
+        rewards = self.expected_reward(user_ids, item_ids, day)
+        if rewards.shape[1] == 0:
+            raise RecpoError("item_ids has no columns: an empty list has no value")
+        return rewards.mean(axis=1)
+
+    def policy_value(
+        self, user_ids: ArrayLike, probabilities: FloatArray, day: ArrayLike, item_ids: ArrayLike | None = None
+    ) -> FloatArray:
+        """Value ``[N]`` of a stochastic policy: its expectation ``sum_i pi(i | u) r(u, i, day)``.
+
+        Args:
+            user_ids: ``[N]``; pass a few users at a time if ``[N, V]`` is too large.
+            probabilities: ``[N, V]``, rows sum to 1.
+            day: one number, or ``[N]``.
+            item_ids: ``[V]`` items of the columns; None = ``self.item_ids``.
+
+        Raises:
+            RecpoError: unknown ids, a wrong shape, or rows that are not probabilities.
+        """
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        columns = None if item_ids is None else _rows(item_ids, self.item_ids, "item_ids")
+        expected = (len(users), len(self.item_ids) if columns is None else len(columns))
+        probabilities = np.asarray(probabilities)
+        if probabilities.shape != expected:
+            raise RecpoError(f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}")
+        value = np.empty(len(users))
+        for part, _, reward, there in self._reward_to_all(users, day):
+            chunk = probabilities[part].astype(np.float64)
+            # written so that nan fails too
+            if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
+                raise RecpoError("probabilities: every row must be non-negative and sum to 1")
+            reward = np.where(there, reward, 0.0)
+            value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
+        return value
+
+    def logging_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Exact value ``[N]`` of the logging policy."""
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        value = np.empty(len(users))
+        for part, days, reward, _ in self._reward_to_all(users, day):
+            numbers = days.astype(np.int64) if self.lives else np.zeros(len(days), np.int64)
+            for number in np.unique(numbers):
+                rows = np.flatnonzero(numbers == number)
+                probability = self.policy_on(number).propensity_of_all(users[part][rows])
+                value[part.start + rows] = np.einsum("nv,nv->n", probability, reward[rows])
+        return value
+
+    def uniform_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Exact value ``[N]`` of recommending items uniformly at random."""
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        value = np.empty(len(users))
+        for part, _, reward, there in self._reward_to_all(users, day):
+            value[part] = reward.mean(axis=1, where=there) if self.lives else reward.mean(axis=1)
+        return value
+
+    def oracle_top_k(self, user_ids: ArrayLike, k: int, day: ArrayLike) -> IntArray:
+        """The ``k`` best item ids ``[N, k]`` by true reward, best first: no list of available items has a higher value.
+
+        Raises:
+            RecpoError: ``k`` is larger than the number of items available on the (first) day; invalid ids or days.
+        """
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        available = self._available_at_least(_days(day, len(users)))
+        if not 1 <= k <= available:
+            raise RecpoError(f"k is {k}, expected 1 to {available}, the number of items")
+        best = np.empty((len(users), k), dtype=np.int64)
+        for part, _, reward, there in self._reward_to_all(users, day):
+            reward = np.where(there, reward, -np.inf)
+            top = np.argpartition(-reward, k - 1, axis=1)[:, :k]
+            order = np.argsort(-np.take_along_axis(reward, top, axis=1), axis=1, kind="stable")
+            best[part] = np.take_along_axis(top, order, axis=1)
+        return self.item_ids[best]
+
+    def _by_pairs(
+        self,
+        formula: Callable[[FloatArray, NDArray[np.bool_]], FloatArray],
+        user_ids: ArrayLike,
+        item_ids: ArrayLike,
+        day: ArrayLike,
+    ) -> FloatArray:
+        users, items = self._rows_of_pairs(user_ids, item_ids)
+        days = _days(day, len(users))
+        result = np.empty(items.shape)
+        latent_dim = self.preferences.parameters.latent_dim
+        for part in _parts(len(users), items.shape[1] * latent_dim):
+            affinity = self.preferences.affinity(users[part], items[part], days[part])
+            values = formula(affinity, self.preferences.items.clickbait[items[part]])
+            result[part] = np.where(self.preferences.exists(items[part], days[part][:, None]), values, 0.0)
+        return result
+
+    def _reward_to_all(
+        self, users: IntArray, day: ArrayLike
+    ) -> Iterator[tuple[slice, FloatArray, FloatArray, NDArray[np.bool_]]]:
+        """The users in parts: their days ``[n]``, rewards ``[n, V]``, and which items exist on those days."""
+        days = _days(day, len(users))
+        for part in _parts(len(users), len(self.item_ids)):
+            affinity = self.preferences.affinity_to_all(users[part], days[part])
+            reward = self.preferences.reward(affinity, self.preferences.items.clickbait)
+            yield part, days[part], reward, self.available(days[part])
+
+    def _available_at_least(self, days: FloatArray) -> int:
+        """Number of items on the first of the days; items are born and never leave."""
+        return int(self.available(days.min()).sum()) if len(days) else len(self.item_ids)
+
+    def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
+        users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
+        if len(users) != len(items):
+            raise RecpoError(f"item_ids has {len(items)} rows, expected one per user ({len(users)})")
+        return users, items
+
+
+def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> IntArray:
+    ids = np.asarray(ids)
+    if ids.ndim != dimensions or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+        raise RecpoError(f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers")
+    rows = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    unknown = known[rows] != ids
+    if unknown.any():
+        first = ", ".join(map(str, np.unique(ids[unknown])[:5]))
+        raise RecpoError(f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}")
+    return rows
+
+
+def _days(day: ArrayLike, users: int) -> FloatArray:
+    days = np.asarray(day, dtype=np.float64)
+    if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
+        raise RecpoError(f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users")
+    return np.broadcast_to(days, (users,))
+
+
+def _parts(users: int, cells_per_user: int) -> Iterator[slice]:
+    step = max(1, _CELLS_PER_CHUNK // max(1, cells_per_user))
+    for begin in range(0, users, step):
+        yield slice(begin, begin + step)
+
+
+def _write_arrays(file: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    columns = {
+        name: pa.array(values)
+        if values.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+        for name, values in arrays.items()
+    }
+    pq.write_table(pa.table(columns), file, compression="zstd")
+
+
+def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
+    table = pq.read_table(file).combine_chunks()
+    arrays = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_fixed_size_list(column.type):
+            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            arrays[name] = flat.reshape(-1, column.type.list_size)
+        else:
+            arrays[name] = column.to_numpy()
+    return arrays

@@ -1,0 +1,97 @@
+"""Training data larger than memory: the memory of a process does not grow with the number of shards."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.prepared import FORMAT_VERSION, write_manifest
+from recpo.log.schema import EVENT_SCHEMA
+from recpo.log.writing import write_parquet, write_past, write_shards
+
+USERS, EVENTS_PER_USER = 4000, 50
+SHARD_MIB = USERS * EVENTS_PER_USER * 50 / 2**20  # decoded, about 50 bytes for each event
+
+PROGRAM = """
+import resource, sys
+from recpo.batches.datamodule import TrainBatches
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.log.prepared import Prepared
+from recpo.batches.preference_lists import PreferenceListLayout
+from recpo.batches.slates import SequenceLayout
+
+data = Prepared.open(sys.argv[1])
+layout = {"sequence": SequenceLayout(50), "lists": PreferenceListLayout(50, uniform=2)}[sys.argv[2]]
+batches = TrainBatches(data, layout, 512, 0, Rank())
+rows = sum(len(batch.context_ids) for batch in batches)
+assert rows == batches.num_contexts
+users = sum(len(batch.exclude) for batch in HeldOutBatches(data, "valid", 50, 512, Rank()))
+print(rows, users, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def shard_batches(shards):
+    """A log that is never in memory as a whole, by user and time."""
+    events = USERS * EVENTS_PER_USER
+    for shard in range(shards):
+        rng = np.random.default_rng(shard)
+        columns = {
+            "user_index": np.repeat(np.arange(USERS, dtype=np.int32) + shard * USERS, EVENTS_PER_USER),
+            "item_index": rng.integers(1, 10_000, events).astype(np.int32),
+            "timestamp": np.tile(np.arange(EVENTS_PER_USER) * 60_000, USERS),
+            "label": rng.random(events).astype(np.float32),
+            "dislike": rng.random(events) < 0.02,
+            "watch_time": rng.random(events).astype(np.float32),
+            "duration": rng.random(events).astype(np.float32),
+            "propensity": rng.random(events).astype(np.float32),
+            "is_random": rng.random(events) < 0.1,
+            "request": np.arange(events) + (shard << 32),
+            "is_target": np.ones(events, bool),
+        }
+        schema = pa.schema([field for field in EVENT_SCHEMA if field.name in columns])
+        yield from pa.table(columns).cast(schema).to_batches()
+
+
+def prepared(root, shards):
+    root.mkdir()
+    made = {
+        period: write_shards(
+            shard_batches(number), root / period, USERS * EVENTS_PER_USER, FeedbackDefinition(), lambda rows: None
+        )
+        for period, number in (("train", shards), ("valid", shards // 2), ("test", 1))
+    }
+    for period in ("valid", "test"):
+        pairs = (batch.select(["user_index", "item_index"]) for batch in shard_batches(len(made[period])))
+        made[period] = write_past(pairs, made[period], root)
+    items = pa.table({"train_count": np.ones(10_000, np.int64)})
+    write_parquet(items, root / "items.parquet")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "feedback": FeedbackDefinition().to_json(),
+        "num_items": 10_000,
+        "num_users": shards * USERS,
+        "shards": made,
+        "files": ["items.parquet", *(shard["past"] for p in ("valid", "test") for shard in made[p])],
+    }
+    write_manifest(root, manifest)
+    return root
+
+
+@pytest.mark.slow
+def test_an_epoch_over_four_times_as_many_shards_takes_no_more_memory(tmp_path):
+    few, many = prepared(tmp_path / "few", 6), prepared(tmp_path / "many", 24)
+
+    def peak(root, layout):
+        command = [sys.executable, "-c", PROGRAM, str(root), layout]
+        rows, users, mebibytes = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        assert int(users) == USERS * (3 if root == few else 12)
+        return int(rows), float(mebibytes)
+
+    for layout in ("sequence", "lists"):
+        (few_rows, little), (many_rows, much) = peak(few, layout), peak(many, layout)
+        assert many_rows > 3.9 * few_rows
+        # 18 more shards would be 170 MiB if they stayed; the allocator's own differences are a few.
+        assert much - little < 4 * SHARD_MIB, (little, much)

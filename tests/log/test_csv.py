@@ -1,0 +1,160 @@
+"""CSV files: types from the whole file, faults with row and value, gzip, encodings."""
+
+import gzip
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recpo.base.errors import RecpoError
+from recpo.log.csv_files import csv_to_parquet, read_ids, row_in_file
+
+MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_time", "dislike", "label")}
+
+
+def read(tmp_path, text, name="log.csv", encoding="utf-8"):
+    content = text if isinstance(text, bytes) else text.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    names, faults, left_out, _ = csv_to_parquet(tmp_path / name, tmp_path / "staged.parquet", MAPPING)
+    return pq.read_table(tmp_path / "staged.parquet"), [str(fault) for fault in faults], left_out, names
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "gzip-inside.csv"])
+def test_columns_that_are_used_with_the_type_of_all_their_values(tmp_path, name):
+    text = "user_id,other,item_id,timestamp,dislike,watch_time\n7,x,a,1,True,1\n8,y,1,2,,2.5\n9,z,b,3,FALSE, 3 \n"
+    content = gzip.compress(text.encode()) if name == "gzip-inside.csv" else text
+    table, faults, left_out, names = read(tmp_path, content, name)
+    assert (faults, left_out) == ([], [])
+    assert names == ["user_id", "other", "item_id", "timestamp", "dislike", "watch_time"]
+    assert table.schema.types == [pa.int64(), pa.string(), pa.int64(), pa.float64(), pa.bool_()]
+    assert table.to_pydict() == {
+        "user_id": [7, 8, 9],
+        "item_id": ["a", "1", "b"],
+        "timestamp": [1, 2, 3],
+        "watch_time": [1.0, 2.5, 3.0],
+        "dislike": [True, None, False],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["1", "2"], [1, 2]),
+        (["007", "7"], ["007", "7"]),
+        (["1", "", '""'], [1, None, None]),
+        (["a", "", '""'], ["a", None, None]),
+        (["1714500000000000000", "-3"], [1714500000000000000, -3]),
+        (["99999999999999999999", "1"], ["99999999999999999999", "1"]),
+        (["1.0", "2"], ["1.0", "2"]),
+        (['"a,b"', '"a ""b"""'], ["a,b", 'a "b"']),
+        (['"two\nlines"', "b"], ["two\nlines", "b"]),
+    ],
+)
+def test_ids_keep_what_they_are_and_empty_text_is_none(tmp_path, values, expected):
+    table, faults, *_ = read(tmp_path, "user_id,item_id\n" + "".join(f"{value},1\n" for value in values))
+    assert faults == []
+    assert table["user_id"].to_pylist() == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("watch_time", ["1e3", "+2", ".5", "-inf", "NaN", "NA", "null", ""], [1e3, 2, 0.5, float("-inf")] + [None] * 4),
+        ("label", ["true", "2", "False"], [1, 2, 0]),
+        ("timestamp", ["1714500000.5", "1714500001"], [1714500000.5, 1714500001]),
+        ("timestamp", ["2024-05-01 12:00:00", "2024-05-01T12:00:00+08:00"], None),
+    ],
+)
+def test_numbers_flags_and_times(tmp_path, column, values, expected):
+    table, faults, *_ = read(tmp_path, f"user_id,{column}\n" + "".join(f"1,{value}\n" for value in values))
+    assert faults == []
+    assert table[column].to_pylist() == (expected or values)
+
+
+def test_a_type_that_shows_late_is_the_type_of_the_whole_file(tmp_path):
+    late = "".join("1,1\n" for _ in range(300_000))  # more than the first block of the reader
+    table, faults, *_ = read(tmp_path, f"user_id,watch_time\n{late}x,2.5\n")
+    assert faults == []
+    assert table.schema.types == [pa.string(), pa.float64()]
+    assert table.num_rows == 300_001
+
+
+def test_words_in_a_column_of_numbers_are_named_with_their_rows(tmp_path):
+    rows = ["1,1,5,0", "1,1,lots,0", "1,1,6,yes", "1,1,true,1"]
+    _, faults, *_ = read(tmp_path, "user_id,item_id,watch_time,dislike\n" + "\n".join(rows))
+    assert faults == [
+        "log.csv, column watch_time: 2 rows: not a number [first: row 1 ('lots'), row 3 ('true')]; expected a number: "
+        "fix or empty these values",
+        "log.csv, column dislike: 1 row: not a number [first: row 2 ('yes')]; expected a number, or true and false: "
+        "fix or empty these values, or say which values mean true: columns.dislike: {column: dislike, equals: VALUE}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["1", "2", "oops", "3"], ["user_id: 1 row", "row 2 ('oops')", "the other 3 ids"]),
+        (["1", "2", "3.0"], ["row 2 ('3.0')"]),
+        (["1", "2", "007"], []),  # zeros are meant
+        (["1", "2", ""], []),
+        (["1", "b", "c", "2"], []),  # strings, some of which look like numbers
+    ],
+)
+def test_a_word_that_turns_integer_ids_into_strings_is_named_with_its_row(tmp_path, values, said):
+    (tmp_path / "log.csv").write_text("user_id,item_id\n" + "".join(f"{value},1\n" for value in values))
+    *_, warnings = csv_to_parquet(tmp_path / "log.csv", tmp_path / "staged.parquet", MAPPING)
+    assert len(warnings) == bool(said)
+    assert all(part in warnings[0] for part in said)
+
+
+def test_ids_are_read_in_the_type_of_the_catalog(tmp_path):
+    file = tmp_path / "ids.csv"
+    file.write_text("name,item_id\nx,007\ny,7\n")
+    assert read_ids(file, "item_id", pa.string()).to_pylist() == ["007", "7"]
+    with pytest.raises(RecpoError, match=r"1 of 2 ids are not integers .* '007' in row 0"):
+        read_ids(file, "item_id", pa.int64())
+    with pytest.raises(RecpoError, match="expected one column track; the file has name, item_id"):
+        read_ids(file, "track", pa.int64())
+    file.write_text("name,item_id\nx,8\ny,-7\n")
+    assert read_ids(file, "item_id", pa.int32()).to_pylist() == [8, -7]
+    file.write_text("name,item_id\nx,8\ny,7,3\n")
+    with pytest.raises(RecpoError, match="1 row: another number of values than the 2 columns"):
+        read_ids(file, "item_id", pa.int64())
+
+
+def test_rows_of_another_width_hide_no_other_fault(tmp_path):
+    rows = ["1,1,5", "2", "1,1,lots", "1,1,2,3,4", "1,1,6", "1,1,more"]
+    table, faults, left_out, _ = read(tmp_path, "user_id,item_id,watch_time\n" + "\n".join(rows) + "\n")
+    assert left_out == [1, 3]
+    assert table.num_rows == 4
+    assert "2 rows: another number of values than the 3 columns" in faults[0]
+    assert "[first: row 1 ('1 values'), row 3 ('5 values')]" in faults[0]
+    assert "2 rows: not a number [first: row 2 ('lots'), row 5 ('more')]" in faults[1]
+    assert [row_in_file(row, left_out) for row in range(4)] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_wide_encodings_are_refused(tmp_path, encoding):
+    with pytest.raises(RecpoError, match="not UTF-8"):
+        read(tmp_path, "user_id,item_id\n1,2\n", encoding=encoding)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
+    table, _, _, names = read(tmp_path, "user_id,item_id\n1,2\n", encoding="utf-8-sig")
+    assert names == ["user_id", "item_id"]
+    assert table.to_pydict() == {"user_id": [1], "item_id": [2]}
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", ",,\n1,2,3\n"])
+def test_a_file_without_names_is_refused(tmp_path, text):
+    with pytest.raises(RecpoError, match="its first line, the column names, is empty"):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("width", ["7,a\xc7,1,extra", "7,a\xc7,1"])
+def test_bytes_that_are_not_utf_8_are_refused_without_a_traceback(tmp_path, capfd, width):
+    """Arrow decodes rows of another width in a callback, where Python can only print what fails."""
+    content = b"user_id,item_id,timestamp\n" + width.encode("latin-1") + b"\n8,b,2\n"
+    with pytest.raises((pa.ArrowInvalid, RecpoError)):
+        read(tmp_path, content)
+    assert "Traceback" not in capfd.readouterr().err

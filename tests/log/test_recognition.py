@@ -1,0 +1,203 @@
+"""Columns, units and presets from names and values: pure functions over the facts about columns."""
+
+import pyarrow as pa
+import pytest
+
+from recpo.log.column_facts import clock_units, column_facts, length_units
+from recpo.log.column_names import behavior_of, rank_as, unit_of_name
+from recpo.log.csv_files import CsvFormat
+from recpo.log.log_sample import text_format
+from recpo.log.recognition import recognize
+from recpo.log.schema import Columns, FlagColumn
+
+SECONDS = [1_700_000_000 + 977 * step for step in range(40)]
+BASE = {"user_id": [1, 2, 3, 4] * 10, "item_id": list(range(8)) * 5, "timestamp": SECONDS}
+
+
+def facts(**columns):
+    return [column_facts(name, pa.chunked_array([pa.array(values)])) for name, values in columns.items()]
+
+
+def spread(low, high, number=40):
+    return [low + (high - low) * step // number for step in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("play_time_ms", "ms"),
+        ("playedMs", "ms"),
+        ("track_length_seconds", "s"),
+        ("runtimeMinutes", "min"),
+        ("timestamp:float", None),
+        ("items", None),
+        ("ms_per_s", None),
+    ],
+)
+def test_the_unit_that_a_name_says(name, unit):
+    assert unit_of_name(name) == unit
+
+
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid"]),
+        ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
+        ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
+        ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
+        ("item_id", ["episode", "song_id", "Podcast"]),
+        ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
+        ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
+    ],
+)
+def test_names_in_every_spelling(role, names):
+    assert [name for name in names if rank_as(role, name) is None] == []
+    assert rank_as(role, "column_1") is None
+    assert rank_as("item_id", "episode_minutes") is None
+    assert behavior_of("is_addToCart") == "cart"
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_a_clock_has_one_unit(unit):
+    factor = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    assert clock_units(facts(t=[second * factor for second in SECONDS])[0]) == [unit]
+
+
+@pytest.mark.parametrize(
+    ("values", "units"),
+    [
+        (spread(1, 40), ["s"]),  # 1 to 40 ms is nothing that somebody watches
+        (spread(3_000, 90_000), ["ms"]),  # 25 hours
+        (spread(1_000, 6_000), ["s", "ms"]),  # an hour, or four seconds
+        ([value + 0.5 for value in spread(1_000, 6_000)], ["s"]),
+        ([0.0] * 40, []),
+    ],
+)
+def test_units_in_which_watch_times_are_plausible(values, units):
+    assert length_units(facts(watch_time=values)[0], "watch_time") == units
+
+
+def test_the_duration_settles_an_open_watch_time():
+    watch, short, long = spread(1_000, 6_000), spread(2_000, 9_000), spread(30, 300)
+    open_both = recognize(facts(**BASE, watch_time=watch, duration=short))
+    assert [text.partition(":")[0] for text in open_both.questions] == ["watch_time", "duration"]
+    assert "pass --columns.watch_time_unit s or --columns.watch_time_unit ms" in open_both.questions[0]
+    settled = recognize(facts(**BASE, watch_time=watch, duration_ms=short))
+    assert (settled.questions, settled.columns.watch_time_unit) == ((), "ms")
+    said = recognize(facts(**BASE, watch_time=watch, duration=short), Columns(watch_time_unit="ms"))
+    assert (said.questions, said.columns.duration_unit) == ((), "ms")
+    by_values = recognize(facts(**BASE, watch_time=spread(5_000, 200_000), duration=long))
+    assert (by_values.columns.watch_time_unit, by_values.columns.duration_unit) == ("ms", "s")
+
+
+def test_a_name_that_contradicts_the_values_is_a_question():
+    found = recognize(facts(**BASE, watch_time_ms=spread(1, 40), duration_s=spread(10, 90)))
+    (question,) = found.questions
+    assert "watch_time: `watch_time_ms`" in question
+    assert "--columns.watch_time_unit s or --columns.watch_time_unit ms" in question
+
+
+def test_a_time_without_a_clock_is_an_order_and_mixed_units_are_a_question():
+    order = recognize(facts(**BASE | {"timestamp": list(range(40))}))
+    assert order.columns.time_unit == "order"
+    assert "no clock time" in order.doubts[0]
+    (question,) = recognize(facts(**BASE | {"timestamp": [*SECONDS[:-1], SECONDS[-1] * 1000]})).questions
+    assert "--columns.time_unit" in question
+
+
+def test_what_is_missing_is_asked_for_and_a_clock_is_known_by_its_values():
+    found = recognize(facts(who=[1, 2] * 20, item_id=[3, 4] * 20, moment=SECONDS))
+    assert (found.column("timestamp"), found.columns.time_unit) == ("moment", "s")
+    (question,) = found.questions
+    assert question.startswith("user_id: not recognized among the columns who, item_id, moment")
+    assert (
+        recognize(facts(who=[1, 2] * 20, item_id=[3, 4] * 20, moment=SECONDS), Columns(user_id="who")).questions == ()
+    )
+
+
+def test_values_overrule_names():
+    found = recognize(facts(**BASE, dislike=[0, 1, 2, 3] * 10, like=[0, 1] * 20, propensity=[2.0, 0.1] * 20))
+    assert found.column("dislike") is None
+    assert found.column("propensity") is None
+    assert dict(found.behaviors) == {"like": "like"}
+    assert any("called like a dislike" in doubt for doubt in found.doubts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "form"),
+    [
+        (["userId,movieId,rating,timestamp", "1,2,3,4"], CsvFormat(",")),
+        (["user;item;ts", "1;2;3"], CsvFormat(";")),
+        (["1::1193::5::978300760"], CsvFormat("::", ("userId", "movieId", "rating", "timestamp"))),
+        (["196\t242\t3\t881250949"], CsvFormat("\t", ("userId", "movieId", "rating", "timestamp"))),
+        (["u1,i2,1700000000"], CsvFormat(",", ("column_1", "column_2", "column_3"))),
+    ],
+)
+def test_how_a_text_file_is_written(lines, form):
+    assert text_format(lines, CsvFormat()) == form
+
+
+def test_other_readings_of_columns_are_reported():
+    episodes = facts(**BASE, show=["a", "b"] * 20, podcast=["c", "d"] * 20, minutes=[5, 6] * 20, muted=[0, 1] * 20)
+    found = recognize([*episodes, *facts(listened_seconds=spread(30, 300))])
+    assert found.questions == ()
+    item, duration, dislike = found.doubts
+    assert item == "`item_id` is the item; if it is `podcast`, pass --columns.item_id NAME"
+    assert "if it is `minutes`, pass --columns.duration NAME" in duration
+    assert "if `muted` says one, pass --columns.dislike NAME" in dislike
+
+
+def test_minutes_are_reported_only_if_they_are_not_plausible():
+    plausible = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(5, 90)))
+    assert (plausible.column("duration"), plausible.columns.duration_unit) == ("item_minutes", "min")
+    assert plausible.doubts == ()
+    long = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(500, 9_000)))
+    assert "not plausible: median" in long.doubts[0]
+
+
+def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
+    found = recognize(facts(**BASE, volume=spread(0, 100), city=["a", "b"] * 20))
+    (doubt,) = found.doubts
+    assert "every event has the same label" in doubt
+    assert "`volume` (0 to 97; 40 distinct)" in doubt
+    assert "city" not in doubt
+    assert recognize(facts(**BASE, hated=[0, 1] * 20)).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "dislikes", "likes"),
+    [
+        ("thumb", ["up", "down"], "down", "up"),
+        ("answer", ["Dislike", "like", "none"], "Dislike", "like"),
+        ("sentiment", ["positive", "negative", "neutral"], "negative", "positive"),
+        ("emoji", ["👍🏽", "👎"], "👎", "👍🏽"),
+        ("reaction", ["thumbs_down", "not interested"], ("not interested", "thumbs_down"), None),
+    ],
+)
+def test_opinions_as_texts(name, texts, dislikes, likes):
+    rated = facts(**BASE, **{name: (texts * 40)[:40]})
+    found = recognize(rated).columns
+    assert found.dislike == FlagColumn(name, dislikes)
+    assert found.label == (None if likes is None else FlagColumn(name, likes))
+    beside = recognize([*rated, *facts(watch_seconds=spread(30, 300))])
+    assert beside.columns.label is None
+    assert dict(beside.behaviors) == ({} if likes is None else {"like": FlagColumn(name, likes)})
+
+
+def test_words_that_may_be_opinions_are_reported_and_not_read():
+    for column in ({"scroll": ["up", "down"] * 20}, {"thumb": ["up", "down", "sideways", "up"] * 10}):
+        found = recognize(facts(**BASE, **column))
+        assert (found.column("dislike"), found.column("label")) == (None, None)
+        assert any("could be feedback" in doubt and "equals: VALUE" in doubt for doubt in found.doubts)
+
+
+def test_flags_as_texts():
+    found = recognize(facts(**BASE, disliked=["yes", "no"] * 20, saved=["T", "F"] * 20, watch_s=spread(30, 300)))
+    assert found.columns.dislike == FlagColumn("disliked", "yes")
+    assert dict(found.behaviors) == {"save": FlagColumn("saved", "T")}
+
+
+def test_a_named_column_with_other_values_is_a_question():
+    found = recognize(facts(**BASE, title=["a", "b"] * 20), Columns(watch_time="title"))
+    (question,) = found.questions
+    assert "watch_time: `title` (a, b; 2 distinct) has other values" in question
