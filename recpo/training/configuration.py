@@ -17,7 +17,7 @@ import recpo.evaluation.true_rewards
 import recpo.objectives
 import recpo.objectives.advantages
 import recpo.policies.semantic_id
-import recpo.rewards
+import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.artifacts import validate_configuration_files
 from recpo.artifacts.yaml_values import as_configuration
