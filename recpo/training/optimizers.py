@@ -95,7 +95,7 @@ class LinearDecay(LRScheduler):
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """The rates of this step, one per parameter group."""
         step, rising = min(self.last_epoch, self._length), self.warmup * self._length
         if step < rising:
