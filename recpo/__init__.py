@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from recpo.serving.bundle import Bundle as Bundle
     from recpo.serving.item_index import IndexOptions as IndexOptions
     from recpo.worlds.log import Simulation as Simulation
-    from recpo.items.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
-    from recpo.items.feature_vectors import VectorsFromFeatures as VectorsFromFeatures
+    from recpo.items.sources import VectorsFromCooccurrence as VectorsFromCooccurrence
+    from recpo.items.sources import VectorsFromFeatures as VectorsFromFeatures
     from recpo.items.sources import (
         CodesFromFile as CodesFromFile,
         VectorsFromFrame as VectorsFromFrame,
@@ -211,9 +211,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.serving.bundle": ("Bundle",),
     "recpo.serving.item_index": ("IndexOptions",),
     "recpo.worlds.log": ("Simulation",),
-    "recpo.items.cooccurrence": ("VectorsFromCooccurrence",),
-    "recpo.items.feature_vectors": ("VectorsFromFeatures",),
-    "recpo.items.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
+    "recpo.items.sources": (
+        "VectorsFromCooccurrence",
+        "VectorsFromFeatures",
+        "CodesFromFile",
+        "VectorsFromFrame",
+        "VectorsFromParquet",
+    ),
     "recpo.items.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
     "recpo.verbs.comparison": ("Comparison",),

@@ -17,7 +17,7 @@ from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import Layout, SequenceLayout
 from recpo.batches.train_batches import Assign, Phases, Planner, ResumableLoader, Segments, TrainBatches
-from recpo.log.locations import Place
+from recpo.log.engine import Place
 from recpo.log.prepared import Period, Prepared
 
 _MOST_WORKERS = 256

@@ -30,17 +30,12 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.catalog import count_dropped, item_indices, item_table, name_requests, user_indices
-from recpo.log.engine import Engine, EngineOptions
-from recpo.log.events import time_order
-from recpo.log.extension_options import kept_preparation, validate_sources
-from recpo.log.faults import Fault
+from recpo.log.engine import Engine, EngineOptions, Place, locate
+from recpo.log.events import count_dropped, item_indices, item_table, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
-from recpo.log.feature_files import describe_table, extend_table
-from recpo.log.feature_tables import ID, TableSide
+from recpo.log.feature_tables import ID, TableSide, describe_table, extend_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
-from recpo.log.locations import Place, locate
 from recpo.log.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, unit_warnings, write_directory
 from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
 from recpo.log.previous import (
@@ -54,8 +49,10 @@ from recpo.log.previous import (
     USERS,
     PreviousData,
     at_hand,
+    kept_preparation,
     merged_history,
     names_of_more,
+    validate_sources,
 )
 from recpo.log.schema import (
     PAST_SCHEMA,
@@ -64,6 +61,7 @@ from recpo.log.schema import (
     TIE_RULE,
     TRAIN,
     Derived,
+    Fault,
     LogColumns,
     item_schema,
     user_schema,

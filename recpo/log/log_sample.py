@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
+from recpo.log.engine import Place, readable
 from recpo.log.files import find_files, first_line
-from recpo.log.locations import Place, readable
 
 #: maximum number of inspected rows per table
 MOST_ROWS: Final = 500_000

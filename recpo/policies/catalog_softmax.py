@@ -17,7 +17,7 @@ from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
-from recpo.policies.plans import planned_items, scoring_plan, spread
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
 class CatalogSoftmaxPolicy(FeaturePolicy):

@@ -14,7 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Feature
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.policies.blocked_table import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
+from recpo.policies.catalog_search import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.program_inputs import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs

@@ -24,11 +24,10 @@ from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
-from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures
-from recpo.serving.golden import GOLDEN, check_golden, write_golden
+from recpo.serving.export import GOLDEN, check_golden, write_golden
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.manifest import CODES, ITEMS, MANIFEST, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleFeatures, BundleManifest
 from recpo.serving.model_card import refreshed_card
 from recpo.serving.recommending import milliseconds
 
@@ -239,7 +238,7 @@ def _write_grown(
     """The program of the policy with more items."""
     try:
         from recpo.serving.export import versions, write_bundle
-        from recpo.serving.item_encoders import grown_policy
+        from recpo.serving.saved_policy import grown_policy
     except ImportError as error:
         raise RecpoError(f"refresh: items are new, and their vectors take torch ({error}): install torch") from error
     policy = grown_policy(root, manifest, *features)

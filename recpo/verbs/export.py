@@ -14,7 +14,7 @@ from recpo.base.frames import Frame
 from recpo.base.ranges import PositiveInt
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.prepared import ITEM_FEATURES, Prepared
-from recpo.policies.blocked_table import Precision
+from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
@@ -100,7 +100,7 @@ class Export(Verb[Bundle | Refreshed]):
         if self.triton is not None:
             write_triton(bundle.root, Path(self.triton), overwrite=self.overwrite, inputs=[run.root])
         if self.compiled is not None:
-            from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
+            from recpo.serving.export import write_compiled  # importing Inductor takes seconds
 
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from recpo.artifacts import MARKER, kind_of
 from recpo.base.errors import RecpoError
-from recpo.log.locations import locate
+from recpo.log.engine import locate
 
 if TYPE_CHECKING:
     from recpo.evaluation.evaluation import Evaluation

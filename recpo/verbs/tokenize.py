@@ -15,13 +15,13 @@ from recpo.artifacts.semantic_codes import FILES, SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.frames import ArrowStream, Frame
 from recpo.base.ranges import Seed
-from recpo.items.cooccurrence import VectorsFromCooccurrence
-from recpo.items.feature_vectors import VectorsFromFeatures
 from recpo.items.residual_kmeans import ResidualKMeans
 from recpo.items.sources import (
     CodesFromFile,
     EarlierCodes,
     ItemVectors,
+    VectorsFromCooccurrence,
+    VectorsFromFeatures,
     VectorsFromFrame,
     VectorsFromParquet,
     VectorSource,

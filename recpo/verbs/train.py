@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts.yaml_values import as_configuration
+from recpo.artifacts.documents import as_configuration
 from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared

@@ -23,13 +23,21 @@ from tqdm import tqdm
 
 from recpo.artifacts import output_directory
 from recpo.base.errors import RecpoError
-from recpo.worlds.log import LOG, PAUSE_MS, SCHEMA, SEALED, Simulation, draw_sessions, draw_watch_time, write_parts
+from recpo.worlds.log import (
+    LOG,
+    PAUSE_MS,
+    SCHEMA,
+    SEALED,
+    DayReport,
+    ServedDays,
+    Simulation,
+    draw_sessions,
+    draw_watch_time,
+    write_parts,
+)
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY
-from recpo.worlds.preferences import FloatArray, IntArray, Preferences
-from recpo.worlds.request_values import RequestValues, Slates, request_values
-from recpo.worlds.served import DayReport, ServedDays
-from recpo.worlds.side_information import write_side_information
-from recpo.worlds.truth import Truth
+from recpo.worlds.preferences import FloatArray, IntArray, Preferences, write_side_information
+from recpo.worlds.truth import RequestValues, Slates, Truth, request_values
 
 _SERVED_STREAM = 5
 _LOWEST = np.iinfo(np.int64).min

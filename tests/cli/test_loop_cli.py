@@ -27,7 +27,7 @@ from recpo.verbs.loop import LoopResult
 from recpo.verbs.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_rounds import ListValue, Round
-from recpo.worlds.served import DayReport
+from recpo.worlds.log import DayReport
 
 WORLD = {"users": 60, "items": 80, "events": 3000, "days": 6}
 EXPLORE = recpo.Exploration(temperature=0.5, epsilon=0.1, shortlist=20)
