@@ -36,13 +36,17 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
     wrong = []
     for name, expected in sorted(checksums.items()):
         if not is_inside(name):
-            raise RecpoError(f"{root}: the file name {name!r} leads out of the directory; {remedy}")
+            raise RecpoError(
+                f"{root}: the file name {name!r} leads out of the directory; {remedy}", code="untrusted", field=name
+            )
         if not (root / name).is_file():
             wrong.append(f"{name} (missing)")
         elif sha256(root / name) != expected:
             wrong.append(f"{name} (changed)")
     if wrong:
-        raise RecpoError(f"{root} is not as it was written: {', '.join(wrong)}; {remedy}")
+        raise RecpoError(
+            f"{root} is not as it was written: {', '.join(wrong)}; {remedy}", code="damaged", field=wrong[0]
+        )
 
 
 def is_inside(name: object) -> bool:
@@ -69,7 +73,9 @@ def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, 
     except (ValueError, RecursionError):  # nan, which Python reads although JSON lacks it; lists nested a thousand deep
         same = False
     if not same:
-        raise RecpoError(f"{shown} is not as it was written (its checksum differs); {remedy}")
+        raise RecpoError(
+            f"{shown} is not as it was written (its checksum differs); {remedy}", code="damaged", field=str(shown)
+        )
     return values
 
 
@@ -141,7 +147,11 @@ def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
         return
     content = read_json(file, remedy)
     if not isinstance(content.get("files"), dict):
-        raise RecpoError(f"{file} has no checksums: it was written by an older recpo, or is damaged; {remedy}")
+        raise RecpoError(
+            f"{file} has no checksums: it was written by an older recpo, or is damaged; {remedy}",
+            code="old_format",
+            field=str(file),
+        )
     files = unseal(content, file, remedy)["files"]
     wanted = [name for name in names if name in files or (directory / name).exists()]
     verify(directory, {name: str(files.get(name)) for name in wanted}, remedy)

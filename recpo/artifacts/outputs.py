@@ -151,7 +151,9 @@ def lock(path: Path, place: Path, locks: ExitStack) -> None:
 
 def taken(place: Path) -> RecpoError:
     """The error of a second writer."""
-    return RecpoError(f"{place}: another process is writing it; wait until it ends, or choose another output")
+    return RecpoError(
+        f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
+    )
 
 
 def try_lock(handle: int) -> bool:
@@ -243,11 +245,11 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
     """
     place = Path(os.path.realpath(target))
     if place.is_dir():
-        raise RecpoError(f"{target} is a directory, expected a file: name a file in it")
+        raise RecpoError(f"{target} is a directory, expected a file: name a file in it", code="wrong_file")
     if place.exists() and not place.is_file():
-        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output")
+        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output", code="wrong_file")
     if place.exists() and not overwrite:
-        raise RecpoError(f"{target} exists already: choose another output, or remove it")
+        raise RecpoError(f"{target} exists already: choose another output, or remove it", code="exists")
     _check_inputs(place, target, inputs)
     with os_errors(place, WRITING), parents(place):
         working = unused(place, UNFINISHED)
@@ -270,21 +272,25 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
         if not os.path.lexists(place):
             return
         if not place.is_dir():
-            raise RecpoError(f"{target} is a file or a device, expected a directory: choose another output")
+            raise RecpoError(
+                f"{target} is a file or a device, expected a directory: choose another output", code="wrong_file"
+            )
         if not any(place.iterdir()):
             return
     except OSError as error:
-        raise RecpoError(describe_os_error(error, target)) from error
+        raise RecpoError(describe_os_error(error, target), code="failed") from error
     found = kind_of(place)
     if found != kind and overwrite:
         content = "files that recpo did not write" if found is None else f"a {found} directory"
         raise RecpoError(
             f"{target} contains {content}, and only a {kind} directory would be replaced: choose another output, or "
-            "remove it yourself"
+            "remove it yourself",
+            code="wrong_file",
+            field=kind,
         )
     if not overwrite:
         remedy = ", or pass --overwrite true (Python: overwrite=True)" if found == kind else ""
-        raise RecpoError(f"{target} exists already: choose another output, remove it{remedy}")
+        raise RecpoError(f"{target} exists already: choose another output, remove it{remedy}", code="exists")
 
 
 def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> None:
@@ -293,11 +299,18 @@ def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> 
             continue
         source = Path(os.path.realpath(given))
         if place == source:
-            raise RecpoError(f"{target} is an input and would be overwritten: choose another output")
+            raise RecpoError(
+                f"{target} is an input and would be overwritten: choose another output", code="conflicting_options"
+            )
         if place in source.parents:
-            raise RecpoError(f"{target} contains {given}, which is an input: choose another output")
+            raise RecpoError(
+                f"{target} contains {given}, which is an input: choose another output", code="conflicting_options"
+            )
         if source in place.parents:
-            raise RecpoError(f"{target} is inside {given}, which is an input: choose an output outside that directory")
+            raise RecpoError(
+                f"{target} is inside {given}, which is an input: choose an output outside that directory",
+                code="conflicting_options",
+            )
 
 
 @contextmanager
@@ -345,7 +358,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         kept = unused(place, ".recpo-kept-")
         os.rename(working, kept)
         raise RecpoError(
-            f"another process made {target} in the meantime; the complete new output is in {kept}"
+            f"another process made {target} in the meantime; the complete new output is in {kept}", code="in_use"
         ) from error
     if _exchange(working, place):
         flush(place.parent)

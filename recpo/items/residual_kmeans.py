@@ -61,7 +61,9 @@ class Codebooks:
         if vectors.shape[1] != len(self.shift):
             raise RecpoError(
                 f"item vectors have {vectors.shape[1]} dimensions and the codebooks {len(self.shift)}: "
-                "use vectors of the model that the codebooks were made from"
+                "use vectors of the model that the codebooks were made from",
+                code="wrong_shape",
+                field="vectors",
             )
         return _normalize(vectors.to(self.shift), self.shift, self.scale, bool(self.unit))
 
@@ -96,13 +98,17 @@ class Codebooks:
         file = Path(root) / CODEBOOKS
         if not file.is_file():
             raise RecpoError(
-                f"{root} has no {CODEBOOKS}: its codes were not made from vectors, so nothing encodes items"
+                f"{root} has no {CODEBOOKS}: its codes were not made from vectors, so nothing encodes items",
+                code="missing_file",
+                field=CODEBOOKS,
             )
         verify_sealed(Path(root), [CODEBOOKS], "run `recpo tokenize` again")
         try:
             return cls(**load_file(file))
         except (SafetensorError, TypeError) as error:
-            raise RecpoError(f"{file} is damaged ({error}): run `recpo tokenize` again") from error
+            raise RecpoError(
+                f"{file} is damaged ({error}): run `recpo tokenize` again", code="damaged", field=CODEBOOKS
+            ) from error
 
 
 def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,7 +310,11 @@ class ResidualKMeans:
             RecpoError: values so large that their squares overflow in float32.
         """
         if float(vectors.abs().max()) > _LARGEST:
-            raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
+            raise RecpoError(
+                f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down",
+                code="out_of_range",
+                field="vectors",
+            )
         shift, scale, unit = normalization(vectors, self.normalize)
         empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
         residual = empty.normalize(vectors)

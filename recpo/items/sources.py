@@ -93,7 +93,9 @@ class _GivenVectors(VectorSource):
             first = items.to_external([int(absent.argmax()) + 1])[0]
             raise RecpoError(
                 f"{shown(source)} has no vector for {int(absent.sum())} of {int(needed.sum())} items, the first is "
-                f"{first}: add them, or give them the mean or the zero vector (missing: mean, missing: zero)"
+                f"{first}: add them, or give them the mean or the zero vector (missing: mean, missing: zero)",
+                code="missing_value",
+                field="vectors",
             )
         if self.missing == "mean":
             rows.values[absent] = rows.values[rows.found].mean(0, dtype=np.float64)
@@ -168,18 +170,24 @@ class CodesFromFile:
         if not rows.found.all():
             first = items.to_external([int((~rows.found).argmax()) + 1])[0]
             raise RecpoError(
-                f"{self.file} has no codes for {int((~rows.found).sum())} items, the first is {first}: add them"
+                f"{self.file} has no codes for {int((~rows.found).sum())} items, the first is {first}: add them",
+                code="missing_value",
+                field="codes",
             )
         largest = rows.values.max(0)
         if largest.max() >= _LARGEST_CODEBOOK:
             raise RecpoError(
                 f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} is beyond any codebook "
-                f"(at most {_LARGEST_CODEBOOK} codes): does the column hold codes?"
+                f"(at most {_LARGEST_CODEBOOK} codes): does the column hold codes?",
+                code="out_of_range",
+                field=self.codes[int(largest.argmax())],
             )
         if self.codebook_size is not None and largest.max() >= self.codebook_size:
             raise RecpoError(
                 f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a "
-                f"codebook of {self.codebook_size}: codes count from 0"
+                f"codebook of {self.codebook_size}: codes count from 0",
+                code="out_of_range",
+                field="codebook_size",
             )
         sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
         return rows.values, sizes, _file_facts(rows, ~rows.found)
@@ -237,9 +245,11 @@ class VectorsFromCooccurrence(VectorSource):
         """Refuses invalid options."""
         for name in ("dim", "window", "max_pairs"):
             if getattr(self, name) < 1:
-                raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise RecpoError(
+                    f"{name} must be at least 1, got {getattr(self, name)}", code="out_of_range", field=name
+                )
         if not self.shift > 0:
-            raise RecpoError(f"shift must be positive, got {self.shift}")
+            raise RecpoError(f"shift must be positive, got {self.shift}", code="out_of_range", field="shift")
 
     def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
         """See ``VectorSource.read``."""
@@ -293,7 +303,9 @@ class VectorsFromCooccurrence(VectorSource):
         if not information.nnz:
             raise RecpoError(
                 "no two items of the training period stand near each other more often than by chance (shift "
-                f"{self.shift}), so co-occurrence makes no vectors; give item vectors from a file (VectorsFromParquet)"
+                f"{self.shift}), so co-occurrence makes no vectors; give item vectors from a file (VectorsFromParquet)",
+                code="empty",
+                field="shift",
             )
         width = min(self.dim, information.shape[0] - 1)
         left, singular, _ = randomized_svd(information, width, n_iter=4, random_state=seed)
@@ -380,7 +392,9 @@ class VectorsFromFeatures(VectorSource):
             raise RecpoError(
                 f"{data.root}: {int((absent & needed).sum())} of {int(needed.sum())} items have no {feature.name}, the "
                 f"first is {first}: add them to the table of items, or give them the mean or the zero vector (missing: "
-                "mean, missing: zero)"
+                "mean, missing: zero)",
+                code="missing_value",
+                field=feature.name,
             )
         known = ~absent if self.missing == "mean" else np.zeros_like(absent)
         values[absent] = values[known].mean(0, dtype=np.float64) if known.any() else 0.0
@@ -395,7 +409,13 @@ class VectorsFromFeatures(VectorSource):
         if not vectors:
             raise RecpoError(
                 f"{data.root}: its items have no feature of type Vector: prepare the log with --items, or take vectors "
-                "from a file (VectorsFromParquet)"
+                "from a file (VectorsFromParquet)",
+                code="missing_option",
+                field="items",
             )
         wrong = "name one of them" if self.feature is None else f"{self.feature!r} is none of them"
-        raise RecpoError(f"{data.root}: its items have the vectors {names}: {wrong} (vectors.feature)")
+        raise RecpoError(
+            f"{data.root}: its items have the vectors {names}: {wrong} (vectors.feature)",
+            code="unknown_name",
+            field="vectors.feature",
+        )

@@ -107,7 +107,9 @@ def _separate(
     if len(codes) > math.prod(codebook_sizes):
         raise RecpoError(
             f"{len(codes)} items do not fit into {' x '.join(map(str, codebook_sizes))} code tuples: "
-            "take more levels or larger codebooks"
+            "take more levels or larger codebooks",
+            code="out_of_range",
+            field="codebook_size",
         )
     group = torch.zeros_like(codes[:, 0])
     for level, size in enumerate(codebook_sizes):
@@ -316,10 +318,18 @@ def _ready_made(
     codebooks: Path | None,
 ) -> Tokenization:
     if codebooks is not None:
-        raise RecpoError("codebooks encode vectors: use a source of vectors with them, not CodesFromFile")
+        raise RecpoError(
+            "codebooks encode vectors: use a source of vectors with them, not CodesFromFile",
+            code="conflicting_options",
+            field="codebooks",
+        )
     _validate_no_options(quantizer, "CodesFromFile has its codes already")
     if collisions == "nearest":
-        raise RecpoError("collisions: nearest needs vectors, and codes from a file have none: use extra or first_free")
+        raise RecpoError(
+            "collisions: nearest needs vectors, and codes from a file have none: use extra or first_free",
+            code="conflicting_options",
+            field="collisions",
+        )
     values, sizes, facts = source.read(items)
     wanted = torch.from_numpy(values)
     if collisions == "first_free":
@@ -364,7 +374,11 @@ def _frozen(
     has_extra = earlier.codes.shape[1] > codebooks.levels
     _validate_collisions(collisions)
     if collisions is not None and (collisions == "extra") != has_extra:
-        raise RecpoError(f"{root / MANIFEST}: its collisions were resolved the other way, leave collisions out")
+        raise RecpoError(
+            f"{root / MANIFEST}: its collisions were resolved the other way, leave collisions out",
+            code="conflicting_options",
+            field="collisions",
+        )
     given, gone = _carried_over(earlier, root, items)
     is_new = given[:, 0] < 0
     wanted = given[:, : codebooks.levels].clone()
@@ -389,12 +403,19 @@ def _carried_over(earlier: SemanticCodes, root: Path, items: IdMap) -> tuple[Ten
 
 def _validate_no_options(quantizer: ResidualKMeans, reason: str) -> None:
     if quantizer != ResidualKMeans():
-        raise RecpoError(f"{reason}: leave out levels, codebook_size, normalize, capacity_slack, iterations and sample")
+        raise RecpoError(
+            f"{reason}: leave out levels, codebook_size, normalize, capacity_slack, iterations and sample",
+            code="unused_option",
+        )
 
 
 def _validate_collisions(collisions: Collisions | None) -> None:
     if collisions == "first_free":
-        raise RecpoError("collisions: first_free is for codes without vectors; with vectors, use nearest or extra")
+        raise RecpoError(
+            "collisions: first_free is for codes without vectors; with vectors, use nearest or extra",
+            code="unsupported",
+            field="collisions",
+        )
 
 
 def _with_extra_code(result: Tokenization, given: Tensor | None = None, size: int = 1) -> Tokenization:

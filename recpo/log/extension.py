@@ -133,9 +133,17 @@ def extend(
     root = _local(data.root, "extends")
     validate_sources(data, {"item": items is not None, "user": users is not None})
     if HELD_OUT not in data.manifest["files"]:
-        raise RecpoError(f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that")
+        raise RecpoError(
+            f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that",
+            code="old_format",
+            field=HELD_OUT,
+        )
     if engine.engine != "duckdb":
-        raise RecpoError("engine: an extension runs on duckdb; the new files of a few days fit on one machine")
+        raise RecpoError(
+            "engine: an extension runs on duckdb; the new files of a few days fit on one machine",
+            code="unsupported",
+            field="engine",
+        )
     return write_directory(
         {"log": log, "items": items, "users": users},
         _local(locate(out), "out"),
@@ -151,7 +159,11 @@ def extend(
 def _local(place: Place, name: str) -> Path:
     if isinstance(place, Path):
         return place
-    raise RecpoError(f"{name} {place}: an extension links files, which an object store cannot; use a local directory")
+    raise RecpoError(
+        f"{name} {place}: an extension links files, which an object store cannot; use a local directory",
+        code="not_local",
+        field=name,
+    )
 
 
 class _ExtensionRun(PrepareRun):
@@ -270,7 +282,9 @@ class _ExtensionRun(PrepareRun):
     def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
         return RecpoError(
             f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
-            + "".join(f"\n  warning: {text}" for text in log.warnings)
+            + "".join(f"\n  warning: {text}" for text in log.warnings),
+            code="wrong_type",
+            field=log.columns[column],
         )
 
     def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
@@ -287,7 +301,9 @@ class _ExtensionRun(PrepareRun):
         if ends["first"] <= kept["last_ms"]:
             raise RecpoError(
                 f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
-                f"at {kept['last_ms']} ms: give the files of later days only, each once"
+                f"at {kept['last_ms']} ms: give the files of later days only, each once",
+                code="mismatch",
+                field=log.name,
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
         schema = self._held_out_schema(log)
@@ -418,7 +434,9 @@ class _ExtensionRun(PrepareRun):
         if len(unknown):
             raise RecpoError(
                 f"retire: {len(unknown)} of {len(found)} items are not in the catalog, the first is "
-                f"{self.retire[int(unknown[0])]!r}: leave them out"
+                f"{self.retire[int(unknown[0])]!r}: leave them out",
+                code="unknown_name",
+                field="retire",
             )
         return np.union1d(self.data.retired_items, found)
 

@@ -91,7 +91,9 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
             raise RecpoError(
-                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
+                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob",
+                code="missing_file",
+                field=what,
             )
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -112,7 +114,7 @@ def _stored_files(name: str) -> Sequence[Place]:
     first = next((place for place, part in enumerate(parts) if "*" in part or "[" in part), len(parts))
     root = locate("/".join(parts[:first]) + query_mark + query)
     if not isinstance(root, Location):
-        raise RecpoError(f"log {name}: a pattern begins after the bucket or host")
+        raise RecpoError(f"log {name}: a pattern begins after the bucket or host", code="bad_value", field="log")
     if parts[first:]:
         return [file for file in root.files() if _matches(file.inside.split("/"), parts[first:])]
     if root.is_file():

@@ -152,7 +152,9 @@ class Preparation:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
-            raise RecpoError(f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}")
+            raise RecpoError(
+                f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}", code="unknown_name", field="preset"
+            )
         validate_ranges(self)
         self.more  # noqa: B018 checks the names of behaviors
 
@@ -230,10 +232,16 @@ class Preparation:
         for side in ("item", "user"):
             if self.features.of(side) and not given[side]:
                 raise RecpoError(
-                    f"features.{side} names features, but there is no table of {side}s: pass --{side}s FILE"
+                    f"features.{side} names features, but there is no table of {side}s: pass --{side}s FILE",
+                    code="missing_option",
+                    field=f"{side}s",
                 )
         if self.catalog == "items" and not given["item"]:
-            raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
+            raise RecpoError(
+                "catalog items takes the items of a table, and there is none: pass --items FILE",
+                code="missing_option",
+                field="items",
+            )
 
 
 def write_directory(
@@ -564,7 +572,9 @@ class PrepareRun:
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
                 f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
-                "a smaller min_item_events or min_user_events, or catalog log"
+                "a smaller min_item_events or min_user_events, or catalog log",
+                code="empty",
+                field=PERIODS[period],
             )
         if period == TRAIN:
             return shards

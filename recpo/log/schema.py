@@ -243,7 +243,11 @@ class FlagColumn:
 
     def __post_init__(self) -> None:
         if not self.values or "" in self.values:
-            raise RecpoError(f"column {self.column}: equals is {self.equals!r}, expected the values that mean true")
+            raise RecpoError(
+                f"column {self.column}: equals is {self.equals!r}, expected the values that mean true",
+                code="bad_value",
+                field="equals",
+            )
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -449,7 +453,9 @@ def validate_no_faults(faults: Sequence[Fault], warnings: Sequence[str] = ()) ->
                 *lines,
                 *(f"  warning: {text}" for text in warnings),
             ]
-        )
+        ),
+        code="bad_value",
+        field="log",
     )
 
 

@@ -113,7 +113,11 @@ class WatchQuantiles(Label):
     def __post_init__(self) -> None:
         _check_base(self.base)
         if self.min_history < 1:
-            raise RecpoError(f"label WatchQuantiles: min_history {self.min_history} must be at least 1")
+            raise RecpoError(
+                f"label WatchQuantiles: min_history {self.min_history} must be at least 1",
+                code="out_of_range",
+                field="min_history",
+            )
 
     @property
     def duration_base(self) -> float:
@@ -172,7 +176,7 @@ class WatchRatio(Label):
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
-            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive")
+            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive", code="out_of_range", field="cap")
 
     def add(self, events: ir.Table) -> ir.Table:
         """Nothing is fitted."""
@@ -203,7 +207,7 @@ class D2Q(Label):
 
     def __post_init__(self) -> None:
         if self.groups < 1:
-            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1")
+            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1", code="out_of_range", field="groups")
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """See ``Label.extend``: not supported."""
@@ -331,12 +335,20 @@ class NumericColumn(Label):
         ends = self.low is not None or self.high is not None
         if ends and self.threshold is not None:
             raise RecpoError(
-                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given"
+                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given",
+                code="unused_option",
+                field="threshold",
             )
         if ends and (self.low is None or self.high is None):
-            raise RecpoError(f"label NumericColumn: low {self.low} and high {self.high} must be given together")
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} and high {self.high} must be given together",
+                code="missing_option",
+                field="high",
+            )
         if self.low is not None and self.high is not None and not self.low < self.high:
-            raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} must be below high {self.high}", code="out_of_range", field="low"
+            )
 
     @property
     def has_scale(self) -> bool:
@@ -361,7 +373,11 @@ class NumericColumn(Label):
         elif self.low is not None and self.high is not None:
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
-            raise RecpoError("label NumericColumn: low and high, or threshold, must be given")
+            raise RecpoError(
+                "label NumericColumn: low and high, or threshold, must be given",
+                code="missing_option",
+                field="threshold",
+            )
         return events.mutate(**{Derived.LABEL: label})
 
 
@@ -431,13 +447,17 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
 def _not_kept(label: Label) -> RecpoError:
     return RecpoError(
         f"label {type(label).__name__}: what it fits is not kept, so that a directory with it cannot be extended; "
-        "prepare the whole log again, or take another --label"
+        "prepare the whole log again, or take another --label",
+        code="unsupported",
+        field="label",
     )
 
 
 def _check_base(base: float) -> None:
     if not base > 1:
-        raise RecpoError(f"label: base {base} of the duration buckets must be greater than 1")
+        raise RecpoError(
+            f"label: base {base} of the duration buckets must be greater than 1", code="out_of_range", field="base"
+        )
 
 
 def bucket_counts(events: ir.Table, base: float) -> ir.Table:

@@ -285,9 +285,15 @@ def prepared_directory(
 def _check_store(target: Location, overwrite: bool) -> None:
     there = _inside(target)
     if there and (MARKER not in there or (target / MARKER).read_bytes() != marker("prepared").encode()):
-        raise RecpoError(f"{target} contains files that recpo did not write as prepared data: choose another output")
+        raise RecpoError(
+            f"{target} contains files that recpo did not write as prepared data: choose another output", code="exists"
+        )
     if MANIFEST in there and not overwrite:
-        raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
+        raise RecpoError(
+            f"{target} exists already: choose another output, remove it, or pass --overwrite true",
+            code="exists",
+            field="overwrite",
+        )
     target.check_writable()
 
 

@@ -193,7 +193,11 @@ class BlockedTable(nn.Module):
         elif precision == "float16":
             padded = padded.half()
             if not padded.isfinite().all():
-                raise RecpoError("item_precision float16 holds numbers up to 65,504, the item vectors are larger")
+                raise RecpoError(
+                    "item_precision float16 holds numbers up to 65,504, the item vectors are larger",
+                    code="out_of_range",
+                    field="item_precision",
+                )
         place = torch.arange(len(padded))
         bias = torch.where((place > 0) & (place < size), 0.0, -torch.inf)
         self.register_buffer("values", padded.view(blocks, self.rows, dim))
@@ -340,7 +344,11 @@ def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
 def validate_precision(precision: object) -> None:
     """Raises ``RecpoError`` if the precision is unknown."""
     if precision not in get_args(Precision):
-        raise RecpoError(f"item_precision is {precision!r}, expected one of: {', '.join(get_args(Precision))}")
+        raise RecpoError(
+            f"item_precision is {precision!r}, expected one of: {', '.join(get_args(Precision))}",
+            code="unknown_name",
+            field="item_precision",
+        )
 
 
 def _rounded(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ class ByteDropout(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0.0 <= rate < 1.0:
-            raise RecpoError(f"a dropout rate lies in [0, 1), got {rate}")
+            raise RecpoError(f"a dropout rate lies in [0, 1), got {rate}", code="out_of_range", field="dropout")
         self.threshold = min(max(round(rate * 256), 1), 255) if rate else 0
 
     def forward(self, values: Tensor) -> Tensor:
@@ -378,18 +378,26 @@ class HistoryEncoder(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
+            raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}", code="mismatch", field="heads")
         if attention_length is not None and attention_length < 1:
-            raise RecpoError(f"attention_length must be at least 1, got {attention_length}")
+            raise RecpoError(
+                f"attention_length must be at least 1, got {attention_length}",
+                code="out_of_range",
+                field="attention_length",
+            )
         if feedback_levels != 0 and feedback_levels <= HIGHEST:
             raise RecpoError(
                 f"policy.feedback_levels must be 0 (feedback is not read) or at least {HIGHEST + 1} (prepared data has "
-                f"the levels 0 to {HIGHEST}), got {feedback_levels}"
+                f"the levels 0 to {HIGHEST}), got {feedback_levels}",
+                code="out_of_range",
+                field="policy.feedback_levels",
             )
         if fold_in < 0 or (fold_in and feedback_levels < 2):
             raise RecpoError(
                 f"fold_in is {fold_in} and feedback_levels {feedback_levels}: a fold-in is a regression of feedback, "
-                "so its rank is above 0 only with feedback_levels of at least 2; 0 = none"
+                "so its rank is above 0 only with feedback_levels of at least 2; 0 = none",
+                code="out_of_range",
+                field="fold_in",
             )
         self.attention_length = max_history if attention_length is None else min(attention_length, max_history)
         self.reads_time = blocks == "hstu"
@@ -477,7 +485,9 @@ class HistoryEncoder(nn.Module):
         if lengths is None:
             raise RecpoError(
                 f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
-                "state is computed: that takes their lengths"
+                "state is computed: that takes their lengths",
+                code="missing_option",
+                field="lengths",
             )
         last = self.last(items, feedback, timestamps, lengths, parts, places)
         first = self.norm(self.start)
@@ -556,6 +566,8 @@ def readable_ids(histories: Histories, max_history: int) -> Tensor:
     if length > max_history:
         raise RecpoError(
             f"a history has {length} events and the policy reads {max_history}: keep the most recent ones, "
-            f"or build the policy with max_history={length}"
+            f"or build the policy with max_history={length}",
+            code="out_of_range",
+            field="max_history",
         )
     return histories.item_ids

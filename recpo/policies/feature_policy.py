@@ -142,14 +142,22 @@ def history_features(
         (context, schema.context, "context_features", "prepare it with context features"),
     ):
         if asked and not found:
-            raise RecpoError(f"policy.{name} is true and the prepared log has none: {remedy}, or set it to false")
+            raise RecpoError(
+                f"policy.{name} is true and the prepared log has none: {remedy}, or set it to false",
+                code="mismatch",
+                field=f"policy.{name}",
+            )
     count = len(behaviors) if reads_behaviors else 0
     return HistoryFeatures(dim, schema, behaviors=count, time_gaps=time_gaps, user=user, context=context)
 
 
 def _given(values: _T | None, name: str) -> _T:
     if values is None:
-        raise RecpoError(f"the policy reads Histories.{name}, and it is not there: hand it over with the histories")
+        raise RecpoError(
+            f"the policy reads Histories.{name}, and it is not there: hand it over with the histories",
+            code="missing_value",
+            field=name,
+        )
     return values
 
 
@@ -197,7 +205,9 @@ class FeaturePolicy(StatePolicy):
             if not schema.item:
                 raise RecpoError(
                     "policy.item_features is set and the prepared log has no item features: prepare it with --items, "
-                    "or leave the option out"
+                    "or leave the option out",
+                    code="mismatch",
+                    field="policy.item_features",
                 )
             for table in self.item_tables():
                 table.features = ItemFeatures(schema.item, self.num_items, table.dim, self._item_options)
@@ -269,7 +279,9 @@ class FeaturePolicy(StatePolicy):
         if self._schema_missing:
             raise RecpoError(
                 "the policy reads features or behaviors and does not know them yet: call set_schema with those of the "
-                "prepared data, before weights are loaded"
+                "prepared data, before weights are loaded",
+                code="missing_option",
+                field="schema",
             )
         return self.history_features is not None
 

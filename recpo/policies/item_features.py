@@ -146,7 +146,9 @@ class FeatureEncoder(nn.Module):
         if found != expected:
             raise RecpoError(
                 f"features have the widths {list(found)} (categories, lists, numbers, vectors), the encoder was made "
-                f"for {list(expected)}: pass the features of the policy's schema"
+                f"for {list(expected)}: pass the features of the policy's schema",
+                code="wrong_shape",
+                field="features",
             )
 
 
@@ -176,11 +178,21 @@ def _directed(vectors: Tensor) -> Tensor:
 
 def _validate_features(features: Sequence[Feature], hidden: int) -> None:
     if not features:
-        raise RecpoError("a FeatureEncoder was asked for, and there are no features to encode")
+        raise RecpoError(
+            "a FeatureEncoder was asked for, and there are no features to encode", code="empty", field="features"
+        )
     if hidden < 1:
-        raise RecpoError(f"the hidden width of a FeatureEncoder must be at least 1, got {hidden}")
+        raise RecpoError(
+            f"the hidden width of a FeatureEncoder must be at least 1, got {hidden}",
+            code="out_of_range",
+            field="hidden",
+        )
     if unfitted := [one.name for one in features if not one.is_fitted]:
-        raise RecpoError(f"feature {unfitted[0]} was not fitted: take the schema that `recpo prepare` wrote")
+        raise RecpoError(
+            f"feature {unfitted[0]} was not fitted: take the schema that `recpo prepare` wrote",
+            code="unfinished",
+            field=unfitted[0],
+        )
 
 
 # Number of items encoded at once. It bounds the intermediate results, whatever the size of the catalog.
@@ -204,7 +216,9 @@ class ItemFeatureOptions:
         if self.hidden < 1 or not 0.0 <= self.id_dropout < 1.0:
             raise RecpoError(
                 f"item_features: hidden must be at least 1 and id_dropout in [0, 1), got {self.hidden} and "
-                f"{self.id_dropout}"
+                f"{self.id_dropout}",
+                code="out_of_range",
+                field="item_features",
             )
 
 
@@ -249,7 +263,9 @@ class ItemFeatures(nn.Module):
         if len(features.codes) != self.num_items + 1:
             raise RecpoError(
                 f"item features have {len(features.codes)} rows, expected {self.num_items + 1}: one for each of the "
-                f"{self.num_items} items of the catalog, behind that of no item"
+                f"{self.num_items} items of the catalog, behind that of no item",
+                code="wrong_shape",
+                field="item_features",
             )
         count = len(features.codes)
         rows, weights, dense = self.encoder.inputs(features.rows(torch.arange(0)))
@@ -313,7 +329,9 @@ class ItemFeatures(nn.Module):
     def _inputs(self) -> FeatureInputs:
         if self._rows is None or self._dense is None:
             raise RecpoError(
-                "the policy reads item features and was given none: call set_item_features with those of its catalog"
+                "the policy reads item features and was given none: call set_item_features with those of its catalog",
+                code="missing_option",
+                field="item_features",
             )
         return FeatureInputs(self._rows, self._weights, self._dense)
 

@@ -26,11 +26,19 @@ def validate_sampling(group_size: int, options: SamplingOptions) -> None:
         RecpoError: a group size below 1, a temperature that is not above 0, or a ``top_p`` outside (0, 1].
     """
     if group_size < 1:
-        raise RecpoError(f"group_size must be at least 1, got {group_size}")
+        raise RecpoError(f"group_size must be at least 1, got {group_size}", code="out_of_range", field="group_size")
     if not 0 < options.temperature < float("inf"):
-        raise RecpoError(f"the sampling temperature must be above 0, got {options.temperature} (small = greedy)")
+        raise RecpoError(
+            f"the sampling temperature must be above 0, got {options.temperature} (small = greedy)",
+            code="out_of_range",
+            field="temperature",
+        )
     if not 0 < options.top_p <= 1:
-        raise RecpoError(f"top_p must be above 0 and at most 1 (= draw from all), got {options.top_p}")
+        raise RecpoError(
+            f"top_p must be above 0 and at most 1 (= draw from all), got {options.top_p}",
+            code="out_of_range",
+            field="top_p",
+        )
 
 
 def nucleus(logp: Tensor, top_p: float) -> Tensor:
@@ -266,5 +274,7 @@ def check_visible(histories: Histories, slates: Slates, wanted: Tensor, readable
         raise RecpoError(
             f"histories of {histories.item_ids.shape[1]} events exceed policy.attention_length ({readable}), "
             "so items are scored after the whole history only: set data.layout to class_path: ImpressionLayout, or "
-            f"its history_length to at most {readable}"
+            f"its history_length to at most {readable}",
+            code="out_of_range",
+            field="policy.attention_length",
         )

@@ -70,7 +70,9 @@ class Trie(nn.Module):
         if self.num_nodes > torch.iinfo(torch.int32).max:
             raise RecpoError(
                 f"the trie of the codes has {self.num_nodes:,} nodes, more than 2^31: use fewer codes per item, or "
-                "larger codebooks"
+                "larger codebooks",
+                code="out_of_range",
+                field="codes",
             )
         begins.append(torch.tensor([self.num_nodes]))
         self._register("_begin", torch.cat(begins), torch.int32)
@@ -87,7 +89,9 @@ class Trie(nn.Module):
         if self.level_sizes[-1] != self.num_items:
             raise RecpoError(
                 f"{self.num_items - self.level_sizes[-1]} items share their codes with another one: a tuple has to "
-                "name one item; run `recpo tokenize` again"
+                "name one item; run `recpo tokenize` again",
+                code="duplicate",
+                field="codes",
             )
         ids = torch.arange(1, self.num_items + 1)
         self._register("_item", torch.empty_like(ids).index_copy_(0, rank, ids), torch.int32)
@@ -144,7 +148,9 @@ class Trie(nn.Module):
             prefix = [*self._prefix(int(nodes.reshape(-1)[at])), int(codes.reshape(-1)[at])]
             raise RecpoError(
                 f"no item's codes begin with {prefix} (the first of {int((~found).sum())} unknown prefixes): take the "
-                "codes that `allowed` gives, or the codes directory that the policy was built with"
+                "codes that `allowed` gives, or the codes directory that the policy was built with",
+                code="unknown_name",
+                field="codes",
             )
         return children
 
@@ -210,14 +216,18 @@ class Trie(nn.Module):
 def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
     if codes.ndim != 2 or codes.shape[1] != len(sizes) or not len(codes) or not sizes:
         raise RecpoError(
-            f"codes have shape {list(codes.shape)}, expected [items, {len(sizes)} levels], at least one each"
+            f"codes have shape {list(codes.shape)}, expected [items, {len(sizes)} levels], at least one each",
+            code="wrong_shape",
+            field="codes",
         )
     outside = ((codes < 0) | (codes >= torch.tensor(sizes, device=codes.device))).any(1)
     if bool(outside.any()):
         at = int(outside.int().argmax())
         raise RecpoError(
             f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the first "
-            f"is item {at + 1} with {codes[at].tolist()}: run `recpo tokenize` again"
+            f"is item {at + 1} with {codes[at].tolist()}: run `recpo tokenize` again",
+            code="out_of_range",
+            field="codes",
         )
 
 

@@ -73,12 +73,20 @@ class GradeFactors(nn.Module):
     ) -> None:
         if rank < 1 or not 0 < min(ridge, bias_ridge) <= max(ridge, bias_ridge) < float("inf"):
             raise RecpoError(
-                f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}"
+                f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}",
+                code="out_of_range",
+                field="rank",
             )
         if max_history < 1:
-            raise RecpoError(f"max_history of the factors is {max_history}; it is at least 1")
+            raise RecpoError(
+                f"max_history of the factors is {max_history}; it is at least 1",
+                code="out_of_range",
+                field="max_history",
+            )
         if not 0 <= lower_bound < float("inf"):
-            raise RecpoError(f"lower_bound is {lower_bound}; it is at least 0")
+            raise RecpoError(
+                f"lower_bound is {lower_bound}; it is at least 0", code="out_of_range", field="lower_bound"
+            )
         super().__init__()
         self.mean, self.ridge, self.bias_ridge, self.lower_bound = mean, ridge, bias_ridge, lower_bound
         self.max_history = max_history
@@ -115,13 +123,17 @@ class GradeFactors(nn.Module):
         if item_factors.shape != expected or item_bias.shape != expected[:1]:
             raise RecpoError(
                 f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
-                f"expected {expected} and {expected[:1]}: take factors of the same items"
+                f"expected {expected} and {expected[:1]}: take factors of the same items",
+                code="wrong_shape",
+                field="item_factors",
             )
         self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
         if self.rooted and item_covariance is None:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
-                "lower_bound to 0"
+                "lower_bound to 0",
+                code="missing_value",
+                field="lower_bound",
             )
         if self.rooted and item_covariance is not None:
             self.item_variances[1:] = noise * quadratic_forms.of_items(item_factors, item_covariance)
@@ -248,7 +260,9 @@ class TiltedPolicy(_OnBase, StatePolicy):
         if not isinstance(self.base, CatalogSoftmaxPolicy):
             raise RecpoError(
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
-                "policy takes RerankedPolicy"
+                "policy takes RerankedPolicy",
+                code="wrong_class",
+                field="base",
             )
         self.factors = GradeFactors(
             num_items,
@@ -317,7 +331,11 @@ class TiltedPolicy(_OnBase, StatePolicy):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+            raise RecpoError(
+                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
+                code="out_of_range",
+                field="k",
+            )
         states, rooted = self.last_states(histories), self.factors.rooted
         return catalog_search.top_k(states, self.output_vectors(), k, exclude, rooted)
 
@@ -449,7 +467,9 @@ class RerankedPolicy(_OnBase):
     ) -> None:
         validate_beta(beta)
         if candidates < 1:
-            raise RecpoError(f"candidates must be at least 1, got {candidates}")
+            raise RecpoError(
+                f"candidates must be at least 1, got {candidates}", code="out_of_range", field="candidates"
+            )
         super().__init__()
         self.base, self.beta, self.candidates = base(num_items), beta, candidates
         self.factors = GradeFactors(
@@ -492,7 +512,11 @@ class RerankedPolicy(_OnBase):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+            raise RecpoError(
+                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
+                code="out_of_range",
+                field="k",
+            )
         ranked = self._ranked(histories, max(self.candidates, k), exclude)
         # ordered by id, so that equal scores stay in this order
         ids, order = ranked.item_ids.sort(1)
@@ -564,7 +588,11 @@ class _Ranked(NamedTuple):
 def validate_beta(beta: float) -> None:
     """Raises ``RecpoError`` unless ``beta`` is a number above 0."""
     if not 0 < beta < float("inf"):
-        raise RecpoError(f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy")
+        raise RecpoError(
+            f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy",
+            code="out_of_range",
+            field="beta",
+        )
 
 
 def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:

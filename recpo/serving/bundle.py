@@ -79,7 +79,11 @@ class Bundle:
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
-            raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
+            raise RecpoError(
+                f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again",
+                code="mismatch",
+                field=ITEMS,
+            )
         bundle = cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
         _ = bundle.features, bundle.filters  # read now, while the files are still the verified ones
         return bundle
@@ -276,7 +280,11 @@ def load_runtime(
 ) -> Runtime:
     """The engine of a bundle whose files are already verified."""
     if engine != "onnx" and provider != CPU_PROVIDER:
-        raise RecpoError(f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out")
+        raise RecpoError(
+            f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out",
+            code="unused_option",
+            field="provider",
+        )
     if engine == "torch":
         from recpo.serving.runtimes import PolicyRuntime
         from recpo.serving.saved_policy import load_policy

@@ -116,7 +116,11 @@ def export_bundle(
             policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
-        raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items")
+        raise RecpoError(
+            f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items",
+            code="mismatch",
+            field="items",
+        )
     _validate_features(policy, features)
     known = None if attributes is None else attribute_columns(read_frame(attributes, "attributes"), items, "attributes")
     k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
@@ -211,7 +215,9 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
         if read != bool(known):
             raise RecpoError(
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)"
+                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)",
+                code="mismatch",
+                field="features",
             )
 
 
@@ -228,7 +234,11 @@ def _validate_options(policy: Policy, precision: Precision, index: IndexOptions 
     if index is None:
         return
     if precision != "float32":
-        raise RecpoError("index: its exact scores are float32: leave item_precision at float32")
+        raise RecpoError(
+            "index: its exact scores are float32: leave item_precision at float32",
+            code="conflicting_options",
+            field="item_precision",
+        )
     import_faiss()
     validate_indexable(policy)
 
@@ -363,7 +373,7 @@ def check_golden(bundle: Bundle) -> int:
             found = _answer(bundle, request, request["k"])
             _compare(expected, found, f"{path}: request {number}")
     except (KeyError, TypeError, ValueError) as error:
-        raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}") from error
+        raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
     return len(requests)
 
 
@@ -438,7 +448,9 @@ def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, f
     if len(found) != len(expected) or any(not gap <= TOLERANCE for gap in gaps):
         raise RecpoError(
             f"{where}: {len(found)} items whose scores differ by up to {max(gaps, default=0.0):.2g} from those of the "
-            f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}"
+            f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}",
+            code="mismatch",
+            field="scores",
         )
     score_of = dict(expected)
     last = expected[-1][1] if expected else 0.0  # an item outside the list scores at most as much as its last place
@@ -448,7 +460,11 @@ def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, f
         if item != other and abs(score_of.get(item, last) - score) > TOLERANCE
     ]
     if moved:
-        raise RecpoError(f"{where}: other items than at the export, {moved[0]!r} among them: {_REMEDY}")
+        raise RecpoError(
+            f"{where}: other items than at the export, {moved[0]!r} among them: {_REMEDY}",
+            code="mismatch",
+            field="items",
+        )
 
 
 MOST_BLOCKS: Final = 16
@@ -496,9 +512,15 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
         program: Any = load_package(str(file))
         found = program.get_metadata().get(_CHECKSUM)
     except Exception as error:  # errors of the loader, the linker, or zip
-        raise RecpoError(f"{file} is no compiled program ({error}): compile the bundle again") from error
+        raise RecpoError(
+            f"{file} is no compiled program ({error}): compile the bundle again", code="damaged", field=Path(file).name
+        ) from error
     if found != sha256(loaded.root / MANIFEST):
-        raise RecpoError(f"{file} was compiled from another bundle than {bundle}: compile this one")
+        raise RecpoError(
+            f"{file} was compiled from another bundle than {bundle}: compile this one",
+            code="mismatch",
+            field=Path(file).name,
+        )
     return replace(loaded, runtime=TorchProgramRuntime(program, loaded.manifest))
 
 
@@ -514,7 +536,9 @@ def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum:
             except Exception as error:  # errors of Inductor's own classes and of the compiler
                 raise RecpoError(
                     f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or "
-                    "name it in CXX), or serve the bundle with ONNX Runtime"
+                    "name it in CXX), or serve the bundle with ONNX Runtime",
+                    code="not_installed",
+                    field="compile",
                 ) from error
     return Path(made)
 

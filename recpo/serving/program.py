@@ -76,7 +76,9 @@ class CatalogSearch(nn.Module):
         if not has_item_matrix(policy):
             raise RecpoError(
                 f"{type(policy).__name__} has no item matrix: item_precision {precision} is for a softmax over the "
-                "catalog, alone or tilted; leave it at float32"
+                "catalog, alone or tilted; leave it at float32",
+                code="unsupported",
+                field="item_precision",
             )
         self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
         self.reads_timestamps = policy.reads_timestamps

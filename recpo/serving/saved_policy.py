@@ -102,12 +102,16 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
         weights = load_file(root / WEIGHTS)
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
-        raise RecpoError(f"{root}: weights and options of {name} do not fit ({error}): export it again") from error
+        raise RecpoError(
+            f"{root}: weights and options of {name} do not fit ({error}): export it again", code="damaged", field=name
+        ) from error
     reads = ProgramReads(policy.reads_timestamps, policy.reads_behaviors)
     told = ProgramReads(manifest.reads.timestamps, manifest.reads.behaviors)
     sides = (policy.reads_user, policy.reads_context) == (bool(manifest.reads.user), bool(manifest.reads.context))
     if policy.max_history != manifest.max_history or reads != told or not sides:
-        raise RecpoError(f"{root}: options of {name} do not fit the manifest: export it again")
+        raise RecpoError(
+            f"{root}: options of {name} do not fit the manifest: export it again", code="mismatch", field=name
+        )
     return policy.eval()
 
 
@@ -121,7 +125,9 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
     if options is None or name not in _OWN:
         raise RecpoError(
             f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
-            "options; load it with engine=onnx"
+            "options; load it with engine=onnx",
+            code="unsupported",
+            field="engine",
         )
     policy = _factory(name, options, root)(num_items)
     policy.set_schema(manifest.features, manifest.behaviors)
@@ -152,7 +158,7 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             _validate_base(name, value)
         elif key not in hints or not _is_of(value, hints[key]):
             expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
-            raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}")
+            raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}", code="damaged", field=key)
     return dict(options)
 
 
@@ -161,7 +167,11 @@ def _validate_base(name: str, entry: object) -> None:
     untilted = [known for known, own in _OWN.items() if not issubclass(own, _TILTED)]
     known = isinstance(entry, Mapping) and entry.keys() == {"class", "options"} and entry["class"] in untilted
     if not known or not isinstance(entry["options"], Mapping):  # type: ignore[index]  # it is a mapping then
-        raise RecpoError(f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}")
+        raise RecpoError(
+            f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}",
+            code="damaged",
+            field=_BASE,
+        )
     _validated(entry["class"], entry["options"])  # type: ignore[index]
 
 
@@ -204,7 +214,9 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
             gap = table.features.encoded_by(loaded[name], ids) - table.features(ids)
             if not gap.abs().max() <= _TOLERANCE:
                 raise RecpoError(
-                    f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})"
+                    f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})",
+                    code="mismatch",
+                    field=name,
                 )
 
 
@@ -224,7 +236,11 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
             encoders[name] = FeatureEncoder(fitted.features, dim, hidden=hidden).eval()
             encoders[name].load_state_dict(own)
     except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise RecpoError(f"{root / ITEM_ENCODERS} does not fit its features ({error}): {_REMEDY}") from error
+        raise RecpoError(
+            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {_REMEDY}",
+            code="damaged",
+            field=ITEM_ENCODERS,
+        ) from error
     return encoders
 
 
@@ -249,7 +265,9 @@ def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, f
     if isinstance(policy, TiltedPolicy) and policy.factors.rooted:
         raise RecpoError(
             f"{root}: its policy is tilted with a lower bound, which is not known of items without events: train and "
-            "tilt with today's items, or tilt with lower_bound 0"
+            "tilt with today's items, or tilt with lower_bound 0",
+            code="unsupported",
+            field="lower_bound",
         )
     own, weights = policy.state_dict(), load_file(root / WEIGHTS)
     grown = {name: _grown(name, weights[name], value, vectors.get(name)) for name, value in own.items()}
@@ -271,7 +289,11 @@ def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Ten
     elif name.rpartition(".")[2] == "cdf":  # the proposal of training, which never proposes new items
         rows = saved[-1:].expand(more)
     else:
-        raise RecpoError(f"refresh: nothing says what {name} is of a new item: train with today's items and export")
+        raise RecpoError(
+            f"refresh: nothing says what {name} is of a new item: train with today's items and export",
+            code="unsupported",
+            field=name,
+        )
     return torch.cat([saved, rows.to(saved.dtype)])
 
 

@@ -78,7 +78,7 @@ def load(
         from recpo.worlds.log import Simulation
 
         return Simulation.open(fspath(path))
-    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}")
+    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}", code="wrong_file")
 
 
 def _found(place: Path) -> str:

@@ -117,14 +117,20 @@ class ServedDays:
             return None
         content = read_json(file, _REMEDY)
         if (found := content.pop("format_version", None)) != FORMAT_VERSION:
-            raise RecpoError(f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}")
+            raise RecpoError(
+                f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}",
+                code="old_format",
+                field=file.name,
+            )
         try:
             days = tuple(DayReport(**day) for day in content.pop("days"))
             served = cls(**content, days=days)
         except (KeyError, TypeError) as error:
-            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}") from error
+            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=file.name) from error
         if not days or [day.day for day in days] != list(range(days[0].day, days[0].day + len(days))):
-            raise RecpoError(f"{file} is damaged (its days are not consecutive): {_REMEDY}")
+            raise RecpoError(
+                f"{file} is damaged (its days are not consecutive): {_REMEDY}", code="damaged", field="days"
+            )
         return served
 
 
@@ -196,7 +202,11 @@ class Simulation:
         """
         root = Path(root)
         if not (root / LOG).is_dir():
-            raise RecpoError(f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`")
+            raise RecpoError(
+                f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`",
+                code="wrong_file",
+                field=LOG,
+            )
         truth, served = Truth.load(root), ServedDays.load(root)
         verify_sealed(root, SEALED, "simulate again")
         return cls(root, truth, served)

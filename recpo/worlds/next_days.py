@@ -183,12 +183,16 @@ def validate_worlds(worlds: Sequence[Simulation]) -> int:
     for world in worlds:
         if world.truth.preferences.parameters != parameters:
             raise RecpoError(
-                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world"
+                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world",
+                code="mismatch",
+                field="after",
             )
         if world.days[0] != day:
             raise RecpoError(
                 f"simulate: {world.root} begins on day {world.days[0]}, expected day {day}: name the world first, and "
-                "after it every day that was served since, in order"
+                "after it every day that was served since, in order",
+                code="mismatch",
+                field="days",
             )
         day = world.days[-1] + 1
     return day
@@ -366,7 +370,9 @@ def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
         named = ", ".join(map(str, np.unique(truth.item_ids[unborn])[:5]))
         raise RecpoError(
             f"simulate: the policy shows items on day {day} that are born later, such as {named}: serve a bundle whose "
-            "catalog has no future items"
+            "catalog has no future items",
+            code="mismatch",
+            field="policy",
         )
 
 

@@ -236,7 +236,9 @@ class SimulationParameters(LifeParameters):
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise RecpoError(f"simulate: {name} is {getattr(self, name)!r}, expected {expected}")
+            raise RecpoError(
+                f"simulate: {name} is {getattr(self, name)!r}, expected {expected}", code="out_of_range", field=name
+            )
 
     def generator(self, *stream: int) -> np.random.Generator:
         """Random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""
