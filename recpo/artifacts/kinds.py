@@ -45,7 +45,9 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
             wrong.append(f"{name} (changed)")
     if wrong:
         raise RecpoError(
-            f"{root} is not as it was written: {', '.join(wrong)}; {remedy}", code="damaged", field=wrong[0]
+            f"{root} is not as it was written: {', '.join(wrong)}; {remedy}",
+            code="damaged",
+            field=wrong[0].rpartition(" (")[0],
         )
 
 
@@ -114,14 +116,18 @@ def kind_of(directory: Path | str) -> Kind | None:
 def other_kind(directory: Path | str, expected: Kind) -> str | None:
     """What a directory is instead, for messages: " but a run"; None if it is as expected, or recpo did not write it."""
     kind = kind_of(directory)
+    return None if kind in (None, expected) else f" but {described(kind)}"
+
+
+def described(kind: Kind) -> str:
+    """A kind as a message names it: "a run"."""
     names = {
         "prepared": "prepared data",
         "codes": "semantic codes",
         "factors": "factors",
         "impressions": "a log of impressions",
     }
-    article = "an" if kind == "evaluation" else "a"
-    return None if kind in (None, expected) else f" but {names.get(kind, f'{article} {kind}')}"
+    return names.get(kind, f"{'an' if kind == 'evaluation' else 'a'} {kind}")
 
 
 def marker(kind: Kind) -> str:

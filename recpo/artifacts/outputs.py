@@ -36,7 +36,7 @@ def unused(place: Path, suffix: str) -> Path:
     return place.with_name(f"{place.name}{suffix}{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def settle_leavings(place: Path) -> None:
+def finish_or_remove_leftovers(place: Path) -> None:
     """Restores what a killed process had set aside, removes its leftovers, and rejects a second writer."""
     for entry in [*_siblings(place), place]:
         if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
@@ -69,7 +69,7 @@ def _siblings(place: Path) -> list[Path]:
     return [entry for part in parts for entry in part]
 
 
-def remove_leavings(place: Path, own: Path) -> None:
+def remove_leftovers(place: Path, own: Path) -> None:
     """Removes unfinished files of dead processes beside the file ``place``."""
     for entry in _siblings(place):
         if entry == own or entry.is_symlink() or not entry.is_file():
@@ -256,7 +256,7 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
         lock = os.open(working, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         try:
             try_lock(lock)
-            remove_leavings(place, working)
+            remove_leftovers(place, working)
             yield working
             flush(working)
             os.replace(working, place)
@@ -334,7 +334,7 @@ def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> It
     with ExitStack() as locks:
         try:
             with locked_parent(place):
-                settle_leavings(place)
+                finish_or_remove_leftovers(place)
                 _check_directory(place, target, kind, overwrite)
                 working.mkdir()
                 lock(working, place, locks)
@@ -414,7 +414,7 @@ def directory_in_place(
     place = Path(os.path.realpath(target))
     with os_errors(place, WRITING), parents(place), ExitStack() as locks:
         with locked_parent(place):
-            settle_leavings(place)
+            finish_or_remove_leftovers(place)
             check()
             if start is None:
                 lock(place, place, locks)

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import other_kind, read_json, verify_sealed, write_json
+from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.kinds import verify_sealed
 from recpo.base.errors import RecpoError
 
-FORMAT_VERSION = 1
 CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"
 FILES = (CODES, MANIFEST, CODEBOOKS)
-_REMEDY = "run `recpo tokenize` again"
 
 
 @dataclass(frozen=True)
-class SemanticCodes:
+class SemanticCodes(Artifact):
     """The code tuples of a catalog. No two items share a tuple.
 
     Attributes:
@@ -35,6 +34,11 @@ class SemanticCodes:
         codebook_sizes: ``K_t`` of every level.
         catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
     """
+
+    kind: ClassVar = "codes"
+    version: ClassVar = 2
+    document: ClassVar = MANIFEST
+    made_by: ClassVar = "recpo tokenize"
 
     codes: np.ndarray
     codebook_sizes: tuple[int, ...]
@@ -78,30 +82,15 @@ class SemanticCodes:
             RecpoError: it is not such a directory, has another format version, or is damaged.
         """
         root = Path(root)
-        if other := other_kind(root, "codes"):
-            raise RecpoError(f"{root} has no codes{other}: create codes with `recpo tokenize`", code="wrong_file")
-        if not (root / MANIFEST).is_file():
-            raise RecpoError(
-                f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`",
-                code="wrong_file",
-                field=MANIFEST,
-            )
-        manifest = read_json(root / MANIFEST, _REMEDY)
-        if manifest.get("format_version") != FORMAT_VERSION:
-            raise RecpoError(
-                f"{root}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
-                f"{_REMEDY}",
-                code="old_format",
-                field="format_version",
-            )
-        verify_sealed(root, [CODES, MANIFEST], _REMEDY)
+        manifest = cls.facts_of(root)
+        verify_sealed(root, [CODES], cls.remedy())
         try:
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
             return cls(codes, sizes, str(manifest["catalog_checksum"]))
         except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}): {_REMEDY}", code="damaged", field="codes") from error
+            raise RecpoError(f"{root} is damaged ({error!r}): {cls.remedy()}", code="damaged", field="codes") from error
 
     def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
         """Writes ``codes.parquet`` and, last, ``manifest.json`` into the existing directory ``root``.
@@ -115,9 +104,8 @@ class SemanticCodes:
         columns |= {f"code_{level}": column.astype(np.int32) for level, column in enumerate(self.codes.T)}
         pq.write_table(pa.table(columns), root / CODES)
         manifest = {
-            "format_version": FORMAT_VERSION,
             "num_items": self.num_items,
             "codebook_sizes": list(self.codebook_sizes),
             "catalog_checksum": self.catalog_checksum,
         }
-        write_json(root / MANIFEST, manifest | description)
+        self.write_facts(root, manifest | description)

@@ -146,7 +146,7 @@ def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | N
         return filters.allowed(allow, deny)
     if allow or deny:
         raise RecpoError(
-            f"{'allow' if allow else 'deny'}: this bundle knows no attributes of its items: export it with --attributes",
+            f"{'allow' if allow else 'deny'}: this bundle has no attributes of its items: export it with --attributes",
             code="missing_option",
             field="attributes",
         )

@@ -10,17 +10,16 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import MARKER, is_inside, other_kind, read_json, sha256, verify, write_json
+from recpo.artifacts import MARKER, is_inside, sha256, verify
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side
@@ -126,15 +125,13 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-FORMAT_VERSION = 6
-
 _REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class BundleManifest:
+class BundleManifest(Artifact):
     """The content of ``manifest.json``.
 
     Attributes:
@@ -160,6 +157,11 @@ class BundleManifest:
         mask: the program takes a mask of the items that may be listed (``recpo.serving.attributes``).
         repeats: items of the history may be listed again; only the items that a request excludes are left out.
     """
+
+    kind: ClassVar = "bundle"
+    version: ClassVar = 7
+    document: ClassVar = MANIFEST
+    made_by: ClassVar = "recpo export"
 
     num_items: int
     max_history: int
@@ -196,7 +198,6 @@ class BundleManifest:
         """Completes a bundle: adds the SHA-256 of every file in ``root`` and of the manifest itself."""
         files = {name: sha256(root / name) for name in sorted(_visible(root) - {MANIFEST, MARKER})}
         content = {
-            "format_version": FORMAT_VERSION,
             "num_items": self.num_items,
             "max_history": self.max_history,
             "k": self.k,
@@ -215,7 +216,7 @@ class BundleManifest:
             "files": files,
             "program": program_interface(self),
         }
-        write_json(root / MANIFEST, {**content, "checksum": _checksum(content)})
+        self.write_facts(root, content)
 
     @classmethod
     def read(cls, root: Path) -> BundleManifest:
@@ -225,7 +226,7 @@ class BundleManifest:
             RecpoError: no bundle, an unfinished export, another format version, or a missing or altered file.
         """
         root = Path(root)
-        content = _content(root / MANIFEST)
+        content = cls.facts_of(root)
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, _REMEDY)
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
@@ -250,7 +251,7 @@ class BundleManifest:
 
         sizes = {key: value(key, int) for key in ("num_items", "max_history", "k")}
         if min(sizes.values()) < 1 or sizes["k"] > sizes["num_items"]:
-            raise RecpoError(f"{path} is damaged: {sizes} make no sense; {_REMEDY}", code="damaged", field="sizes")
+            raise RecpoError(f"{path} is damaged: {sizes} are impossible; {_REMEDY}", code="damaged", field="sizes")
         policy = value("policy", dict)
         if type(policy.get("class")) is not str or not isinstance(policy.get("options", 0), dict | None):
             raise RecpoError(
@@ -312,35 +313,6 @@ class BundleManifest:
         )
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """The JSON object of a manifest of this format version, exactly as written."""
-    if other := other_kind(path.parent, "bundle"):
-        raise RecpoError(f"{path.parent} is not a bundle{other}: make a bundle with `recpo export`", code="wrong_file")
-    if not path.is_file():
-        raise RecpoError(
-            f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`",
-            code="wrong_file",
-            field=MANIFEST,
-        )
-    content = read_json(path, _REMEDY)
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise RecpoError(
-            f"{path}: format_version {version!r}, this recpo reads {FORMAT_VERSION}; export the bundle again from its "
-            "run",
-            code="old_format",
-            field="format_version",
-        )
-    checksum = content.pop("checksum", None)
-    if checksum != _checksum(content):
-        raise RecpoError(
-            f"{path} is not the manifest that was written (its checksum differs): {_REMEDY}",
-            code="damaged",
-            field=MANIFEST,
-        )
-    return content
-
-
 def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:
     """Inputs and outputs of ``model.onnx``, for use without recpo."""
 
@@ -365,7 +337,3 @@ def _visible(root: Path) -> set[str]:
     """The files of a directory by their relative path, without hidden ones."""
     names = {file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()}
     return {name for name in names if not any(part.startswith(".") for part in name.split("/"))}
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

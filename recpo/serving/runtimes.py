@@ -24,7 +24,7 @@ OUTPUTS: Final = ("top_items", "scores")
 CPU_PROVIDER: Final = "CPUExecutionProvider"
 
 
-class Sizes(Protocol):
+class ProgramSizes(Protocol):
     """The sizes that a manifest and a runtime share; see ``Runtime``."""
 
     @property
@@ -121,7 +121,7 @@ class OnnxRuntime(Runtime):
         RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
     """
 
-    def __init__(self, path: Path, sizes: Sizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
+    def __init__(self, path: Path, sizes: ProgramSizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
         self.num_items, self.max_history, self.k = sizes.num_items, sizes.max_history, sizes.k
         self.reads = sizes.reads
         given = program_inputs(sizes.max_history, sizes.reads)
@@ -168,7 +168,7 @@ class OnnxSession:
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         except Exception as error:  # ONNX Runtime's own exceptions, which have no common base class
             raise RecpoError(
-                f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again",
+                f"{path} cannot be loaded by ONNX Runtime ({error}): export the bundle again",
                 code="damaged",
                 field=path.name,
             ) from error
@@ -264,7 +264,7 @@ class TorchProgramRuntime(Runtime):
         like: a runtime with the same sizes.
     """
 
-    def __init__(self, program: Callable[..., Any], like: Sizes) -> None:
+    def __init__(self, program: Callable[..., Any], like: ProgramSizes) -> None:
         self._program = program
         self.num_items, self.max_history, self.k = like.num_items, like.max_history, like.k
         self.reads = like.reads

@@ -124,7 +124,7 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
     name, options = manifest.policy["class"], manifest.options
     if options is None or name not in _OWN:
         raise RecpoError(
-            f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
+            f"{root} has the ONNX program only: its policy, {name}, is not of recpo or was exported without its "
             "options; load it with engine=onnx",
             code="unsupported",
             field="engine",

@@ -16,11 +16,8 @@ from recpo.artifacts import (
     output_directory,
     output_file,
     parse_json,
-    read_json,
-    seal,
-    unseal,
-    write_json,
 )
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.lists.exploration import Exploration
@@ -46,15 +43,13 @@ if TYPE_CHECKING:
 
 LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
-FORMAT_VERSION: Final = 2
 
 _MAX_SEED: Final = MAX_SEED // SEEDS_PER_LOOP - 1  # the rounds have seeds of their own
 _LEAST_DAYS: Final = 3  # for training, validation and test
-_REMEDY: Final = "run the loop again with overwrite"
 
 
 @dataclass(frozen=True)
-class LoopResult:
+class LoopResult(Artifact):
     """Rounds of the loop, on disk.
 
     Attributes:
@@ -62,6 +57,11 @@ class LoopResult:
         options: the options of the loop.
         rounds: the completed rounds, in order.
     """
+
+    kind: ClassVar = "loop"
+    version: ClassVar = 3
+    document: ClassVar = LOOP
+    made_by: ClassVar = "recpo loop"
 
     root: Path
     options: Mapping[str, Any]
@@ -74,22 +74,11 @@ class LoopResult:
         Raises:
             RecpoError: it is not a loop, has another version, or is damaged.
         """
-        file = Path(root) / LOOP
-        if not file.is_file():
-            raise RecpoError(
-                f"{root} is not a loop: {LOOP} is missing; make one with `recpo loop`", code="wrong_file", field=LOOP
-            )
-        content = unseal(read_json(file, _REMEDY), file, _REMEDY)
-        if (found := content.get("format_version")) != FORMAT_VERSION:
-            raise RecpoError(
-                f"{file}: format version {found}, this recpo reads {FORMAT_VERSION}: {_REMEDY}",
-                code="old_format",
-                field="format_version",
-            )
+        content = cls.facts_of(root)
         try:
             return cls(Path(root), content["options"], tuple(Round.from_json(one) for one in content["rounds"]))
         except (KeyError, TypeError) as error:
-            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=LOOP) from error
+            raise RecpoError(f"{root} is damaged ({error}): {cls.remedy()}", code="damaged", field=LOOP) from error
 
     @property
     def bundle(self) -> Bundle:
@@ -131,7 +120,7 @@ class LoopResult:
     def write(self) -> None:
         """Writes ``loop.json``, then the report of it."""
         rounds = [as_json(one) for one in self.rounds]
-        write_json(self.root / LOOP, seal({**_content(self.options), "rounds": rounds}))
+        self.write_facts(self.root, {"options": dict(self.options), "rounds": rounds})
         with output_file(self.root / REPORT) as working:
             working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
 
@@ -273,10 +262,6 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def _content(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, "options": dict(options)}
-
-
 def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
     """Creates the directory with ``loop.json``, or checks the one to resume."""
     if resume and kind_of(root) == "loop":
@@ -291,7 +276,7 @@ def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: b
             )
         return
     with output_directory(root, kind="loop", overwrite=overwrite) as working:
-        write_json(working / LOOP, seal({**_content(options), "rounds": []}))
+        LoopResult.write_facts(working, {"options": dict(options), "rounds": []})
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from recpo.worlds.log import (
 )
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY
 from recpo.worlds.preferences import FloatArray, IntArray, Preferences, write_side_information
-from recpo.worlds.truth import RequestValues, Slates, Truth, request_values
+from recpo.worlds.truth import RequestSlates, RequestValues, Truth, request_values
 
 _SERVED_STREAM = 5
 _LOWEST = np.iinfo(np.int64).min
@@ -341,7 +341,7 @@ def _serve_round(
         order[np.searchsorted(user_ids[order], excluded["user_id"].to_numpy())],
         np.searchsorted(items.item_id, excluded["item_id"].to_numpy()),
     )
-    values, not_shown = request_values(truth, float(day), user_rows, Slates(item_rows, shown.lengths), barred)
+    values, not_shown = request_values(truth, float(day), user_rows, RequestSlates(item_rows, shown.lengths), barred)
     return _Served(
         pa.table(events, schema=SCHEMA),
         begin + busy.sum(axis=1),

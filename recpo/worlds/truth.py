@@ -363,7 +363,7 @@ class RequestValues(NamedTuple):
     oracle_value: FloatArray
 
 
-class Slates(NamedTuple):
+class RequestSlates(NamedTuple):
     """Slates of some requests.
 
     Attributes:
@@ -376,7 +376,7 @@ class Slates(NamedTuple):
 
 
 def request_values(
-    truth: Truth, day: float, user_rows: IntArray, slates: Slates, excluded: tuple[IntArray, IntArray]
+    truth: Truth, day: float, user_rows: IntArray, slates: RequestSlates, excluded: tuple[IntArray, IntArray]
 ) -> tuple[RequestValues, FloatArray]:
     """True values of slates that were shown on ``day``.
 

@@ -457,14 +457,12 @@ def _seal_run(root: Path) -> None:
 
 
 def _seal_bundle(root: Path) -> None:
-    from recpo.artifacts import sha256
-    from recpo.serving.manifest import _checksum
+    from recpo.artifacts import seal, sha256
 
     manifest = json.loads((root / "indexed" / "manifest.json").read_bytes())
-    manifest.pop("checksum")
+    manifest.pop("sha256")
     manifest["files"] = {name: sha256(root / "indexed" / name) for name in manifest["files"]}
-    content = manifest | {"checksum": _checksum(manifest)}
-    (root / "indexed" / "manifest.json").write_text(json.dumps(content))
+    (root / "indexed" / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
 def _indexed(root: Path) -> str:

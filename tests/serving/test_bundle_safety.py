@@ -20,9 +20,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import recpo
+from recpo.artifacts import seal
 from recpo.base.errors import RecpoError
 from recpo.serving.bundle import Bundle
-from recpo.serving.manifest import BundleManifest, _checksum
+from recpo.serving.manifest import BundleManifest
 
 REPOSITORY = Path(recpo.__file__).parent.parent
 HISTORY = {"user_id": [1], "item_id": ["item-3"], "timestamp": [5], "watch_time": [8.0], "duration": [10.0]}
@@ -40,10 +41,10 @@ def read_manifest(root):
 def sign(root, **changes):
     """What somebody writes who wants a bundle to be taken for a whole one: all checksums are right again."""
     content = read_manifest(root) | changes
-    content.pop("checksum")
+    content.pop("sha256")
     if "files" not in changes:
         content["files"] = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in content["files"]}
-    (root / "manifest.json").write_text(json.dumps(content | {"checksum": _checksum(content)}))
+    (root / "manifest.json").write_text(json.dumps(seal(content)))
 
 
 def test_other_directories_than_bundles_are_refused(tmp_path):

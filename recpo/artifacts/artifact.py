@@ -1,0 +1,70 @@
+"""What every directory that recpo wrote has in common: a kind, a version, and facts in one sealed JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.kinds import Kind, described, kind_of, seal, unseal
+from recpo.artifacts.outputs import write_json
+from recpo.base.errors import RecpoError
+
+
+class Artifact:
+    """A directory that recpo wrote. A subclass says what it is; how it is recognized is written here, once.
+
+    The document is written last. It holds the version, the facts of the kind, and a checksum of its own values.
+    """
+
+    kind: ClassVar[Kind]
+    """what ``recpo.json`` calls the directory"""
+    version: ClassVar[int]
+    """version of the format; others are refused"""
+    document: ClassVar[str]
+    """the JSON file with the facts"""
+    made_by: ClassVar[str]
+    """the command that makes such a directory, for messages"""
+
+    @classmethod
+    def facts_of(cls, root: Path | str) -> dict[str, Any]:
+        """The facts that ``write_facts`` wrote.
+
+        Raises:
+            RecpoError: a directory of another kind or none of recpo's (code ``wrong_file``), of another version
+                (``old_format``), or with a document that was changed (``damaged``).
+        """
+        root = Path(root)
+        found = kind_of(root)
+        if found not in (None, cls.kind) or not (root / cls.document).is_file():
+            lacking = f"{cls.document} is missing" if found in (None, cls.kind) else f"found {described(found)}"
+            raise RecpoError(
+                f"{root}: expected {described(cls.kind)}, {lacking}; make it with `{cls.made_by}`",
+                code="wrong_file",
+                field=str(root),
+            )
+        return cls.checked(read_json(root / cls.document, cls.remedy()), root / cls.document)
+
+    @classmethod
+    def checked(cls, content: dict[str, Any], file: object) -> dict[str, Any]:
+        """The facts in the content of a document, which ``file`` is for messages; raises as ``facts_of``."""
+        if (found := content.get("format_version")) != cls.version:
+            raise RecpoError(
+                f"{file}: format_version {found!r}, this recpo reads {cls.version}; {cls.remedy()}",
+                code="old_format",
+                field="format_version",
+            )
+        facts = unseal(content, file, cls.remedy())
+        del facts["format_version"]
+        return facts
+
+    @classmethod
+    def write_facts(cls, directory: Path, facts: Mapping[str, Any]) -> None:
+        """Writes the document into a directory whose other files are complete."""
+        write_json(directory / cls.document, seal({"format_version": cls.version, **facts}))
+
+    @classmethod
+    def remedy(cls) -> str:
+        """What to do about a damaged directory; the end of a message."""
+        return f"copy it again, or make it again with `{cls.made_by}`"
