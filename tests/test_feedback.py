@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.base.errors import RecpoError
 from recpo.base.feedback import (
     DEFAULT_DURATION_BASE,
     DEFAULT_MAX_WATCH_TIME,
@@ -22,6 +21,7 @@ from recpo.base.feedback import (
     FeedbackDefinition,
     FeedbackRule,
 )
+from tests.refusals import refused
 
 LABELS = [0.75, np.nextafter(np.float32(0.75), 0, dtype=np.float32), 0.25, 0.2, math.nan, 0.9, 0.1, math.nan]
 DISLIKES = [False, False, False, False, False, True, True, True]
@@ -70,7 +70,7 @@ def test_a_threshold_that_float32_cannot_hold_is_compared_as_float32():
 
 @pytest.mark.parametrize("thresholds", [(0.0, 0.0), (1.5, 0.2), (0.5, 0.6), (0.5, -0.1), (math.nan, 0.1)])
 def test_impossible_thresholds_are_refused(thresholds):
-    with pytest.raises(RecpoError, match=r"feedback\.(positive|skip)_threshold"):
+    with refused("out_of_range", ...):
         FeedbackRule(*thresholds)
 
 
@@ -89,7 +89,7 @@ FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4
     ],
 )
 def test_another_definition_is_refused_with_what_differs(change, message):
-    with pytest.raises(RecpoError, match=f"^runs/a: .*than prepared: {message}"):
+    with refused("mismatch", "feedback"):
         FITTED.validate_same(replace(FITTED, **change), "runs/a", "prepared")
     FITTED.validate_same(replace(FITTED, cutoffs={3: (1.5, 2.5, 3.0)}), "runs/a", "prepared")
 
@@ -176,11 +176,11 @@ def test_a_definition_survives_json():
     ],
 )
 def test_a_damaged_definition_is_refused(change):
-    with pytest.raises(RecpoError, match=r"manifest\.json|feedback\."):
+    with refused(("damaged", "out_of_range"), ...):
         FeedbackDefinition.from_json(FITTED.to_json() | change, "manifest.json, feedback")
 
 
 @pytest.mark.parametrize("content", [None, [], {}, "x"])
 def test_no_definition_at_all_is_refused(content):
-    with pytest.raises(RecpoError, match="damaged"):
+    with refused("damaged", "feedback"):
         FeedbackDefinition.from_json(content)

@@ -42,7 +42,7 @@ class Artifact:
             raise RecpoError(
                 f"{root}: expected {described(cls.kind)}, {lacking}; make it with `{cls.made_by}`",
                 code="wrong_file",
-                field=str(root),
+                field=cls.document,
             )
         return cls.checked(read_json(root / cls.document, cls.remedy()), root / cls.document)
 

@@ -92,7 +92,7 @@ def os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
         reported = error if isinstance(error, OSError) else _reported_by(error)
         if reported is None or reported.errno not in errors:
             raise
-        raise RecpoError(describe_os_error(reported, path), code="failed", field=str(path)) from error
+        raise RecpoError(describe_os_error(reported, path), code="failed") from error
 
 
 def _reported_by(error: Exception) -> OSError | None:
@@ -117,7 +117,9 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=str(file)) from error
+        raise RecpoError(
+            f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=Path(file).name
+        ) from error
     return parse_json(content, file, remedy)
 
 
@@ -134,13 +136,17 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=str(file)) from error
+        raise RecpoError(
+            f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=Path(file).name
+        ) from error
     except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML passes on all of these
         raise RecpoError(
-            f"{file} is damaged: not YAML ({' '.join(str(error).split())}); {remedy}", code="damaged", field=str(file)
+            f"{file} is damaged: not YAML ({' '.join(str(error).split())}); {remedy}",
+            code="damaged",
+            field=Path(file).name,
         ) from error
     if not isinstance(content, dict):
-        raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}", code="damaged", field=str(file))
+        raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}", code="damaged", field=Path(file).name)
     return content
 
 
@@ -180,13 +186,13 @@ def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RecpoError(
-            f"{shown} is damaged: not JSON ({error}); {remedy}", code="damaged", field=str(shown)
+            f"{shown} is damaged: not JSON ({error}); {remedy}", code="damaged", field=Path(str(shown)).name
         ) from error
     if not isinstance(value, dict):
         raise RecpoError(
             f"{shown} is damaged: expected a JSON object, not {type(value).__name__}; {remedy}",
             code="damaged",
-            field=str(shown),
+            field=Path(str(shown)).name,
         )
     return value
 

@@ -47,7 +47,7 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
         raise RecpoError(
             f"{root} is not as it was written: {', '.join(wrong)}; {remedy}",
             code="damaged",
-            field=wrong[0].rpartition(" (")[0],
+            field=", ".join(one.rpartition(" (")[0] for one in wrong),
         )
 
 
@@ -76,7 +76,9 @@ def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, 
         same = False
     if not same:
         raise RecpoError(
-            f"{shown} is not as it was written (its checksum differs); {remedy}", code="damaged", field=str(shown)
+            f"{shown} is not as it was written (its checksum differs); {remedy}",
+            code="damaged",
+            field=Path(str(shown)).name,
         )
     return values
 
@@ -156,7 +158,7 @@ def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
         raise RecpoError(
             f"{file} has no checksums: it was written by an older recpo, or is damaged; {remedy}",
             code="old_format",
-            field=str(file),
+            field=file.name,
         )
     files = unseal(content, file, remedy)["files"]
     wanted = [name for name in names if name in files or (directory / name).exists()]

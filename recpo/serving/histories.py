@@ -356,7 +356,8 @@ class HistoryReader:
             return self.items.to_internal(id_column(table, ITEM_ID, name))
         except (RecpoError, OverflowError, pa.ArrowException) as error:
             shown = str(error) if str(error).startswith(name) else f"{name}: column {ITEM_ID!r}: {error}"
-            raise RecpoError(shown, code="missing_column") from error
+            code = error.code if isinstance(error, RecpoError) else "wrong_type"
+            raise RecpoError(shown, code=code, field=ITEM_ID) from error
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from recpo.base.errors import RecpoError
 from recpo.serving.histories import EncodedHistories
@@ -38,6 +37,8 @@ def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> n
     Raises:
         RecpoError: no bundle, or its policy has no table of item vectors (semantic ids, a class that is not recpo's).
     """
+    from safetensors import SafetensorError, safe_open  # lists without re-ranking do not need it
+
     manifest = BundleManifest.read(root) if manifest is None else manifest
     if manifest.options is not None:
         try:

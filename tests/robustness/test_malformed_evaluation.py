@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.cli.main import main
 from recpo.evaluation.evaluation import Evaluation
 from tests.cli.conftest import road  # noqa: F401  a fixture
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -123,14 +123,14 @@ def test_names_and_paths_are_never_markup(place, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "damaged"), (b"{", "damaged"), (b"[]", "damaged"), (b"{}", "format version None"), (b"\xff", "damaged")],
+    ("content", "code"),
+    [(b"", "damaged"), (b"{", "damaged"), (b"[]", "damaged"), (b"{}", "old_format"), (b"\xff", "damaged")],
 )
-def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, message):
+def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, code):
     found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_bytes(content)
-    with pytest.raises(RecpoError, match=message):
+    with refused(code, ...):
         Evaluation.open(tmp_path / "evaluation")
 
 
@@ -138,14 +138,14 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
     found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
-    with pytest.raises(RecpoError, match="format version 2, this recpo reads 5: evaluate again"):
+    with refused("invalid"):
         Evaluation.open(tmp_path / "evaluation")
-    with pytest.raises(RecpoError, match="is not an evaluation"):
+    with refused("invalid"):
         Evaluation.open(place["run-0"])
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document))
     for content in ("[", "1", ""):
         (tmp_path / "evaluation" / "resolved.yaml").write_text(content)
-        with pytest.raises(RecpoError, match="evaluate again"):
+        with refused("damaged", ...):
             Evaluation.open(tmp_path / "evaluation")
 
 

@@ -24,6 +24,7 @@ from recpo.artifacts import seal
 from recpo.base.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
+from tests.refusals import refused
 
 REPOSITORY = Path(recpo.__file__).parent.parent
 HISTORY = {"user_id": [1], "item_id": ["item-3"], "timestamp": [5], "watch_time": [8.0], "duration": [10.0]}
@@ -49,7 +50,7 @@ def sign(root, **changes):
 
 def test_other_directories_than_bundles_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(RecpoError, match="is not a bundle"):
+        with refused("wrong_file", "manifest.json"):
             Bundle.load(path)
 
 
@@ -57,14 +58,14 @@ def test_other_directories_than_bundles_are_refused(tmp_path):
 def test_altered_cut_and_missing_files_are_refused(copy, name):
     content = bytearray((copy / name).read_bytes())
     (copy / name).write_bytes(content[:-1])
-    with pytest.raises(RecpoError, match=rf"{name} \(changed\)"):
+    with refused("damaged", name):
         Bundle.load(copy)
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
-    with pytest.raises(RecpoError, match=rf"{name} \(changed\)"):
+    with refused("damaged", name):
         Bundle.load(copy)
     (copy / name).unlink()
-    with pytest.raises(RecpoError, match=rf"{name} \(missing\)"):
+    with refused("damaged", name):
         Bundle.load(copy)
 
 
@@ -86,7 +87,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(copy, bundle_path,
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"format_version": 6}', "\xff"])
 def test_a_damaged_manifest_is_refused(copy, text):
     (copy / "manifest.json").write_text(text, encoding="latin1")
-    with pytest.raises(RecpoError, match=r"damaged|checksum"):
+    with refused(("damaged", "old_format"), ...):
         Bundle.load(copy)
 
 
@@ -118,20 +119,20 @@ def test_values_of_a_wrong_type_are_refused(copy, key, value):
 @pytest.mark.parametrize("version", [1, 2, "3", None])
 def test_another_format_version_says_what_to_do(copy, version):
     sign(copy, format_version=version)
-    with pytest.raises(RecpoError, match="export the bundle again from its run"):
+    with refused("old_format", "format_version"):
         Bundle.load(copy)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "", ".", "a\\b", "c:x", "a\0b"])
 def test_files_outside_the_bundle_cannot_be_named(copy, name):
     sign(copy, files=read_manifest(copy)["files"] | {name: "0"})
-    with pytest.raises(RecpoError, match="no file of a bundle"):
+    with refused("untrusted", ...):
         Bundle.load(copy)
 
 
 def test_files_without_a_checksum_are_refused(copy):
     (copy / "model.onnx.data").write_bytes(b"weights of somebody else")
-    with pytest.raises(RecpoError, match=r"model\.onnx\.data is no file of this bundle"):
+    with refused("untrusted", "model.onnx.data"):
         Bundle.load(copy)
     (copy / "model.onnx.data").unlink()
     (copy / ".DS_Store").write_bytes(b"")
@@ -156,7 +157,7 @@ def test_a_program_cannot_read_weights_from_other_files(copy, place, where):
         model.graph.node.append(onnx.helper.make_node("If", ["c"], ["d"], then_branch=branch, else_branch=branch))
     (copy / "model.onnx").write_bytes(model.SerializeToString())
     sign(copy)
-    with pytest.raises(RecpoError, match="reads weights from"):
+    with refused("untrusted", ...):
         Bundle.load(copy)
 
 
@@ -164,7 +165,7 @@ def test_a_program_cannot_read_weights_from_other_files(copy, place, where):
 def test_other_files_than_programs_are_refused(copy, content):
     (copy / "model.onnx").write_bytes(content)
     sign(copy)
-    with pytest.raises(RecpoError, match=r"model\.onnx"):
+    with refused("damaged", "model.onnx"):
         Bundle.load(copy)
 
 
@@ -182,7 +183,7 @@ def test_pickled_weights_are_never_read(copy, tmp_path):
     trace = tmp_path / "was_run"
     (copy / "policy.safetensors").write_bytes(pickle.dumps(Payload(trace)))
     sign(copy)
-    with pytest.raises(RecpoError, match="do not fit"):
+    with refused("damaged", "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"):
         Bundle.load(copy, engine="torch")
     assert not trace.exists()
 
@@ -206,7 +207,7 @@ def test_a_manifest_cannot_name_code(copy, tmp_path, monkeypatch, place):
     else:
         policy["options"]["dim" if place == "value" else place] = {"class_path": "payload.P", "init_args": {"x": code}}
     sign(copy, policy=policy)
-    with pytest.raises(RecpoError, match=r"option|recpo's own"):
+    with refused(("damaged", "unsupported", "mismatch"), ...):
         Bundle.load(copy, engine="torch")
     assert not trace.exists()
     assert "payload" not in sys.modules
@@ -218,7 +219,7 @@ def test_options_are_words_of_their_signature(copy, option, code):
     policy = read_manifest(copy)["policy"]
     policy["options"][option] = code
     sign(copy, policy=policy)
-    with pytest.raises(RecpoError, match=f"option {option}"):
+    with refused("damaged", option):
         Bundle.load(copy, engine="torch")
 
 
@@ -266,7 +267,7 @@ def test_weights_that_do_not_fit_are_refused(copy, change):
         weights[name] = value.new_zeros((*value.shape, 2))
     save_file(weights, copy / "policy.safetensors")
     sign(copy)
-    with pytest.raises(RecpoError, match="do not fit"):
+    with refused("damaged", "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"):
         Bundle.load(copy, engine="torch")
 
 
@@ -344,7 +345,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
 def test_any_other_item_table_is_refused(copy, table):
     pq.write_table(pa.table(table), copy / "items.parquet")
     sign(copy)
-    with pytest.raises(RecpoError, match=r"item"):
+    with refused(("damaged", "mismatch", "wrong_file", "duplicate", "wrong_type"), ...):
         Bundle.load(copy)
 
 
@@ -352,7 +353,7 @@ def test_any_other_item_table_is_refused(copy, table):
 def test_other_files_than_item_tables_are_refused(copy, content):
     (copy / "items.parquet").write_bytes(content)
     sign(copy)
-    with pytest.raises(RecpoError, match=r"items\.parquet"):
+    with refused("wrong_file", "items.parquet"):
         Bundle.load(copy)
 
 
@@ -371,7 +372,7 @@ def test_altered_codes_are_refused(export_once, tmp_path, change):
     else:
         codes[names] = codes[names].to_numpy()[::-1] if change == "reversed" else 0
     codes.to_parquet(file)
-    with pytest.raises(RecpoError, match=r"codes\.parquet \(changed\)"):
+    with refused("damaged", "codes/codes.parquet"):
         Bundle.load(root, engine="torch")
     sign(root)
     with pytest.raises(RecpoError):

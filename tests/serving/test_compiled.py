@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.serving import export as compiled
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import load_compiled, write_compiled
 from recpo.serving.verification import verify_runtime
+from tests.refusals import refused
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,14 +28,14 @@ def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_pat
     found, expected = loaded.recommend_one(events, k=5), Bundle.load(bundle).recommend_one(events, k=5)
     assert [item for item, _ in found] == [item for item, _ in expected]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
-    with pytest.raises(RecpoError, match="exists already"):
+    with refused("exists", "compiled"):
         write_compiled(bundle, tmp_path / "program.pt2")
     monkeypatch.setattr(compiled, "sha256", lambda file: "0" * 64)
-    with pytest.raises(RecpoError, match="compiled from another bundle"):
+    with refused("mismatch", ...):
         load_compiled(bundle, tmp_path / "program.pt2")
 
 
 def test_a_file_that_is_not_a_program_of_the_bundle_is_refused(bundle_path, tmp_path):
     (tmp_path / "program.pt2").write_bytes(b"no archive")
-    with pytest.raises(RecpoError, match="is no compiled program"):
+    with refused("damaged", ...):
         load_compiled(bundle_path, tmp_path / "program.pt2")

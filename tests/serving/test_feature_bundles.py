@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.artifacts.semantic_codes import SemanticCodes
-from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import of_side
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
@@ -36,6 +35,7 @@ from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.serving.triton import triton_config
+from tests.refusals import refused
 
 ITEMS, LENGTH = 30, 5
 USER = of_side(
@@ -158,7 +158,7 @@ def test_the_manifest_says_what_the_program_is_given(made):
     assert check_golden(made.onnx) > 0
     golden = json.loads((made.root / "golden.json").read_text())["requests"]
     assert {"user", "context"} <= golden[0].keys()
-    with pytest.raises(RecpoError, match="reads user_features, and the argument features has none"):
+    with refused("mismatch", "features"):
         export.export_bundle(made.policy, ITEM_IDS, FeedbackDefinition(), made.root.parent / "no", options=OPTIONS)
 
 

@@ -10,13 +10,13 @@ import onnx
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
 from recpo.serving.verification import overlap, random_inputs, verify_rounded
+from tests.refusals import refused
 
 NUM_ITEMS = 120  # of conftest
 
@@ -88,7 +88,7 @@ def test_what_rounding_may_cost_is_checked(parts):
         policy.item_table.weight.mul_(20)
     program = ServingProgram(CatalogSearch(policy, "int8", 50), 20)
     runtime = TorchProgramRuntime(program, PolicyRuntime(policy, 20))
-    with pytest.raises(RecpoError, match=r"item_precision int8: .* export with float16 or float32"):
+    with refused("mismatch", "item_precision"):
         verify_rounded(runtime, program, policy, 20, "int8")
 
 
@@ -98,9 +98,9 @@ def test_a_policy_without_an_item_matrix_is_not_rounded(parts):
 
     policy = Own(7, dim=4, heads=1, layers=1, max_history=3)
     assert ranker_of(policy, "float32", 4) is policy
-    with pytest.raises(RecpoError, match="Own has no item matrix"):
+    with refused("unsupported", "item_precision"):
         ranker_of(policy, "int8")
-    with pytest.raises(RecpoError, match="item_precision is 'int4'"):
+    with refused("unknown_name", "item_precision"):
         ranker_of(policy, "int4")
 
 

@@ -9,7 +9,6 @@ import onnx
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -21,6 +20,7 @@ from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
 from recpo.training.tilting import tilted
+from tests.refusals import refused
 
 NUM_ITEMS, MAX_HISTORY = 120, 12  # of conftest
 RANK, LONGER = 4, MAX_HISTORY + 6
@@ -158,10 +158,10 @@ def test_what_is_below_a_tilted_policy_is_one_of_recpos_own(parts, tmp_path):
         None,
         3,
     ):
-        with pytest.raises(RecpoError, match="option"):
+        with refused("damaged", ...):
             load_policy(tmp_path, manifest_of(policy, parts, {**described, "options": {**own, "base": base}}))
     lacking = {key: value for key, value in own.items() if key != "base"}
-    with pytest.raises(RecpoError, match="do not fit"):
+    with refused("damaged", "recpo.policies.tilted.TiltedPolicy"):
         load_policy(tmp_path, manifest_of(policy, parts, {**described, "options": lacking}))
 
 
