@@ -23,7 +23,6 @@ Kind = Literal[
     "factors",
     "comparison",
     "loop",
-    "triton",
     "impressions",
 ]
 MARKER: Final = "recpo.json"
