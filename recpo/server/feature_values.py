@@ -13,24 +13,11 @@ from recpo.base.features import Categories, Category, Feature, Number, Side, Vec
 from recpo.serving.bundle_features import BundleFeatures
 
 _INT64: Final = 2**63
-_TYPES: Final[Mapping[str, pa.DataType]] = {
-    "integer": pa.int64(),
-    "string": pa.string(),
-    "number": pa.float64(),
-    "integers": pa.list_(pa.int64()),
-    "strings": pa.list_(pa.string()),
-    "vector": pa.list_(pa.float32()),
-}
 
 
 def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:
     """Name and kind of value of each feature, in JSON and in the log."""
     return () if fitted is None else tuple((one.name, _kind(one, fitted)) for one in fitted.features)
-
-
-def arrow_type(kind: str) -> pa.DataType:
-    """The type of a log column for values of a kind."""
-    return _TYPES[kind]
 
 
 def known_features(

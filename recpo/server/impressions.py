@@ -24,7 +24,6 @@ from recpo.artifacts import MARKER, kind_of, write_json
 from recpo.artifacts.locks import locked_parent
 from recpo.artifacts.os_errors import WRITING, os_errors
 from recpo.base.errors import RecpoError
-from recpo.server.feature_values import arrow_type
 from recpo.server.segments import Address, SegmentWriter, Slot, read_record
 
 JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
@@ -34,6 +33,14 @@ _ROUNDING: Final = 1e-6  # above the errors of the propensities of exploration, 
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
+_CONTEXT_TYPES: Final[Mapping[str, pa.DataType]] = {
+    "integer": pa.int64(),
+    "string": pa.string(),
+    "number": pa.float64(),
+    "integers": pa.list_(pa.int64()),
+    "strings": pa.list_(pa.string()),
+    "vector": pa.list_(pa.float32()),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class LogLayout:
         item_id: type of the item ids.
         graded: outcomes are labels, not watch times, because the bundle's feedback levels come from labels.
         behaviors: further outcomes, one flag each.
-        context: name and kind (``recpo.server.feature_values``) of the features of requests.
+        context: name and kind (``recpo.server.wire.feature_kinds``) of the features of requests.
     """
 
     user_id: IdType
@@ -73,7 +80,7 @@ class LogLayout:
                 pa.field("propensity", pa.float64(), nullable=False),
                 pa.field("is_random", pa.bool_(), nullable=False),
                 pa.field("request_id", pa.string(), nullable=False),
-                *(pa.field(name, arrow_type(kind)) for name, kind in self.context),
+                *(pa.field(name, _CONTEXT_TYPES[kind]) for name, kind in self.context),
             ]
         )
 
