@@ -35,7 +35,7 @@ from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.sharding import policy_costs, row_updates
+from recpo.sharding import lookup_tables, policy_costs
 
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
 
@@ -145,7 +145,7 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
     ids = torch.randperm(items, device=device)[:lookups] + 1
     rows, gradient = ids.sort().values, torch.randn(len(ids), dim, device=device)
     weight, of_rows = table.weight.detach(), FLOAT * len(ids) * dim
-    state = row_updates.empty_state(weight, ["first", "second"], per_row=False)
+    state = lookup_tables.empty_state(weight, ["first", "second"], per_row=False)
     first, second = state.values()
 
     def looked_up() -> Tensor:
@@ -154,14 +154,14 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
 
     def adam() -> None:
         options = {"betas": (0.9, 0.999), "eps": 1e-8, "step": 1}
-        row_updates.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
+        lookup_tables.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
 
     def rowwise() -> None:
-        row_updates.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
+        lookup_tables.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
 
     return [
         Part("lookup", looked_up, 2 * of_rows + 8 * len(ids), 0.0),
-        Part("sgd", lambda: row_updates.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
+        Part("sgd", lambda: lookup_tables.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
         Part("rowwise_adagrad", rowwise, 3 * of_rows + (8 + 2 * FLOAT) * len(ids), 0.0),
         Part("adam", adam, 7 * of_rows + 8 * len(ids), 0.0),
     ]

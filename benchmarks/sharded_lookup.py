@@ -27,9 +27,8 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.policies.item_table import ItemTable, tables_on_meta
-from recpo.sharding.lookup_table import LookupTable
+from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
 from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
-from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 
 OPTIONS = TableOptions("rowwise_adagrad", lr=0.02)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration
-from recpo.sharding.costs import Exchange
+from recpo.sharding.blocks import Exchange
 from recpo.sharding.plan import Needs
 from recpo.verbs.plan import Plan
 

@@ -7,7 +7,8 @@
     versions/active.json   the version that serves, and the versions that served before it
 
 Every worker of every server watches ``active.json``. A bundle takes over after it was loaded, its checksums were
-verified, and it answered its golden requests. Each batch is ranked by a single bundle.
+verified, it answered its golden requests, and it has the item attributes by which the server re-ranks. Each batch is
+ranked by a single bundle.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+
 from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
 from recpo.base.errors import RecpoError
-from recpo.lists.reranking import ItemAttributes
-from recpo.server.feature_values import feature_kinds
-from recpo.server.reranking import Reranking
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import Categories, Category, Feature, Number, Vector
+from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
+from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import check_golden
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import ITEM_ID, EncodedHistories, HistoryReader
+from recpo.serving.item_vectors import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.runtimes import CPU_PROVIDER
 
@@ -39,6 +45,57 @@ ACTIVE: Final = "active.json"
 _KEPT: Final = 100  # number of names in the list of versions that served before
 _LOG = logging.getLogger("recpo.server")
 _REMEDY: Final = f"remove {ACTIVE}: the newest version serves then"
+
+
+@dataclass(frozen=True)
+class Reranking:
+    """A method and its options.
+
+    Attributes:
+        method: chooses slates.
+        options: the shortlist, and the file of item attributes.
+    """
+
+    method: Reranker
+    options: RerankOptions
+
+    def known(self, bundle: Bundle) -> ItemAttributes:
+        """What the method reads of the items of a bundle.
+
+        Raises:
+            RecpoError: an attribute, its file or the item vectors are missing.
+        """
+        options = self.options
+        if options.attributes is None and ATTRIBUTES in bundle.manifest.files:
+            options = replace(options, attributes=bundle.root / ATTRIBUTES, item_id=ITEM_ID)
+        known = options.read(self.method.attributes, bundle.items)
+        if self.method.reads_vectors and known.vectors is None:
+            known = known.with_vectors(bundle_item_vectors(bundle.root, bundle.manifest))
+        return known
+
+    def order(
+        self,
+        known: ItemAttributes,
+        inputs: EncodedHistories,
+        top_items: np.ndarray,
+        scores: np.ndarray,
+        lengths: Sequence[int],
+    ) -> np.ndarray:
+        """The new order of the lists ``[B, K]``, as places ``[B, K]``. Empty places do not move.
+
+        Args:
+            known: item attributes of the bundle that made the lists.
+            inputs: the histories; calibration reads the items of them that the policy reads.
+            top_items: internal ids, 0 = empty.
+            scores: log-probabilities.
+            lengths: length of each slate.
+        """
+        order = np.tile(np.arange(top_items.shape[1]), (len(top_items), 1))
+        for row, k in enumerate(lengths):
+            first = (row, slice(max(self.options.shortlist, k)))
+            places = reranked_places(self.method, top_items[first], scores[first], k, known, inputs.item_ids[row])
+            order[row, : len(places)] = places
+        return order
 
 
 @dataclass(frozen=True)
@@ -289,3 +346,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:
+    """Name and kind of value of each feature, in JSON and in the log."""
+    return () if fitted is None else tuple((one.name, _value_kind(one, fitted)) for one in fitted.features)
+
+
+def _value_kind(feature: Feature, fitted: FittedFeatures) -> str:
+    if isinstance(feature, Number):
+        return "number"
+    if isinstance(feature, Vector):
+        return "vector"
+    kind = "string" if pa.types.is_string(fitted.vocabularies[feature.name].values.type) else "integer"
+    if isinstance(feature, Category):
+        return kind
+    assert isinstance(feature, Categories)
+    return f"{kind}s" if feature.separator is None else "string"

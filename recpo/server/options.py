@@ -10,8 +10,8 @@ from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import Reranker, RerankOptions
+from recpo.server.bundles import Reranking
 from recpo.server.impressions import IdType
-from recpo.server.reranking import Reranking
 from recpo.serving.runtimes import CPU_PROVIDER
 
 _SHORTEST_KEY = 16

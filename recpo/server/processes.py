@@ -22,10 +22,9 @@ import uvicorn
 from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.impressions import validate_log_directory
-from recpo.server.json_logs import log_as_json
+from recpo.server.impressions import settle, validate_log_directory
+from recpo.server.metrics import log_as_json
 from recpo.server.options import Keys, ServerOptions
-from recpo.server.settling import settle
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped

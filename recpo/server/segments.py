@@ -5,7 +5,7 @@ contains segments::
 
     slot-000/01789abcdef0.open     being written
     slot-000/01789abcdef0.wal      complete: no further records
-    slot-000/01789abcdef0.closing  being published (recpo.server.settling): no further outcomes are accepted for it
+    slot-000/01789abcdef0.closing  being published (recpo.server.impressions): no further outcomes are accepted for it
     slot-000/01789abcdef0.done     published; kept while outcomes in it belong to unpublished segments
     slot-000/01789abcdef0.damaged  its start cannot be read, so nothing of it is published; kept for inspection
 

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recpo.base.errors import RecpoError
-from recpo.server.batcher import Batcher
-from recpo.server.bundles import LoadedBundle, Versions
-from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
-from recpo.server.impressions import ImpressionLog, LogLayout, validate_log_directory, validate_propensities
+from recpo.server.bundles import LoadedBundle, Versions, feature_kinds
+from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_log_directory, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
-from recpo.server.ranking import Query, Ranker, Shown
-from recpo.server.settling import settle
-from recpo.server.wire import FeedbackRequest, RecommendRequest
+from recpo.server.ranking import Batcher, Query, Ranker, Shown
+from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.bundle_features import BundleFeatures
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish

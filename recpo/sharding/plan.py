@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from recpo.base.errors import RecpoError
-from recpo.sharding.costs import GIB, Links, Placement, Sharding, transfer_seconds
+from recpo.sharding.blocks import GIB, Links, Placement, Sharding, transfer_seconds
 from recpo.sharding.workload import StepCosts, Workload, estimate, place_softmax_tables, table_memory
 
 

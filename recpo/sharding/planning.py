@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recpo.base.errors import RecpoError
-from recpo.sharding.costs import (
+from recpo.sharding.blocks import (
     BYTES_PER_ID,
     COLUMN_MULTIPLE,
     FLOAT,

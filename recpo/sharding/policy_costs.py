@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from recpo.base.features import Categories, Category, Feature, Number, Vector, of_type
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
 from recpo.policies.item_features import BLOCK_ITEMS
-from recpo.sharding.costs import FLOAT
+from recpo.sharding.blocks import FLOAT
 
 Blocks = Literal["sasrec", "hstu"]
 Device = Literal["cpu", "cuda"]

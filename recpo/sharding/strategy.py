@@ -26,11 +26,10 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
-from recpo.sharding.costs import Sharding
-from recpo.sharding.lookup_table import LookupTable
+from recpo.sharding.blocks import Sharding
+from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
 from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
-from recpo.sharding.sharded_table import ReplicatedTable, RowTable, whole_weight
-from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
+from recpo.sharding.row_tables import ReplicatedTable, RowTable, whole_weight
 
 # torchrec checks in every lookup whether it is being traced, and torch.fx warns about that check
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

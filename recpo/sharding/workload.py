@@ -18,7 +18,7 @@ from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import LOOKUPS_WORTH, ItemTable
 from recpo.policies.semantic_id import semantic_network
 from recpo.sharding import policy_costs
-from recpo.sharding.costs import (
+from recpo.sharding.blocks import (
     BYTES_PER_ID,
     FLOAT,
     Exchange,

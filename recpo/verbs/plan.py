@@ -10,7 +10,7 @@ from recpo.artifacts import write_json
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
 from recpo.log.prepared import Prepared
-from recpo.sharding.costs import Links, Sharding
+from recpo.sharding.blocks import Links, Sharding
 from recpo.sharding.plan import Needs, needs_of
 from recpo.sharding.workload import Workload, WorkloadOptions
 from recpo.verbs.verb import Verb, function_of

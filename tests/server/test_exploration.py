@@ -12,9 +12,8 @@ import pytest
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.server.bundles import LoadedBundle, Versions
-from recpo.server.impressions import validate_propensities
+from recpo.server.impressions import settle, validate_propensities
 from recpo.server.ranking import Query, Ranker
-from recpo.server.settling import settle
 from tests.server.conftest import answers, event, request
 
 MIXED = Exploration(temperature=2.0, epsilon=0.3, shortlist=8)

@@ -15,7 +15,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.shaping import NumericColumn
 from recpo.server.bundles import Versions
-from recpo.server.settling import settle
+from recpo.server.impressions import settle
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from tests.server.conftest import answers, request

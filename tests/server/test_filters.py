@@ -7,9 +7,8 @@ import pytest
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import AttributeCap, RerankOptions
-from recpo.server.bundles import LoadedBundle
+from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.server.ranking import Query, Ranker
-from recpo.server.reranking import Reranking
 from tests.server.conftest import answers
 from tests.serving.test_filters import FILTERS, PAST, bundle, fits, table  # noqa: F401  a fixture
 

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 import recpo
 from recpo.base.errors import RecpoError
 from recpo.server import segments
-from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows
+from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows, settle
 from recpo.server.options import ServerOptions
 from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, Address, SegmentWriter, Slot, read_records
 from recpo.server.service import Service
-from recpo.server.settling import settle
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
 from recpo.worlds.log import SCHEMA

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import recpo
-from recpo.server.settling import settle
+from recpo.server.impressions import settle
 from recpo.serving.bundle import Bundle
 from tests.server.conftest import process, request
 

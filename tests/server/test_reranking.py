@@ -10,10 +10,9 @@ import pytest
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, rerank
-from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.bundles import LoadedBundle, Reranking, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker
-from recpo.server.reranking import Reranking
 from tests.server.conftest import answers, event, process, request
 from tests.serving.conftest import NUM_ITEMS, K
 

@@ -23,8 +23,9 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import semantic_network
 from recpo.policies.trie import Trie
-from recpo.sharding import costs, policy_costs
-from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
+from recpo.sharding import blocks as costs
+from recpo.sharding import policy_costs
+from recpo.sharding.blocks import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
 from recpo.verbs.plan import item_features_of
 

@@ -26,7 +26,7 @@ from recpo.log.prepared import Prepared
 from recpo.objectives import GBPO, Likelihood
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
+from recpo.sharding.blocks import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
 from recpo.sharding.planning import placements, plan_tables
 from recpo.sharding.workload import Workload, place_softmax_tables, table_memory
 from recpo.verbs.train import train

@@ -28,14 +28,14 @@ def four() -> Iterator[Ranks]:
 
 
 def options(optimizer: Any = "sgd", lr: float = 0.5) -> Any:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
 
     return TableOptions(optimizer, lr)
 
 
 def tables(kind: str, optimizer: str = "sgd") -> tuple[Any, ItemTable]:
     """The sharded table and the whole one."""
-    from recpo.sharding.lookup_table import LookupTable
+    from recpo.sharding.lookup_tables import LookupTable
 
     whole = Model(table=(ROWS, DIM)).table
     table = shard(Model(table=(ROWS, DIM)), kind, options(optimizer)).table
@@ -232,7 +232,7 @@ def test_four_ranks_do_the_same(four: Ranks, kind: str) -> None:
 
 
 def check_more_ranks_than_rows() -> None:
-    from recpo.sharding.lookup_table import LookupTable
+    from recpo.sharding.lookup_tables import LookupTable
 
     whole = Model(table=(3, 4)).table
     table = shard(Model(table=(3, 4)), "row_wise", options("adagrad")).table

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.base.errors import RecpoError
 from recpo.sharding import planning
-from recpo.sharding.costs import GIB, block_bytes
+from recpo.sharding.blocks import GIB, block_bytes
 from recpo.sharding.planning import (
     Placement,
     TableBlock,

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def sharded(kind: str, seed: int = 0, optimizer: Any = "adagrad", rows: int = ROWS) -> tuple[Any, Any]:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
 
     kinds = {"looked_up": kind, "frozen": kind, "scored": "row_wise"}
     net = shard(Net(seed, rows), kinds, TableOptions(optimizer, 0.1))

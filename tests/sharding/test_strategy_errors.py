@@ -35,7 +35,7 @@ class Policy(nn.Module):
 
 
 def options(**values: Any) -> Any:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
 
     return TableOptions(**values)
 
@@ -59,8 +59,8 @@ def test_mistaken_sharding_is_refused(alone: None, sharding: dict[str, str], mes
 
 
 def test_the_rest_of_the_names_may_be_left_out(alone: None) -> None:
-    from recpo.sharding.lookup_table import LookupTable
-    from recpo.sharding.sharded_table import RowTable
+    from recpo.sharding.lookup_tables import LookupTable
+    from recpo.sharding.row_tables import RowTable
 
     net: Any = shard(Policy(), {"policy.item_table": "row_wise"})
     assert isinstance(net.policy.item_table, LookupTable)
