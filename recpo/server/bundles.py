@@ -226,12 +226,18 @@ class Versions:
         if self._alone:
             if version not in (None, self.current.version):
                 raise RecpoError(
-                    f"{self.path} is a bundle, not a directory of versions: serve the directory that holds the bundles"
+                    f"{self.path} is a bundle, not a directory of versions: serve the directory that holds the bundles",
+                    code="wrong_file",
+                    field=str(self.path),
                 )
             return self._serve(self._load(None))
         version = _newest(self.path) if version is None else version
         if version not in self.names:
-            raise RecpoError(f"{self.path} has no version {version!r}, it has {', '.join(self.names)}")
+            raise RecpoError(
+                f"{self.path} has no version {version!r}, it has {', '.join(self.names)}",
+                code="unknown_name",
+                field="version",
+            )
         loaded = self._load(version)  # it must pass its tests before other workers see it
         with _locked(self.path):
             active, previous = self._state()
@@ -248,11 +254,19 @@ class Versions:
         """
         previous = self.previous
         if not previous:
-            raise RecpoError(f"{self.path}: no version served before {self.current.version}: swap to one by its name")
+            raise RecpoError(
+                f"{self.path}: no version served before {self.current.version}: swap to one by its name",
+                code="empty",
+                field="previous",
+            )
         loaded = self._load(previous[-1])
         with _locked(self.path):
             if self._state()[1] != previous:
-                raise RecpoError(f"{self.path}: another swap has just happened: look at the versions, and ask again")
+                raise RecpoError(
+                    f"{self.path}: another swap has just happened: look at the versions, and ask again",
+                    code="in_use",
+                    field=ACTIVE,
+                )
             self._write(previous[-1], previous[:-1])
         return self._serve(loaded)
 
@@ -263,13 +277,17 @@ class Versions:
         if loaded.bundle.k < self._shortlist:
             raise RecpoError(
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "
-                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k"
+                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k",
+                code="out_of_range",
+                field="k",
             )
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(
                 f"version {loaded.version} has other item ids, feedback, features or behaviors than "
                 f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of "
-                "its own"
+                "its own",
+                code="mismatch",
+                field="version",
             )
         return loaded
 
@@ -293,7 +311,11 @@ class Versions:
         active, previous = content.get("active"), content.get("previous")
         names = [active, *previous] if isinstance(previous, list) else [None]
         if not all(isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) and name[0] != "." for name in names):
-            raise RecpoError(f"{place} is damaged: active and previous are names of versions; {_REMEDY}")
+            raise RecpoError(
+                f"{place} is damaged: active and previous are names of versions; {_REMEDY}",
+                code="damaged",
+                field=ACTIVE,
+            )
         return active, previous  # type: ignore[return-value]  # a list, as checked
 
     def _write(self, active: str, previous: Sequence[str]) -> None:
@@ -317,7 +339,11 @@ def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
 
 def _versions(path: Path) -> list[str]:
     if not path.is_dir():
-        raise RecpoError(f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles")
+        raise RecpoError(
+            f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles",
+            code="missing_file",
+            field=str(path),
+        )
     names = [child.name for child in path.iterdir() if child.name[0] not in "._" and (child / MANIFEST).is_file()]
     return sorted(
         names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in _parts(name)]
@@ -331,9 +357,15 @@ def _parts(name: str) -> list[str]:
 def _newest(path: Path) -> str:
     names = _versions(path)
     if not names and (other := other_kind(path, "bundle")):
-        raise RecpoError(f"{path} is not a bundle{other}: make a bundle with `recpo export`")
+        raise RecpoError(
+            f"{path} is not a bundle{other}: make a bundle with `recpo export`", code="wrong_file", field=str(path)
+        )
     if not names:
-        raise RecpoError(f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`")
+        raise RecpoError(
+            f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`",
+            code="empty",
+            field=str(path),
+        )
     return names[-1]
 
 

@@ -126,7 +126,9 @@ class LogLayout:
         if sorted(found) != sorted(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
-                "start the recpo version that wrote it again, which completes its log"
+                "start the recpo version that wrote it again, which completes its log",
+                code="old_format",
+                field=JOURNAL,
             )
         context = tuple((name, kind) for name, kind in found["context"])
         return cls(**{**found, "behaviors": tuple(found["behaviors"]), "context": context})
@@ -205,7 +207,9 @@ def validate_log_directory(root: Path, bundle: Path) -> None:
         if parent == served or kind_of(parent) == "bundle":
             raise RecpoError(
                 f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
-                "which the files of a log would damage: choose a directory outside"
+                "which the files of a log would damage: choose a directory outside",
+                code="conflicting_options",
+                field="log",
             )
     if place.exists():
         with os_errors(place, WRITING), locked_parent(place / JOURNAL):
@@ -216,7 +220,9 @@ def _validate_files(place: Path, root: Path) -> None:
     if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
         raise RecpoError(
             f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a "
-            "new directory, an empty one, or such a log"
+            "new directory, an empty one, or such a log",
+            code="wrong_file",
+            field="log",
         )
 
 
@@ -354,13 +360,21 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float]) -> 
         RecpoError: a propensity is not a probability above 0, their sum is above 1, or an item is listed twice.
     """
     if wrong := [value for value in propensity if not 0.0 < value <= 1.0]:  # nan is wrong as well
-        raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")
+        raise RecpoError(
+            f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]",
+            code="bad_value",
+            field="propensity",
+        )
     if (total := math.fsum(propensity)) > 1.0 + _ROUNDING:
-        raise RecpoError(f"propensities of a slate sum to {total}, expected at most 1")
+        raise RecpoError(
+            f"propensities of a slate sum to {total}, expected at most 1", code="out_of_range", field="propensity"
+        )
     if len(items) != len(propensity) or len(set(items)) < len(items):
         raise RecpoError(
             f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
-            "propensities, expected one each"
+            "propensities, expected one each",
+            code="duplicate",
+            field="items",
         )
 
 

@@ -227,7 +227,9 @@ class _Parent:
             mark_process_dead(worker.pid)
             self._early = self._early + 1 if time.monotonic() - begun < _SOON_S else 0
             if self._early >= _ATTEMPTS:
-                raise RecpoError(f"{_ATTEMPTS} workers ended as soon as they began: the log above says why")
+                raise RecpoError(
+                    f"{_ATTEMPTS} workers ended as soon as they began: the log above says why", code="failed"
+                )
             _LOG.error("worker %d ended with status %s: another one takes its place", worker.pid, worker.exitcode)
             self._workers[place] = (self._start(), time.monotonic())
 
@@ -280,7 +282,9 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = describe_os_error(error, f"{host}:{port}")
-        raise RecpoError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
+        raise RecpoError(
+            f"cannot listen at {host}:{port} ({reason}): choose another --host or --port", code="in_use", field="port"
+        ) from error
     listening.set_inheritable(True)
     return listening
 

@@ -143,7 +143,9 @@ class Ranker:
     ) -> list[Slate]:
         """Slates of some rows of the batch."""
         if self._exploration is None:
-            raise RecpoError("explore: this server does not explore (--exploration)")
+            raise RecpoError(
+                "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
+            )
         width = max(self._exploration.shortlist, k)
         pools, exclude = None, excluded(inputs, bundle.manifest.repeats)
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":

@@ -218,7 +218,9 @@ def known_features(
         return None
     kinds = dict(feature_kinds(fitted))
     if strange := [name for name in values if name not in kinds]:
-        raise RecpoError(f"{where}.{strange[0]:.80}: {_read(kinds, 'features')}")
+        raise RecpoError(
+            f"{where}.{strange[0]:.80}: {_read(kinds, 'features')}", code="unknown_name", field=f"{where}.{strange[0]}"
+        )
     widths = {one.name: one.width for one in fitted.features if isinstance(one, Vector)} if fitted else {}
     return {name: _value(kinds[name], value, widths.get(name), f"{where}.{name}") for name, value in values.items()}
 
@@ -232,7 +234,9 @@ def known_behaviors(names: Collection[str], values: Mapping[str, bool] | None, w
     if not values:
         return {}
     if strange := [name for name in values if name not in names]:
-        raise RecpoError(f"{where}.{strange[0]:.80}: {_read(names, 'behaviors')}")
+        raise RecpoError(
+            f"{where}.{strange[0]:.80}: {_read(names, 'behaviors')}", code="unknown_name", field=f"{where}.{strange[0]}"
+        )
     return values
 
 
@@ -245,7 +249,11 @@ def _value(kind: str, value: Any, width: int | None, where: str) -> Any:
         return None
     if kind in ("integers", "strings", "vector"):
         if not isinstance(value, list) or (width is not None and len(value) != width):
-            raise RecpoError(f"{where}: expected a list{'' if width is None else f' of {width} numbers'}")
+            raise RecpoError(
+                f"{where}: expected a list{'' if width is None else f' of {width} numbers'}",
+                code="wrong_type",
+                field=where,
+            )
         one = {"integers": "integer", "strings": "string", "vector": "number"}[kind]
         return [_single(one, part, where) for part in value]
     return _single(kind, value, where)
@@ -258,4 +266,6 @@ def _single(kind: str, value: Any, where: str) -> Any:
         return int(value)  # true and false are 1 and 0, as in a column of flags
     if kind == "number" and isinstance(value, int | float) and abs(value) < 1e38:
         return float(value)
-    raise RecpoError(f"{where}: expected {'an integer' if kind == 'integer' else f'a {kind}'}")
+    raise RecpoError(
+        f"{where}: expected {'an integer' if kind == 'integer' else f'a {kind}'}", code="wrong_type", field=where
+    )

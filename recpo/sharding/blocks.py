@@ -1,16 +1,11 @@
-"""Costs of sharded tables, in bytes of memory per rank and bytes sent between ranks. This module has only formulas.
+"""Tables, their blocks on the ranks, and the bytes of a block.
 
-Symbols: ``W`` ranks, ``d`` the width of vectors, ``L`` ids that a rank looks up per step, ``N`` states that it scores.
-The exchange of a step is the number of bytes that a rank *sends* to other ranks, averaged over the ranks; data that
-stays on a rank costs nothing. Tables and everything exchanged for them are float32 and int64, also under mixed
-precision.
-
-Blocks of a table on the ranks: combined into one tensor for checkpoints, or redistributed into other blocks.
+Blocks are combined into one tensor for checkpoints, or redistributed into other blocks. Tables are float32, also under
+mixed precision. Symbols: ``W`` ranks, ``d`` the width of vectors.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -68,38 +63,6 @@ class Placement(NamedTuple):
     blocks: list[TableBlock]
 
 
-class Links(NamedTuple):
-    """Bandwidths in bytes per second that one rank sees. The defaults are those of torchrec's planner.
-
-    Attributes:
-        within_node: to a rank on the same node.
-        between_nodes: to a rank on another node.
-    """
-
-    within_node: float = 600 * GIB
-    between_nodes: float = 12.5 * GIB
-
-
-class Exchange(NamedTuple):
-    """Bytes that a rank sends in a step.
-
-    Attributes:
-        ids: ids of the rows that it looks up on other ranks.
-        forward: vectors, states and partial sums of the forward pass.
-        backward: gradients.
-    """
-
-    ids: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The sum of the three."""
-        return self.ids + self.forward + self.backward
-
-
-# ---------------------------------------------------------------- tables
 def columns_can_be_split(dim: int, ranks: int) -> bool:
     """Whether ``d`` columns can be split into ``W`` equal blocks whose width is a multiple of 4."""
     return dim % (COLUMN_MULTIPLE * ranks) == 0
@@ -141,85 +104,6 @@ def block_bytes(
     """
     size = FLOAT * rows * columns * (1 + copies)
     return size if frozen else size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
-
-
-# ---------------------------------------------------------------- exchange
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """``2 (W - 1) / W`` of the tensor: a reduce-scatter and an all-gather over a ring."""
-    return 2 * (ranks - 1) / ranks * size
-
-
-def lookup_exchange(
-    lookups: float, num_rows: int, dim: int, ranks: int, sharding: str, *, frozen: bool = False
-) -> Exchange:
-    """One lookup of ``L`` ids per rank in a sharded table, and its gradient.
-
-        ========================  ===================  =======================  ==========================
-        sharding                  ids                  forward                  backward
-        ========================  ===================  =======================  ==========================
-        row_wise, table_wise      ``8 L (W-1) / W``    ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
-        column_wise               ``8 L (W-1)``        ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
-        data_parallel             0                    0                        all-reduce of ``4 d rows``
-        ========================  ===================  =======================  ==========================
-
-    Row-wise and table-wise: on average, a share of ``1 / W`` of the ids is on the rank itself. Popular rows make the
-    rank that holds them send more than the average.
-
-    Args:
-        lookups: L, distinct ids.
-        num_rows: rows of the table.
-        dim: d.
-        ranks: W.
-        sharding: a sharding type.
-        frozen: no backward pass.
-    """
-    if sharding == "data_parallel":
-        return Exchange(backward=0.0 if frozen else all_reduce_bytes(FLOAT * dim * num_rows, ranks))
-    others = (ranks - 1) / ranks
-    vectors = FLOAT * dim * lookups * others
-    ids = BYTES_PER_ID * lookups * (ranks - 1 if sharding == "column_wise" else others)
-    return Exchange(ids, vectors, 0.0 if frozen else vectors)
-
-
-def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, frozen: bool = False) -> Exchange:
-    """The exact softmax over a row-sharded table: every rank scores the states of all ranks against its own rows.
-
-    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the ``M`` targets with the index of their state, ``16
-    M (W-1)``; all-reduces of the maximum and the sum of all states and of the scores of all targets, ``8 (2 N + M)
-    (W-1)``. Backward: an all-gather of the targets' gradients, ``4 M (W-1)``, and a reduce-scatter of the states'
-    gradients, ``4 d N (W-1)``. No term grows with the catalog.
-
-    Args:
-        states: N of this rank.
-        targets: M of this rank.
-        dim: d.
-        ranks: W.
-        frozen: no backward pass.
-    """
-    gathered = FLOAT * dim * states * (ranks - 1)
-    sums = all_reduce_bytes(FLOAT * (2 * states + targets) * ranks, ranks)
-    backward = gathered + FLOAT * targets * (ranks - 1)
-    return Exchange(2 * BYTES_PER_ID * targets * (ranks - 1), gathered + sums, 0.0 if frozen else backward)
-
-
-def distinct_ids(draws: float, num_rows: int) -> float:
-    """Expected number of distinct ids among ``L`` uniform draws from ``R``: ``R (1 - (1 - 1/R)^L)``.
-
-    A step asks a table for each id once. Real items are not uniform, so the true number is smaller.
-    """
-    return float(draws if num_rows < 2 else -num_rows * math.expm1(draws * math.log1p(-1 / num_rows)))
-
-
-def transfer_seconds(sent: float, ranks: int, ranks_per_node: int, links: Links) -> float:
-    """Time to send ``sent`` bytes evenly to all other ranks, ``(w-1)/(W-1)`` of them within the node of ``w`` ranks.
-
-    Both kinds of links work at the same time, so the slower one determines the result. Latency and contention are
-    ignored.
-    """
-    if ranks == 1:
-        return 0.0
-    within = sent * (ranks_per_node - 1) / (ranks - 1)
-    return max(within / links.within_node, (sent - within) / links.between_nodes)
 
 
 def sharded_tensor(

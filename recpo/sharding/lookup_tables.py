@@ -30,6 +30,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, validate_ranges
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
 from recpo.sharding.blocks import TableBlock, TableOptimizerName, redistribute, row_blocks, sharded_tensor
@@ -200,7 +201,9 @@ class LookupTable(ShardedTable):
         if learns and torch.is_grad_enabled() and self.training and self.weight.requires_grad:
             raise RecpoError(
                 "a table sharded for lookups learns nothing from the exact softmax, which this objective asks for: set "
-                "policy.normalizer to full, or shard with trainer.strategy sharding: data_parallel"
+                "policy.normalizer to full, or shard with trainer.strategy sharding: data_parallel",
+                code="conflicting_options",
+                field="policy.normalizer",
             )
         rank, cuts = dist.get_rank(self._group), row_blocks(self.num_items + 1, dist.get_world_size(self._group))
         if self._rows is None:
@@ -326,13 +329,15 @@ class TableOptions:
     """
 
     optimizer: TableOptimizerName = "rowwise_adagrad"
-    lr: float = 0.02
-    eps: float = 1e-8
+    lr: NonNegativeFloat = 0.02
+    eps: NonNegativeFloat = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0 or not self.eps >= 0 or not all(0 <= beta < 1 for beta in self.betas):
-            raise RecpoError(f"table_optimizer: lr and eps must not be negative, betas lie in [0, 1), got {self}")
+        validate_ranges(self, "table_optimizer.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            message = f"table_optimizer.betas are {self.betas}, expected numbers in [0, 1)"
+            raise RecpoError(message, code="out_of_range", field="table_optimizer.betas")
 
     def is_fused(self, device: torch.device) -> bool:
         """Whether FBGEMM has a fused kernel for it. FBGEMM has no fused Adam on CPUs."""

@@ -66,7 +66,10 @@ class ShardedTable(PlacedTable):
         Raises:
             RecpoError: always.
         """
-        raise RecpoError("the vectors of all items need a whole item table on every rank, and this one is sharded")
+        raise RecpoError(
+            "the vectors of all items need a whole item table on every rank, and this one is sharded",
+            code="unsupported",
+        )
 
     def _shares_matrix(self, lookups: int) -> bool:
         return False
@@ -101,7 +104,9 @@ class ShardedTable(PlacedTable):
         """
         raise RecpoError(
             "log-probabilities of the whole catalog need a whole item table on every rank, and this one is sharded: "
-            "set rollout.candidates to draws or beam, or leave trainer.strategy out"
+            "set rollout.candidates to draws or beam, or leave trainer.strategy out",
+            code="unsupported",
+            field="rollout.candidates",
         )
 
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
