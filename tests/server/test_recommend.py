@@ -19,6 +19,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.schema import ALWAYS, NEVER
 from recpo.server.bundles import LoadedBundle
 from recpo.server.ranking import Query, Ranker
+from tests.refusals import refused
 from tests.server.conftest import answers, event, request, serving
 
 
@@ -253,10 +254,10 @@ def test_keys_open_what_they_should(bundle, tmp_path):
     assert set(map(tuple, found.values())) == {(200,) * 4}
 
 
-@pytest.mark.parametrize(("text", "message"), [("# none\n", "has no key"), ("short\n", "shorter than 16")])
-def test_a_file_of_keys_that_protects_nothing_is_refused(bundle, tmp_path, text, message):
+@pytest.mark.parametrize(("text", "code"), [("# none\n", "empty"), ("short\n", "bad_value")])
+def test_a_file_of_keys_that_protects_nothing_is_refused(bundle, tmp_path, text, code):
     (tmp_path / "keys").write_text(text)
-    with pytest.raises(RecpoError, match=message):
+    with refused(code, str(tmp_path / "keys")):
         answers(bundle.root, None, api_keys=tmp_path / "keys")
 
 

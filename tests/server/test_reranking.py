@@ -13,6 +13,7 @@ from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, Rera
 from recpo.server.bundles import LoadedBundle, Reranking, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker
+from tests.refusals import refused
 from tests.server.conftest import answers, event, process, request
 from tests.serving.conftest import NUM_ITEMS, K
 
@@ -98,7 +99,7 @@ def test_missing_inputs_are_reported_before_it_listens(bundle, attributes):
         chosen = ServerOptions(**options)
         return Versions(bundle.root, shortlist=chosen.shortlist, reranking=chosen.reranking)
 
-    with pytest.raises(RecpoError, match=f"lists {K} items, exploration or re-ranking takes 100"):
+    with refused("out_of_range", "k"):
         loaded(rerank=Determinantal())
     with pytest.raises(RecpoError, match="no attribute 'author' of the items is known"):
         loaded(rerank=Calibration("author"), rerank_options=RerankOptions(K))
