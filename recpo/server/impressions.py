@@ -33,8 +33,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import MARKER, kind_of, output_file, write_json
-from recpo.artifacts.locks import locked_parent
-from recpo.artifacts.os_errors import WRITING, os_errors
+from recpo.artifacts.documents import WRITING, os_errors
+from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
 from recpo.server.segments import (
     CLOSING,

@@ -15,8 +15,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Side, Vector
 from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ID_PATTERN
-from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.histories import LATEST_MS, SECONDS_FROM, SECONDS_UNTIL
+from recpo.serving.manifest import BundleFeatures
 
 _INT64 = 2**63
 

@@ -298,7 +298,7 @@ class Workload(WorkloadOptions):
 
 
 def _trie_bytes(num_items: int, codebooks: Sequence[int]) -> int:
-    """The most bytes of ``recpo.policies.trie``, which every rank holds.
+    """The most bytes of ``policies.semantic_search``, which every rank holds.
 
     A level has no more nodes than there are prefixes, or items. Each node takes 4 bytes and its last code (1, 2 or 4
     bytes), plus 4 bytes if it has children. Each item takes 8 bytes. On levels where that is small, there is one bit

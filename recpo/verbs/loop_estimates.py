@@ -130,4 +130,4 @@ def logged_reward(data: Prepared, split: HeldOut, reward: LoggedReward) -> float
 
 
 def _no_baseline(name: Any) -> Contender:
-    raise RecpoError(f"loop: {name} is a baseline, expected a bundle")
+    raise RecpoError(f"loop: {name} is a baseline, expected a bundle", code="wrong_class", field=name)

@@ -14,7 +14,7 @@ from recpo.evaluation.reranked import reranked_contender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.serving.item_vectors import bundle_item_vectors
+from recpo.serving.item_index import bundle_item_vectors
 
 _RERANKED = ("run", "bundle", "factors")
 

@@ -17,7 +17,7 @@ from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 from recpo.sharding.blocks import TableBlock, block_bytes, row_wise_placement
 from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_placements
 from recpo.verbs.plan import plan
