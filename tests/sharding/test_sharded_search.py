@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import SamplingOptions
 from recpo.ops.row_shard import RowShard
 from recpo.policies import catalog_search, sampling
 from recpo.sharding import row_tables
+from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
 Cut = tuple[int, ...]
@@ -172,7 +172,7 @@ def test_draws_without_replacement_follow_the_sequential_law(ranks: Ranks) -> No
 
 def check_refusals() -> None:
     shard = RowShard(torch.zeros(5, 2), 5 * dist.get_rank(), 10)
-    with pytest.raises(RecpoError, match="top_p must be above 0"):
+    with refused("out_of_range", "top_p"):
         row_tables.draw(torch.zeros(1, 2), shard, 1, SamplingOptions(top_p=0.0))
     with pytest.raises(ValueError, match="do not make up a table"):
         row_tables.top_k(torch.zeros(1, 2), shard._replace(first=0), 1, None)
