@@ -35,7 +35,7 @@ from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.sharding import policy_costs, row_updates
+from recpo.sharding import lookup_tables
 
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
 
@@ -119,13 +119,29 @@ def peaks(device: str, size: int, count: int) -> list[Part]:
     return parts
 
 
+def softmax_operations(states: float, items: float, dim: int) -> float:
+    """Of one product of states and the vectors of all items."""
+    return 2 * states * items * dim
+
+
+def encoder_operations(events: float, dim: int) -> float:
+    """Of a forward pass of SASRec: ``24 d²`` per event and layer, and ``4 H d`` for attention."""
+    return events * LAYERS * (24 * dim**2 + 4 * HISTORY * dim)
+
+
+def decoder_operations(items: float, dim: int, codebooks: tuple[int, ...]) -> float:
+    """Of a forward pass: per item ``T layers (28 d² + 4 d (H + 1 + T))``, and ``2 d K`` for every code."""
+    tokens = len(codebooks)
+    return items * (tokens * LAYERS * (28 * dim**2 + 4 * dim * (HISTORY + 1 + tokens)) + 2 * dim * sum(codebooks))
+
+
 def catalog_parts(device: str, items: int, dim: int, states: int, k: int) -> list[Part]:
     """The exact softmax over the catalog and its entropy, forward and backward, and search in it."""
     table = torch.randn(items + 1, dim, device=device).mul_(dim**-0.5).requires_grad_()
     vectors = torch.randn(states, dim, device=device, requires_grad=True)
     targets = torch.randint(1, items + 1, (states,), device=device)
     of_table, of_states = FLOAT * items * dim, FLOAT * states * dim
-    once = policy_costs.softmax_flops(states, items, dim)
+    once = softmax_operations(states, items, dim)
 
     def gradients(of_entropy: bool) -> None:
         value = linear_entropy(vectors, table) if of_entropy else linear_logprob(vectors, table, targets)
@@ -145,7 +161,7 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
     ids = torch.randperm(items, device=device)[:lookups] + 1
     rows, gradient = ids.sort().values, torch.randn(len(ids), dim, device=device)
     weight, of_rows = table.weight.detach(), FLOAT * len(ids) * dim
-    state = row_updates.empty_state(weight, ["first", "second"], per_row=False)
+    state = lookup_tables.empty_state(weight, ["first", "second"], per_row=False)
     first, second = state.values()
 
     def looked_up() -> Tensor:
@@ -154,14 +170,14 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
 
     def adam() -> None:
         options = {"betas": (0.9, 0.999), "eps": 1e-8, "step": 1}
-        row_updates.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
+        lookup_tables.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
 
     def rowwise() -> None:
-        row_updates.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
+        lookup_tables.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
 
     return [
         Part("lookup", looked_up, 2 * of_rows + 8 * len(ids), 0.0),
-        Part("sgd", lambda: row_updates.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
+        Part("sgd", lambda: lookup_tables.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
         Part("rowwise_adagrad", rowwise, 3 * of_rows + (8 + 2 * FLOAT) * len(ids), 0.0),
         Part("adam", adam, 7 * of_rows + 8 * len(ids), 0.0),
     ]
@@ -181,11 +197,11 @@ def decoding_parts(device: str, items: int, dim: int, contexts: int, k: int) -> 
     softmax = CatalogSoftmaxPolicy(items, dim=dim)
     ids = torch.randint(1, items + 1, (contexts, HISTORY), device=device)
     histories = Histories(ids, torch.full((contexts,), HISTORY, device=device), ids % 6)
-    encoder = policy_costs.encoder_flops(contexts * HISTORY, dim, LAYERS, "sasrec", HISTORY)
+    encoder = encoder_operations(contexts * HISTORY, dim)
     # the first code of a context is predicted once, the others for every prefix of the beam
-    beams = policy_costs.decoder_flops(contexts * k, dim, LAYERS, CODEBOOKS[1:], HISTORY)
-    beams += policy_costs.decoder_flops(contexts, dim, LAYERS, CODEBOOKS[:1], HISTORY)
-    scores = policy_costs.softmax_flops(contexts, items, dim)
+    beams = decoder_operations(contexts * k, dim, CODEBOOKS[1:])
+    beams += decoder_operations(contexts, dim, CODEBOOKS[:1])
+    scores = softmax_operations(contexts, items, dim)
     parts = []
     for name, policy, operations in (("beam search", semantic, beams), ("all items", softmax, scores)):
         policy.to(device).eval()

@@ -27,9 +27,9 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.policies.item_table import ItemTable, tables_on_meta
-from recpo.sharding.lookup_table import LookupTable
-from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
-from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
+from recpo.sharding.blocks import TableSpec
+from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
+from recpo.sharding.planning import make_collection, plan_tables, table_key
 
 OPTIONS = TableOptions("rowwise_adagrad", lr=0.02)
 
@@ -44,11 +44,11 @@ def sharded(spec: TableSpec, kind: Any) -> tuple[Any, list[Any]]:
         nn.ModuleDict({table_key(spec.name): make_collection(spec)}),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=cpu,
-        plan=plan,
+        plan=plan.sharding,
         sharders=[EmbeddingCollectionSharder(fused_params=OPTIONS.fused_params(cpu, frozen=False))],
         init_data_parallel=False,
     )
-    return model.module[table_key(spec.name)], placements(plan, [spec])[spec.name].blocks
+    return model.module[table_key(spec.name)], plan.placements[spec.name].blocks
 
 
 class InBackward:

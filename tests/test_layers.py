@@ -98,8 +98,8 @@ OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "promet
 OPTIONAL += ("pyspark", "matplotlib", "polars")
 #: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them
 INTEGRATIONS = {
-    "torchrec": ["sharding.lookup_table", "sharding.planning", "sharding.strategy", "sharding.table_optimizer"],
-    "fastapi": ["server.app", "server.processes", "server.protocol"],
+    "torchrec": ["sharding.lookup_tables", "sharding.planning", "sharding.strategy"],
+    "fastapi": ["server.app", "server.processes"],
 }
 
 

@@ -100,7 +100,6 @@ Kind = Literal[
     "factors",
     "comparison",
     "loop",
-    "triton",
     "impressions",
 ]
 MARKER: Final = "recpo.json"

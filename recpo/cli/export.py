@@ -20,13 +20,10 @@ def show(verb: Export, result: Bundle | Refreshed) -> VerbResult:
         counts = {"items": result.listed, "retired": result.retired, "left_out": result.left_out}
         return VerbResult((str(verb.out),), following, counts)
     print(f"{verb.out}: {len(result.items):,} items, lists of {result.k}; {_verified(result.manifest)}")
-    if verb.triton is not None:
-        print(f"{verb.triton}: model repository for Triton")
     if verb.compiled is not None:
         print(f"{verb.compiled}: machine code for this kind of machine; its lists are the policy's")
-    wrote = (str(verb.out),) if verb.triton is None else (str(verb.out), str(verb.triton))
     facts = {"items": len(result.items), "k": result.k, "agreement": result.manifest.agreement}
-    return VerbResult(wrote, following, facts)
+    return VerbResult((str(verb.out),), following, facts)
 
 
 def _verified(manifest: BundleManifest) -> str:

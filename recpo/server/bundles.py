@@ -7,7 +7,8 @@
     versions/active.json   the version that serves, and the versions that served before it
 
 Every worker of every server watches ``active.json``. A bundle takes over after it was loaded, its checksums were
-verified, and it answered its golden requests. Each batch is ranked by a single bundle.
+verified, it answered its golden requests, and it has the item attributes by which the server re-ranks. Each batch is
+ranked by a single bundle.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+
 from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
 from recpo.base.errors import RecpoError
-from recpo.lists.reranking import ItemAttributes
-from recpo.server.feature_values import feature_kinds
-from recpo.server.reranking import Reranking
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import Categories, Category, Feature, Number, Vector
+from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
+from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import check_golden
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import ITEM_ID, EncodedHistories, HistoryReader
+from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST, BundleFeatures
 from recpo.serving.runtimes import CPU_PROVIDER
 
@@ -38,6 +44,57 @@ ACTIVE: Final = "active.json"
 _KEPT: Final = 100  # number of names in the list of versions that served before
 _LOG = logging.getLogger("recpo.server")
 _REMEDY: Final = f"remove {ACTIVE}: the newest version serves then"
+
+
+@dataclass(frozen=True)
+class Reranking:
+    """A method and its options.
+
+    Attributes:
+        method: chooses slates.
+        options: the shortlist, and the file of item attributes.
+    """
+
+    method: Reranker
+    options: RerankOptions
+
+    def known(self, bundle: Bundle) -> ItemAttributes:
+        """What the method reads of the items of a bundle.
+
+        Raises:
+            RecpoError: an attribute, its file or the item vectors are missing.
+        """
+        options = self.options
+        if options.attributes is None and ATTRIBUTES in bundle.manifest.files:
+            options = replace(options, attributes=bundle.root / ATTRIBUTES, item_id=ITEM_ID)
+        known = options.read(self.method.attributes, bundle.items)
+        if self.method.reads_vectors and known.vectors is None:
+            known = known.with_vectors(bundle_item_vectors(bundle.root, bundle.manifest))
+        return known
+
+    def order(
+        self,
+        known: ItemAttributes,
+        inputs: EncodedHistories,
+        top_items: np.ndarray,
+        scores: np.ndarray,
+        lengths: Sequence[int],
+    ) -> np.ndarray:
+        """The new order of the lists ``[B, K]``, as places ``[B, K]``. Empty places do not move.
+
+        Args:
+            known: item attributes of the bundle that made the lists.
+            inputs: the histories; calibration reads the items of them that the policy reads.
+            top_items: internal ids, 0 = empty.
+            scores: log-probabilities.
+            lengths: length of each slate.
+        """
+        order = np.tile(np.arange(top_items.shape[1]), (len(top_items), 1))
+        for row, k in enumerate(lengths):
+            first = (row, slice(max(self.options.shortlist, k)))
+            places = reranked_places(self.method, top_items[first], scores[first], k, known, inputs.item_ids[row])
+            order[row, : len(places)] = places
+        return order
 
 
 @dataclass(frozen=True)
@@ -168,12 +225,18 @@ class Versions:
         if self._alone:
             if version not in (None, self.current.version):
                 raise RecpoError(
-                    f"{self.path} is a bundle, not a directory of versions: serve the directory that holds the bundles"
+                    f"{self.path} is a bundle, not a directory of versions: serve the directory that holds the bundles",
+                    code="wrong_file",
+                    field=str(self.path),
                 )
             return self._serve(self._load(None))
         version = _newest(self.path) if version is None else version
         if version not in self.names:
-            raise RecpoError(f"{self.path} has no version {version!r}, it has {', '.join(self.names)}")
+            raise RecpoError(
+                f"{self.path} has no version {version!r}, it has {', '.join(self.names)}",
+                code="unknown_name",
+                field="version",
+            )
         loaded = self._load(version)  # it must pass its tests before other workers see it
         with _locked(self.path):
             active, previous = self._state()
@@ -190,11 +253,19 @@ class Versions:
         """
         previous = self.previous
         if not previous:
-            raise RecpoError(f"{self.path}: no version served before {self.current.version}: swap to one by its name")
+            raise RecpoError(
+                f"{self.path}: no version served before {self.current.version}: swap to one by its name",
+                code="empty",
+                field="previous",
+            )
         loaded = self._load(previous[-1])
         with _locked(self.path):
             if self._state()[1] != previous:
-                raise RecpoError(f"{self.path}: another swap has just happened: look at the versions, and ask again")
+                raise RecpoError(
+                    f"{self.path}: another swap has just happened: look at the versions, and ask again",
+                    code="in_use",
+                    field=ACTIVE,
+                )
             self._write(previous[-1], previous[:-1])
         return self._serve(loaded)
 
@@ -205,13 +276,17 @@ class Versions:
         if loaded.bundle.k < self._shortlist:
             raise RecpoError(
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "
-                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k"
+                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k",
+                code="out_of_range",
+                field="k",
             )
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(
                 f"version {loaded.version} has other item ids, feedback, features or behaviors than "
                 f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of "
-                "its own"
+                "its own",
+                code="mismatch",
+                field="version",
             )
         return loaded
 
@@ -235,7 +310,11 @@ class Versions:
         active, previous = content.get("active"), content.get("previous")
         names = [active, *previous] if isinstance(previous, list) else [None]
         if not all(isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) and name[0] != "." for name in names):
-            raise RecpoError(f"{place} is damaged: active and previous are names of versions; {_REMEDY}")
+            raise RecpoError(
+                f"{place} is damaged: active and previous are names of versions; {_REMEDY}",
+                code="damaged",
+                field=ACTIVE,
+            )
         return active, previous  # type: ignore[return-value]  # a list, as checked
 
     def _write(self, active: str, previous: Sequence[str]) -> None:
@@ -259,7 +338,11 @@ def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
 
 def _versions(path: Path) -> list[str]:
     if not path.is_dir():
-        raise RecpoError(f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles")
+        raise RecpoError(
+            f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles",
+            code="missing_file",
+            field=str(path),
+        )
     names = [child.name for child in path.iterdir() if child.name[0] not in "._" and (child / MANIFEST).is_file()]
     return sorted(
         names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in _parts(name)]
@@ -273,9 +356,15 @@ def _parts(name: str) -> list[str]:
 def _newest(path: Path) -> str:
     names = _versions(path)
     if not names and (other := other_kind(path, "bundle")):
-        raise RecpoError(f"{path} is not a bundle{other}: make a bundle with `recpo export`")
+        raise RecpoError(
+            f"{path} is not a bundle{other}: make a bundle with `recpo export`", code="wrong_file", field=str(path)
+        )
     if not names:
-        raise RecpoError(f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`")
+        raise RecpoError(
+            f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`",
+            code="empty",
+            field=str(path),
+        )
     return names[-1]
 
 
@@ -288,3 +377,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:
+    """Name and kind of value of each feature, in JSON and in the log."""
+    return () if fitted is None else tuple((one.name, _value_kind(one, fitted)) for one in fitted.features)
+
+
+def _value_kind(feature: Feature, fitted: FittedFeatures) -> str:
+    if isinstance(feature, Number):
+        return "number"
+    if isinstance(feature, Vector):
+        return "vector"
+    kind = "string" if pa.types.is_string(fitted.vocabularies[feature.name].values.type) else "integer"
+    if isinstance(feature, Category):
+        return kind
+    assert isinstance(feature, Categories)
+    return f"{kind}s" if feature.separator is None else "string"

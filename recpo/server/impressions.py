@@ -1,31 +1,56 @@
-"""Impressions and outcomes, as records of the write-ahead files and as rows of the log.
+"""Impressions and outcomes: records of the write-ahead files, and rows of the log that are published from them.
 
 A request id is the address of the impression's record: the file, the offset, and a random number that the record
 repeats. So any worker finds an impression that another worker wrote, now or before a restart, without an index in
 memory.
+
+``settle`` publishes write-ahead files as Parquet files: impressions joined with their outcomes, each row once. A
+segment is due when its last record is older than the outcome window. It is first renamed to closing, so that no worker
+accepts outcomes for it. Then the outcomes in all segments are read, and the Parquet file appears under a name that
+depends only on the segment. Only then is the segment done. If the process dies in between, the next pass repeats this
+segment and writes the same file.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import math
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from recpo.artifacts import MARKER, kind_of, write_json
+from recpo.artifacts import MARKER, kind_of, output_file, write_json
 from recpo.artifacts.documents import WRITING, os_errors
 from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
-from recpo.server.feature_values import arrow_type
-from recpo.server.segments import Address, SegmentWriter, Slot, read_record
+from recpo.server.segments import (
+    CLOSING,
+    COMPLETE,
+    DAMAGED,
+    DONE,
+    MAGIC,
+    MAX_SLOTS,
+    OPEN,
+    Address,
+    SegmentWriter,
+    Slot,
+    read_record,
+    read_records,
+    segment_path,
+)
 
 JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
@@ -34,6 +59,14 @@ _ROUNDING: Final = 1e-6  # above the errors of the propensities of exploration, 
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
+_CONTEXT_TYPES: Final[Mapping[str, pa.DataType]] = {
+    "integer": pa.int64(),
+    "string": pa.string(),
+    "number": pa.float64(),
+    "integers": pa.list_(pa.int64()),
+    "strings": pa.list_(pa.string()),
+    "vector": pa.list_(pa.float32()),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,7 @@ class LogLayout:
         item_id: type of the item ids.
         graded: outcomes are labels, not watch times, because the bundle's feedback levels come from labels.
         behaviors: further outcomes, one flag each.
-        context: name and kind (``recpo.server.feature_values``) of the features of requests.
+        context: name and kind (``recpo.server.bundles.feature_kinds``) of the features of requests.
     """
 
     user_id: IdType
@@ -73,7 +106,7 @@ class LogLayout:
                 pa.field("propensity", pa.float64(), nullable=False),
                 pa.field("is_random", pa.bool_(), nullable=False),
                 pa.field("request_id", pa.string(), nullable=False),
-                *(pa.field(name, arrow_type(kind)) for name, kind in self.context),
+                *(pa.field(name, _CONTEXT_TYPES[kind]) for name, kind in self.context),
             ]
         )
 
@@ -93,7 +126,9 @@ class LogLayout:
         if sorted(found) != sorted(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
-                "start the recpo version that wrote it again, which completes its log"
+                "start the recpo version that wrote it again, which completes its log",
+                code="old_format",
+                field=JOURNAL,
             )
         context = tuple((name, kind) for name, kind in found["context"])
         return cls(**{**found, "behaviors": tuple(found["behaviors"]), "context": context})
@@ -172,7 +207,9 @@ def validate_log_directory(root: Path, bundle: Path) -> None:
         if parent == served or kind_of(parent) == "bundle":
             raise RecpoError(
                 f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
-                "which the files of a log would damage: choose a directory outside"
+                "which the files of a log would damage: choose a directory outside",
+                code="conflicting_options",
+                field="log",
             )
     if place.exists():
         with os_errors(place, WRITING), locked_parent(place / JOURNAL):
@@ -183,7 +220,9 @@ def _validate_files(place: Path, root: Path) -> None:
     if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
         raise RecpoError(
             f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a "
-            "new directory, an empty one, or such a log"
+            "new directory, an empty one, or such a log",
+            code="wrong_file",
+            field="log",
         )
 
 
@@ -321,16 +360,202 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float]) -> 
         RecpoError: a propensity is not a probability above 0, their sum is above 1, or an item is listed twice.
     """
     if wrong := [value for value in propensity if not 0.0 < value <= 1.0]:  # nan is wrong as well
-        raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")
+        raise RecpoError(
+            f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]",
+            code="bad_value",
+            field="propensity",
+        )
     if (total := math.fsum(propensity)) > 1.0 + _ROUNDING:
-        raise RecpoError(f"propensities of a slate sum to {total}, expected at most 1")
+        raise RecpoError(
+            f"propensities of a slate sum to {total}, expected at most 1", code="out_of_range", field="propensity"
+        )
     if len(items) != len(propensity) or len(set(items)) < len(items):
         raise RecpoError(
             f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
-            "propensities, expected one each"
+            "propensities, expected one each",
+            code="duplicate",
+            field="items",
         )
 
 
 def _parsed(identifier: str) -> tuple[Address, str]:
     slot, segment, offset = (int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36]))
     return Address(slot, segment, offset), identifier[36:]
+
+
+_LOG = logging.getLogger("recpo.server")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a pass wrote.
+
+    Attributes:
+        files: Parquet files.
+        impressions: slates in them.
+        rows: items in them.
+        outcomes: rows with an outcome.
+        lost_bytes: bytes that are not a complete record: unacknowledged data of a killed process, or damage.
+    """
+
+    files: int = 0
+    impressions: int = 0
+    rows: int = 0
+    outcomes: int = 0
+    lost_bytes: int = 0
+
+    def __add__(self, other: Settled) -> Settled:
+        """The sum of two passes."""
+        return Settled(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+class _Segment(NamedTuple):
+    slot: int
+    number: int
+
+
+def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
+    """Publishes the segments of a log that are due, including segments of dead processes.
+
+    One process publishes at a time; a second call meanwhile does nothing. Segments that a running server still writes
+    are not touched.
+
+    Args:
+        root: the log's directory.
+        outcome_window_s: how long outcomes may still arrive; 0 = publish everything that is complete.
+
+    Raises:
+        RecpoError: a file cannot be written.
+    """
+    root = Path(root)
+    if not (root / JOURNAL).is_dir():
+        return Settled()
+    with _only_one(root / JOURNAL) as alone:
+        if not alone:
+            return Settled()
+        _complete_orphans(root / JOURNAL)
+        due = [segment for segment in _segments(root / JOURNAL, COMPLETE) if _is_due(root, segment, outcome_window_s)]
+        for segment in due:
+            _rename(root, segment, COMPLETE, CLOSING)
+        closing = list(_segments(root / JOURNAL, CLOSING))
+        if not closing:
+            return Settled()
+        outcomes, targets = _outcomes(root / JOURNAL, set(closing))
+        result = sum((_publish(root, segment, outcomes) for segment in closing), Settled())
+        _remove_done(root / JOURNAL, targets)
+        return result
+
+
+def file_name(slot: int, segment: int) -> str:
+    """Name of the Parquet file of a segment: its start time and its slot."""
+    begun = datetime.fromtimestamp(segment / 1000, UTC)
+    return f"{begun:%Y%m%dT%H%M%S}.{segment % 1000:03d}Z-{slot:03d}.parquet"
+
+
+def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[Outcome]]) -> Settled:
+    place = segment_path(root / JOURNAL, *segment, CLOSING)
+    layout, rows, impressions, whole = None, [], 0, len(MAGIC)
+    for offset, payload in read_records(place):
+        whole += 8 + len(payload)
+        if payload[:1] == HEADER:
+            layout = LogLayout.from_header(payload)
+        elif layout is not None and payload[:1] == IMPRESSION:
+            impressions += 1
+            impression = Impression.from_payload(payload)
+            address = Address(*segment, offset)
+            rows += joined_rows(address, impression, outcomes.get(address, ()), layout)
+    lost = max(0, place.stat().st_size - whole)
+    if lost:
+        _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)
+    if lost and layout is None:
+        _rename(root, segment, CLOSING, DAMAGED)
+        return Settled(lost_bytes=lost)
+    if layout is not None and rows:
+        with output_file(root / file_name(*segment)) as working:
+            pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
+    _rename(root, segment, CLOSING, DONE)
+    joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows) if layout is not None else 0
+    return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
+
+
+def _outcomes(
+    journal: Path, closing: set[_Segment]
+) -> tuple[dict[Address, list[Outcome]], dict[_Segment, set[_Segment]]]:
+    """The outcomes of closing segments by impression, and for every segment the segments of its outcomes."""
+    found: dict[Address, list[Outcome]] = defaultdict(list)
+    targets: dict[_Segment, set[_Segment]] = defaultdict(set)
+    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+        for segment in _segments(journal, suffix):
+            for payload in _records_of(journal, segment):
+                if payload[:1] != OUTCOME:
+                    continue
+                outcome = Outcome.from_payload(payload)
+                target = _Segment(*outcome.address[:2])
+                targets[segment].add(target)
+                if target in closing and outcome not in found[outcome.address]:
+                    found[outcome.address].append(outcome)
+    return found, targets
+
+
+def _records_of(journal: Path, segment: _Segment) -> Iterator[bytes]:
+    """The records of a segment in any of its states; a writer may complete it meanwhile."""
+    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+        with suppress(FileNotFoundError):
+            yield from (payload for _, payload in read_records(segment_path(journal, *segment, suffix)))
+            return
+
+
+def _remove_done(journal: Path, targets: Mapping[_Segment, set[_Segment]]) -> None:
+    """Removes published segments whose outcomes are all published as well."""
+    waiting = {segment for suffix in (OPEN, COMPLETE, CLOSING) for segment in _segments(journal, suffix)}
+    for segment in list(_segments(journal, DONE)):
+        if not targets.get(segment, set()) & waiting:
+            segment_path(journal, *segment, DONE).unlink(missing_ok=True)
+
+
+def _complete_orphans(journal: Path) -> None:
+    """Completes the open segments of slots whose process has died."""
+    for path in sorted(journal.glob("slot-*")):
+        if any(path.glob(f"*{OPEN}")) and (number := _number(path.name)) is not None:
+            slot = Slot.try_claim(journal, number)
+            if slot is not None:
+                slot.complete_segments()
+                slot.release()
+
+
+def _segments(journal: Path, suffix: str) -> Iterator[_Segment]:
+    for path in sorted(journal.glob(f"slot-*/*{suffix}")):
+        slot = _number(path.parent.name)
+        with suppress(ValueError):
+            if slot is not None:
+                yield _Segment(slot, int(path.stem, 16))
+
+
+def _number(name: str) -> int | None:
+    text = name.removeprefix("slot-")
+    return int(text) if text.isdecimal() and int(text) < MAX_SLOTS else None
+
+
+def _is_due(root: Path, segment: _Segment, outcome_window_s: float) -> bool:
+    written = segment_path(root / JOURNAL, *segment, COMPLETE).stat().st_mtime
+    return time.time() >= written + outcome_window_s
+
+
+def _rename(root: Path, segment: _Segment, before: str, after: str) -> None:
+    place = segment_path(root / JOURNAL, *segment, before)
+    place.rename(place.with_suffix(after))
+
+
+@contextmanager
+def _only_one(journal: Path) -> Iterator[bool]:
+    """True for the single process that may publish now. The lock ends with the process."""
+    handle = os.open(journal / "settling.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)

@@ -1,15 +1,20 @@
-"""The metrics of ``/metrics``, in the text format of Prometheus.
+"""What operators see of a worker: the metrics of ``/metrics``, and process logs as JSON.
 
-With several workers, their values are summed (``PROMETHEUS_MULTIPROC_DIR``, which the parent sets).
+Metrics have the text format of Prometheus. With several workers, their values are summed
+(``PROMETHEUS_MULTIPROC_DIR``, which the parent sets).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import sys
+from datetime import UTC, datetime
 from typing import Final
 
 from recpo.server.bundles import LoadedBundle
-from recpo.server.settling import Settled
+from recpo.server.impressions import Settled
 from recpo.serving.histories import ServingCounts
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
@@ -100,3 +105,36 @@ class Metrics:
         shared = CollectorRegistry()
         MultiProcessCollector(shared)
         return generate_latest(shared)
+
+
+_QUIET: Final = ("uvicorn.access",)  # the gate writes a line for each request, with its id
+
+
+class JsonFormatter(logging.Formatter):
+    """``time``, ``level``, ``logger``, ``message``, and the fields of ``extra={"fields": {...}}``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_as_json() -> None:
+    """Sends the log records of recpo's server and of uvicorn to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name in ("recpo.server", "uvicorn", "uvicorn.error", "uvicorn.asgi"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in _QUIET:
+        logging.getLogger(name).disabled = True

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import Reranker, RerankOptions
+from recpo.server.bundles import Reranking
 from recpo.server.impressions import IdType
-from recpo.server.reranking import Reranking
 from recpo.serving.runtimes import CPU_PROVIDER
 
 _SHORTEST_KEY = 16
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,9 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     """address to listen on; 0.0.0.0 = all addresses of this machine"""
-    port: int = 8000
+    port: NonNegativeInt = 8000
     """port to listen on; 0 = any free port, which the process log names"""
-    workers: int = 1
+    workers: PositiveInt = 1
     """number of processes; each loads the bundle and writes its own log files"""
     name: str | None = None
     """name of the model in answers and addresses; null = the name of the bundle's directory"""
@@ -47,34 +49,34 @@ class ServerOptions:
     exploration: Exploration | None = None
     """how slates are drawn (``recpo.Exploration``: temperature, epsilon, shortlist, uniform_over); null =
     the best items in order"""
-    max_batch: int = 32
+    max_batch: PositiveInt = 32
     """maximum number of requests in a batch"""
-    max_wait_ms: float = 0.0
+    max_wait_ms: NonNegativeFloat = 0.0
     """how long a request waits for others; 0 = only until the previous batch ends"""
-    max_queue: int = 1024
+    max_queue: PositiveInt = 1024
     """how many requests may wait in a worker; further requests get status 429"""
-    timeout_s: float = 2.0
+    timeout_s: PositiveFloat = 2.0
     """seconds after which a waiting request gets status 504"""
-    max_events: int = 2000
+    max_events: PositiveInt = 2000
     """maximum events in the history of a request; a longer one gets status 422"""
-    max_exclude: int = 10_000
+    max_exclude: NonNegativeInt = 10_000
     """maximum number of items to exclude in a request"""
-    max_body_kb: int = 1024
+    max_body_kb: PositiveInt = 1024
     """maximum body size of a request in KiB; a larger one gets status 413"""
-    outcome_window_s: float = 1800.0
+    outcome_window_s: NonNegativeFloat = 1800.0
     """seconds for which outcomes of an impression are accepted; then its rows are published"""
-    rotate_s: float = 300.0
+    rotate_s: PositiveFloat = 300.0
     """a new log file starts when the current one reaches this age in seconds"""
-    rotate_mb: float = 64.0
+    rotate_mb: PositiveFloat = 64.0
     """a new log file also starts at this size in MiB"""
     sync: bool = True
     """an answer waits until its impression is on disk. false = it waits only for the operating system; the impression
     then survives the end of the process, but not of the machine"""
     publish_on_stop: bool = False
     """when the server stops, publish everything that is complete, without waiting for more outcomes"""
-    drain_s: float = 0.0
+    drain_s: NonNegativeFloat = 0.0
     """when the server stops, seconds between reporting "not ready" and closing the socket"""
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """threads of ONNX Runtime in a worker; 0 = one per core"""
     provider: str = CPU_PROVIDER
     """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
@@ -83,18 +85,10 @@ class ServerOptions:
         for name in ("log", "api_keys", "admin_keys"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        at_least = {
-            **dict.fromkeys(("workers", "max_batch", "max_queue", "max_events", "max_body_kb"), 1),
-            **dict.fromkeys(("port", "max_exclude", "max_wait_ms", "outcome_window_s", "drain_s", "threads"), 0),
-        }
-        for name, least in at_least.items():
-            if not getattr(self, name) >= least:
-                raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected at least {least}")
-        if self.port > 65_535:
-            raise RecpoError(f"serve: port is {self.port}, expected at most 65535")
-        for name in ("timeout_s", "rotate_s", "rotate_mb"):
-            if not getattr(self, name) > 0:
-                raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected a number above 0")
+        validate_ranges(self)
+        if self.port > _LAST_PORT:
+            message = f"serve: port is {self.port}, expected at most {_LAST_PORT}"
+            raise RecpoError(message, code="out_of_range", field="port")
 
     @property
     def reranking(self) -> Reranking | None:
@@ -122,16 +116,20 @@ class Keys:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except OSError as error:
-            raise RecpoError(describe_os_error(error, path)) from error
+            raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
         except UnicodeDecodeError as error:
-            raise RecpoError(f"{path} is not text: expected one key per line") from error
+            raise RecpoError(
+                f"{path} is not text: expected one key per line", code="wrong_file", field=str(path)
+            ) from error
         keys = [line for line in lines if line and line[0] != "#"]
         if not keys:
-            raise RecpoError(f"{path} has no keys: write one per line")
+            raise RecpoError(f"{path} has no keys: write one per line", code="empty", field=str(path))
         if short := [number for number, key in enumerate(keys, 1) if len(key) < _SHORTEST_KEY]:
             raise RecpoError(
                 f"{path}: key {short[0]} is shorter than {_SHORTEST_KEY} characters: make one with "
-                "`openssl rand -hex 24`"
+                "`openssl rand -hex 24`",
+                code="bad_value",
+                field=str(path),
             )
         self._digests = {_digest(key) for key in keys}
 

@@ -22,10 +22,9 @@ import uvicorn
 from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.impressions import validate_log_directory
-from recpo.server.json_logs import log_as_json
+from recpo.server.impressions import settle, validate_log_directory
+from recpo.server.metrics import log_as_json
 from recpo.server.options import Keys, ServerOptions
-from recpo.server.settling import settle
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
@@ -228,7 +227,9 @@ class _Parent:
             mark_process_dead(worker.pid)
             self._early = self._early + 1 if time.monotonic() - begun < _SOON_S else 0
             if self._early >= _ATTEMPTS:
-                raise RecpoError(f"{_ATTEMPTS} workers ended as soon as they began: the log above says why")
+                raise RecpoError(
+                    f"{_ATTEMPTS} workers ended as soon as they began: the log above says why", code="failed"
+                )
             _LOG.error("worker %d ended with status %s: another one takes its place", worker.pid, worker.exitcode)
             self._workers[place] = (self._start(), time.monotonic())
 
@@ -281,7 +282,9 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = describe_os_error(error, f"{host}:{port}")
-        raise RecpoError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
+        raise RecpoError(
+            f"cannot listen at {host}:{port} ({reason}): choose another --host or --port", code="in_use", field="port"
+        ) from error
     listening.set_inheritable(True)
     return listening
 

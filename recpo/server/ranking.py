@@ -1,18 +1,24 @@
-"""Turns the queries of a batch into slates: histories, program, exploration."""
+"""Turns queries into slates, in batches: histories, program, re-ranking, exploration.
+
+Queries that arrive while a batch runs form the next batch (``Batcher``). A single thread does the work, so a program
+has all cores to itself, and queries wait in the event loop. Without load, a query is processed at once;
+``max_wait_ms`` makes it wait for others.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import asyncio
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration, Pool, Slate
-from recpo.server.bundles import LoadedBundle
-from recpo.server.reranking import Reranking
+from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories, ServingCounts
@@ -137,7 +143,9 @@ class Ranker:
     ) -> list[Slate]:
         """Slates of some rows of the batch."""
         if self._exploration is None:
-            raise RecpoError("explore: this server does not explore (--exploration)")
+            raise RecpoError(
+                "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
+            )
         width = max(self._exploration.shortlist, k)
         pools, exclude = None, excluded(inputs, bundle.manifest.repeats)
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
@@ -176,3 +184,144 @@ def _best(top_items: np.ndarray) -> Slate:
 def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
     known = [float(scores[place]) if place >= 0 else None for place in slate.positions.tolist()]
     return Shown(bundle, items, known, slate.propensity.tolist(), slate.explored.tolist(), slate.is_random)
+
+
+QueryT = TypeVar("QueryT")
+AnswerT = TypeVar("AnswerT")
+
+
+class QueueFullError(Exception):
+    """More requests are waiting than the options allow."""
+
+
+class ClosedError(Exception):
+    """The batcher was closed."""
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[QueryT, AnswerT]):
+    """A query and the future of its answer. Instances compare by identity."""
+
+    query: QueryT
+    future: asyncio.Future[AnswerT]
+    taken: bool = False
+
+
+class Batcher(Generic[QueryT, AnswerT]):
+    """Passes batches of queries to a function that runs in its own thread.
+
+    Args:
+        work: returns one answer per query, in order; an answer that is an exception is raised for that query only.
+        max_batch: maximum number of queries in a batch.
+        max_wait_ms: how long the first query of a batch waits for others.
+        max_queue: maximum number of waiting queries; further queries are rejected.
+        on_batch: called with the size of every batch.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[QueryT]], Sequence[AnswerT | Exception]],
+        *,
+        max_batch: int,
+        max_wait_ms: float = 0.0,
+        max_queue: int = 1024,
+        on_batch: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._work, self._on_batch = work, on_batch
+        self._max_batch, self._max_wait_s, self._max_queue = max_batch, max_wait_ms / 1000, max_queue
+        self._queue: deque[_Waiting[QueryT, AnswerT]] = deque()
+        self._arrived, self._full = asyncio.Event(), asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "recpo-batch")
+        self._task: asyncio.Task[None] | None = None
+        self._unanswered = 0
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Number of queries that are not in a batch yet."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Starts accepting queries. Call it in the event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def submit(self, query: QueryT) -> AnswerT:
+        """The answer to one query. A canceled query leaves the queue.
+
+        Raises:
+            ClosedError: ``close`` was called.
+            QueueFullError: too many queries are waiting.
+            Exception: the answer was this exception.
+        """
+        if self._closed:
+            raise ClosedError
+        if len(self._queue) >= self._max_queue:
+            raise QueueFullError
+        waiting = _Waiting[QueryT, AnswerT](query, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._unanswered += 1
+        self._arrived.set()
+        if len(self._queue) >= self._max_batch:
+            self._full.set()
+        try:
+            return await waiting.future
+        finally:
+            self._unanswered -= 1
+            if not waiting.taken:
+                self._queue.remove(waiting)
+
+    async def close(self) -> None:
+        """Rejects further queries, and returns when every submitted query has its answer."""
+        self._closed = True
+        while self._unanswered:
+            await asyncio.sleep(0.005)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            if self._max_wait_s and len(self._queue) < self._max_batch:
+                await self._wait_for_others()
+            if batch := self._take():
+                queries = [waiting.query for waiting in batch]
+                self._on_batch(len(batch))
+                answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
+                _resolve(batch, answers)
+
+    async def _wait_for_others(self) -> None:
+        self._full.clear()
+        try:
+            await asyncio.wait_for(self._full.wait(), self._max_wait_s)
+        except TimeoutError:
+            return
+
+    def _take(self) -> list[_Waiting[QueryT, AnswerT]]:
+        batch: list[_Waiting[QueryT, AnswerT]] = []
+        while self._queue and len(batch) < self._max_batch:
+            waiting = self._queue.popleft()
+            waiting.taken = True
+            if not waiting.future.done():  # its client has given up
+                batch.append(waiting)
+        if not self._queue:
+            self._arrived.clear()
+        return batch
+
+    def _answers(self, queries: Sequence[QueryT]) -> Sequence[AnswerT | Exception]:
+        try:
+            return self._work(queries)
+        except Exception as error:  # the queue continues; every client of this batch gets the error
+            return [error] * len(queries)
+
+
+def _resolve(batch: Sequence[_Waiting[QueryT, AnswerT]], answers: Sequence[AnswerT | Exception]) -> None:
+    for waiting, answer in zip(batch, answers, strict=True):
+        if waiting.future.done():
+            continue
+        if isinstance(answer, Exception):
+            waiting.future.set_exception(answer)
+        else:
+            waiting.future.set_result(answer)

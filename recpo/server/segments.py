@@ -5,7 +5,7 @@ contains segments::
 
     slot-000/01789abcdef0.open     being written
     slot-000/01789abcdef0.wal      complete: no further records
-    slot-000/01789abcdef0.closing  being published (recpo.server.settling): no further outcomes are accepted for it
+    slot-000/01789abcdef0.closing  being published (recpo.server.impressions): no further outcomes are accepted for it
     slot-000/01789abcdef0.done     published; kept while outcomes in it belong to unpublished segments
     slot-000/01789abcdef0.damaged  its start cannot be read, so nothing of it is published; kept for inspection
 
@@ -79,7 +79,11 @@ class Slot:
             slot = cls.try_claim(journal, number)
             if slot is not None:
                 return slot
-        raise RecpoError(f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own")
+        raise RecpoError(
+            f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own",
+            code="resources",
+            field="log",
+        )
 
     @classmethod
     def try_claim(cls, journal: Path, number: int) -> Slot | None:
@@ -89,7 +93,7 @@ class Slot:
             path.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise RecpoError(describe_os_error(error, path)) from error
+            raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -142,12 +146,18 @@ class SegmentWriter:
         """
         if len(payload) > _LARGEST_RECORD:
             raise RecpoError(
-                f"a record of {len(payload):,} bytes, at most {_LARGEST_RECORD:,} are logged: ask for fewer items"
+                f"a record of {len(payload):,} bytes, at most {_LARGEST_RECORD:,} are logged: ask for fewer items",
+                code="out_of_range",
+                field="items",
             )
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:
-                raise RecpoError(f"{self.slot.path}: the log is closed: send the request to a living server")
+                raise RecpoError(
+                    f"{self.slot.path}: the log is closed: send the request to a living server",
+                    code="unsupported",
+                    field="log",
+                )
             if self._offset >= self._max_bytes or self._offset == 0 or self._is_old():
                 self._next_segment()
             address = Address(self.slot.number, self._segment, self._offset)
@@ -226,7 +236,7 @@ class SegmentWriter:
         with self._changed:
             group, self._waiting, self._offset = group + self._waiting, [], 0
             self.failed = True
-        fault = RecpoError(describe_os_error(error, self.slot.path))
+        fault = RecpoError(describe_os_error(error, self.slot.path), code="failed", field="log")
         for _, _, written in group:
             written.set_exception(fault)
 

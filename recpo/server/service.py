@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recpo.base.errors import RecpoError
-from recpo.server.batcher import Batcher
-from recpo.server.bundles import LoadedBundle, Versions
-from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
-from recpo.server.impressions import ImpressionLog, LogLayout, validate_log_directory, validate_propensities
+from recpo.server.bundles import LoadedBundle, Versions, feature_kinds
+from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_log_directory, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
-from recpo.server.ranking import Query, Ranker, Shown
-from recpo.server.settling import settle
-from recpo.server.wire import FeedbackRequest, RecommendRequest
+from recpo.server.ranking import Batcher, Query, Ranker, Shown
+from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.manifest import BundleFeatures
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
@@ -148,7 +145,9 @@ class Service:
             LogUnavailableError: they cannot be written.
         """
         if self.log is None:
-            raise RecpoError("this server logs nothing (--log): it takes no feedback")
+            raise RecpoError(
+                "this server logs nothing (--log): it takes no feedback", code="missing_option", field="log"
+            )
         found = self.log.find(request.request_id)
         if found is None:
             raise UnknownRequestError(
@@ -205,22 +204,32 @@ class Service:
         ):
             if length > most:
                 raise RecpoError(
-                    f"{name} has {length:,} entries, at most {most:,} are taken: send the most recent ones"
+                    f"{name} has {length:,} entries, at most {most:,} are taken: send the most recent ones",
+                    code="out_of_range",
+                    field=name,
                 )
         if request.k is not None and request.k > bundle.k:
-            raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}")
+            raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}", code="out_of_range", field="k")
         if request.explore and options.exploration is None:
-            raise RecpoError("explore: this server does not explore (--exploration)")
+            raise RecpoError(
+                "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
+            )
         logged = None if self.log is None else self.log.layout.user_id
         if logged is not None and type(request.user_id) is not (str if logged == "string" else int):
             raise RecpoError(
                 f"user_id: got {request.user_id!r:.80}, but this server logs ids of the type {logged}: send such "
-                "ids, or start the server with another --user_ids"
+                "ids, or start the server with another --user_ids",
+                code="wrong_type",
+                field="user_id",
             )
         text = "string" in str(bundle.items.type)
         for item in (*(event["item_id"] for event in request.history), *request.exclude):
             if isinstance(item, str) != text:
-                raise RecpoError(f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}")
+                raise RecpoError(
+                    f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}",
+                    code="wrong_type",
+                    field="item_id",
+                )
 
 
 def _event(event: Mapping[str, Any], known: BundleFeatures, where: str) -> dict[str, Any]:
@@ -261,10 +270,16 @@ def _outcomes(request: FeedbackRequest, shown: Sequence[Any], layout: LogLayout)
     outcomes: dict[Any, dict[str, float | bool]] = {}
     for outcome in request.outcomes:
         if outcome.item_id not in shown:
-            raise RecpoError(f"item {outcome.item_id!r:.80} was not in this recommendation")
+            raise RecpoError(
+                f"item {outcome.item_id!r:.80} was not in this recommendation", code="unknown_name", field="item_id"
+            )
         values = outcome.values()
         if strange := values.keys() - set(layout.outcomes):
-            raise RecpoError(f"{min(strange)}: outcomes of this log are {', '.join(layout.outcomes)}")
+            raise RecpoError(
+                f"{min(strange)}: outcomes of this log are {', '.join(layout.outcomes)}",
+                code="unknown_name",
+                field=min(strange),
+            )
         outcomes.setdefault(outcome.item_id, {}).update(values)
     return outcomes
 

@@ -1,24 +1,32 @@
-"""Requests and answers as JSON, with their limits. The OpenAPI page is generated from them."""
+"""Requests and answers as JSON, with their limits, and the features and behaviors of requests that a bundle accepts.
+
+The OpenAPI page is generated from them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 from typing_extensions import TypedDict
 
+from recpo.base.errors import RecpoError
+from recpo.base.features import Side, Vector
+from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ID_PATTERN
 from recpo.serving.histories import LATEST_MS, SECONDS_FROM, SECONDS_UNTIL
+from recpo.serving.manifest import BundleFeatures
 
 _INT64 = 2**63
 
 Id = Annotated[StrictInt, Field(ge=-_INT64, lt=_INT64)] | Annotated[StrictStr, Field(max_length=512)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Grade = Annotated[float, Field(strict=True, ge=0, le=1)]
 _Text = Annotated[StrictStr, Field(max_length=512)]
-_Single = StrictBool | StrictInt | Number | _Text
+_Single = StrictBool | StrictInt | Finite | _Text
 #: The bundle determines the type for a feature: for a category an integer or a string, as in its vocabulary.
-FeatureValue = _Single | Annotated[list[StrictInt | Number | _Text], Field(max_length=4096)] | None
+FeatureValue = _Single | Annotated[list[StrictInt | Finite | _Text], Field(max_length=4096)] | None
 Features = Annotated[dict[str, FeatureValue], Field(max_length=256)]
 Filter = Annotated[
     dict[str, Annotated[list[StrictBool | StrictInt | _Text], Field(max_length=10_000)]], Field(max_length=64)
@@ -42,8 +50,8 @@ class Event(TypedDict):
 
     item_id: Annotated[Id, Field(description="your id of the item, of the catalog's type")]
     timestamp: Annotated[Time, Field(description="when it was shown, milliseconds since 1970")]
-    watch_time: NotRequired[Annotated[Number | None, Field(description="seconds")]]
-    duration: NotRequired[Annotated[Number | None, Field(description="seconds")]]
+    watch_time: NotRequired[Annotated[Finite | None, Field(description="seconds")]]
+    duration: NotRequired[Annotated[Finite | None, Field(description="seconds")]]
     dislike: NotRequired[Annotated[StrictBool | None, Field(description="an explicit negative signal")]]
     label: NotRequired[Annotated[Grade | None, Field(description="how good it was, where there are no watch times")]]
     behaviors: NotRequired[
@@ -137,8 +145,8 @@ class ItemOutcome(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     item_id: Id
-    watch_time: Number | None = Field(default=None, ge=0, description="seconds")
-    duration: Number | None = Field(default=None, gt=0, description="seconds")
+    watch_time: Finite | None = Field(default=None, ge=0, description="seconds")
+    duration: Finite | None = Field(default=None, gt=0, description="seconds")
     dislike: StrictBool | None = None
     label: Grade | None = None
     behaviors: Behaviors | None = Field(default=None, description="what else the user did, or did not do")
@@ -158,7 +166,7 @@ class FeedbackRequest(BaseModel):
 
 
 class FeedbackAnswer(BaseModel):
-    """Number of outcomes on disk."""
+    """Finite of outcomes on disk."""
 
     accepted: int
 
@@ -189,3 +197,75 @@ class Fault(BaseModel):
 
     detail: str
     x_request_id: str = Field(description="of this HTTP request, as in the header X-Request-ID and the process log")
+
+
+def known_features(
+    known: BundleFeatures, side: Side, values: Mapping[str, Any] | None, where: str
+) -> dict[str, Any] | None:
+    """The features of a request by name, in the form of columns; None if none are given or read.
+
+    Args:
+        known: the fitted features of the bundle.
+        side: whose features.
+        values: the values of the request; features that are not named are missing.
+        where: the field of the request, for messages.
+
+    Raises:
+        RecpoError: a feature that the bundle does not read, or an invalid value.
+    """
+    fitted = known.of(side)
+    if values is None:
+        return None
+    kinds = dict(feature_kinds(fitted))
+    if strange := [name for name in values if name not in kinds]:
+        raise RecpoError(
+            f"{where}.{strange[0]:.80}: {_read(kinds, 'features')}", code="unknown_name", field=f"{where}.{strange[0]}"
+        )
+    widths = {one.name: one.width for one in fitted.features if isinstance(one, Vector)} if fitted else {}
+    return {name: _value(kinds[name], value, widths.get(name), f"{where}.{name}") for name, value in values.items()}
+
+
+def known_behaviors(names: Collection[str], values: Mapping[str, bool] | None, where: str) -> Mapping[str, bool]:
+    """The behaviors of an event.
+
+    Raises:
+        RecpoError: a behavior that the bundle does not read.
+    """
+    if not values:
+        return {}
+    if strange := [name for name in values if name not in names]:
+        raise RecpoError(
+            f"{where}.{strange[0]:.80}: {_read(names, 'behaviors')}", code="unknown_name", field=f"{where}.{strange[0]}"
+        )
+    return values
+
+
+def _read(names: Collection[str], what: str) -> str:
+    return f"this bundle reads the {what} {', '.join(names)}" if names else f"this bundle reads no such {what}"
+
+
+def _value(kind: str, value: Any, width: int | None, where: str) -> Any:
+    if value is None:
+        return None
+    if kind in ("integers", "strings", "vector"):
+        if not isinstance(value, list) or (width is not None and len(value) != width):
+            raise RecpoError(
+                f"{where}: expected a list{'' if width is None else f' of {width} numbers'}",
+                code="wrong_type",
+                field=where,
+            )
+        one = {"integers": "integer", "strings": "string", "vector": "number"}[kind]
+        return [_single(one, part, where) for part in value]
+    return _single(kind, value, where)
+
+
+def _single(kind: str, value: Any, where: str) -> Any:
+    if kind == "string" and isinstance(value, str):
+        return value
+    if kind == "integer" and isinstance(value, int) and -_INT64 <= value < _INT64:
+        return int(value)  # true and false are 1 and 0, as in a column of flags
+    if kind == "number" and isinstance(value, int | float) and abs(value) < 1e38:
+        return float(value)
+    raise RecpoError(
+        f"{where}: expected {'an integer' if kind == 'integer' else f'a {kind}'}", code="wrong_type", field=where
+    )

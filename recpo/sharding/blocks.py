@@ -1,8 +1,14 @@
-"""Blocks of a table on the ranks: combined into one tensor for checkpoints, or redistributed into other blocks."""
+"""Tables, their blocks on the ranks, and the bytes of a block.
+
+Blocks are combined into one tensor for checkpoints, or redistributed into other blocks. Tables are float32, also under
+mixed precision. Symbols: ``W`` ranks, ``d`` the width of vectors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +16,94 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from recpo.sharding.costs import TableBlock
+Sharding = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
+TableOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+GIB = 1 << 30
+BYTES_PER_ID = 8
+FLOAT = 4
+#: the columns of a block must be a multiple of this (FBGEMM reads four floats at a time)
+COLUMN_MULTIPLE = 4
+
+
+class TableSpec(NamedTuple):
+    """One table.
+
+    Attributes:
+        name: dotted module path.
+        num_rows: rows, including the padding row (V + 1).
+        dim: d.
+        lookups: ids that a rank looks up per step; the planner weights communication with this number.
+        frozen: it has no gradient and no optimizer state.
+        copy_of: name of the table that this table copies; both are placed on the same ranks.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    lookups: int
+    frozen: bool = False
+    copy_of: str | None = None
+
+
+class TableBlock(NamedTuple):
+    """A rank's part of a table: ``num_rows`` rows starting with ``first_row``, and a range of columns."""
+
+    rank: int
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+
+class Placement(NamedTuple):
+    """Sharding of a table, and its blocks in the order of the ranks (``data_parallel``: a full table on each)."""
+
+    sharding: str
+    blocks: list[TableBlock]
+
+
+def columns_can_be_split(dim: int, ranks: int) -> bool:
+    """Whether ``d`` columns can be split into ``W`` equal blocks whose width is a multiple of 4."""
+    return dim % (COLUMN_MULTIPLE * ranks) == 0
+
+
+def row_blocks(num_rows: int, ranks: int) -> list[tuple[int, int]]:
+    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / W)`` rows; the last ones may be shorter or empty."""
+    height = -(-num_rows // ranks)
+    starts = [min(rank * height, num_rows) for rank in range(ranks + 1)]
+    return [(begin, end - begin) for begin, end in pairwise(starts)]
+
+
+def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
+    """The row-wise blocks of a table."""
+    cuts = enumerate(row_blocks(num_rows, ranks))
+    return Placement("row_wise", [TableBlock(rank, first, rows, 0, dim) for rank, (first, rows) in cuts])
+
+
+def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
+    """Optimizer state of a block in float32: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``."""
+    floats = {"sgd": 0, "rowwise_adagrad": rows, "adagrad": rows * columns, "adam": 2 * rows * columns}
+    return FLOAT * floats[optimizer]
+
+
+def block_bytes(
+    rows: int, columns: int, optimizer: TableOptimizerName, *, copies: int = 0, frozen: bool = False, gradients: int = 0
+) -> int:
+    """Bytes of a block of a table: ``4 rows d (1 + copies)`` for weights, plus optimizer state and dense gradients.
+
+    Args:
+        rows: rows of the block.
+        columns: columns of the block.
+        optimizer: the optimizer of the table.
+        copies: number of frozen copies.
+        frozen: the block has neither gradients nor state.
+        gradients: number of gradient tensors of its size in a backward pass. None if the table is only looked up. 1 if
+            the exact softmax multiplies with it, 2 if it is looked up as well (the two are then added). 2 if it is
+            data-parallel (the second is the all-reduced bucket).
+    """
+    size = FLOAT * rows * columns * (1 + copies)
+    return size if frozen else size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
 
 
 def sharded_tensor(

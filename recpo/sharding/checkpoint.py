@@ -70,7 +70,9 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
     if not (path / META).is_file():
         raise RecpoError(
             f"{path} was not written by a run with ShardedStrategy: resume it with the strategy it was made with, or "
-            "start from its policy with --init_from"
+            "start from its policy with --init_from",
+            code="wrong_file",
+            field=str(path),
         )
     saved_tensors(path)  # rejects a checkpoint with missing files
     skeleton = load_plain(path / META)
@@ -89,7 +91,9 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
     if faults:
         raise RecpoError(
             f"{path} does not fit the run ({len(faults)} faults): resume with the options it was made with:\n  "
-            + "\n  ".join(faults[:10])
+            + "\n  ".join(faults[:10]),
+            code="mismatch",
+            field=str(path),
         )
     dcp.load(wanted, storage_reader=reader)
     rest: dict[str, Any] = _fill(skeleton, wanted)
@@ -104,7 +108,11 @@ def _write(tensors: dict[str, Any], path: Path) -> None:
         if not all(isinstance(reason, (OSError, SafetensorError)) for reason in reasons.values()):
             raise
         said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        raise RecpoError(f"the checkpoint {path.with_suffix('')} could not be written ({said})") from error
+        raise RecpoError(
+            f"the checkpoint {path.with_suffix('')} could not be written ({said})",
+            code="failed",
+            field=str(path.with_suffix("")),
+        ) from error
 
 
 class _BlockWriter(dcp.HuggingFaceStorageWriter):

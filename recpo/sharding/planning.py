@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     ShardEstimator,
     ShardingOption,
+    Stats,
     Storage,
     TopologyFactory,
     TrainerConfig,
@@ -36,12 +37,11 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recpo.base.errors import RecpoError
-from recpo.sharding.costs import (
+from recpo.sharding.blocks import (
     BYTES_PER_ID,
     COLUMN_MULTIPLE,
     FLOAT,
     GIB,
-    Links,
     Placement,
     Sharding,
     TableBlock,
@@ -53,10 +53,20 @@ from recpo.sharding.costs import (
 
 _META = torch.device("meta")
 _UNLIMITED = 1 << 50
-# where a table lies that is not split
-_WHOLE = {"table_wise": "on one rank", "data_parallel": "on every rank"}
 
-__all__ = ["Placement", "TableBlock", "TableSpec", "make_collection", "placements", "plan_tables", "table_key"]
+
+class TablePlan(NamedTuple):
+    """How tables are sharded.
+
+    Attributes:
+        sharding: for torchrec: the module paths are the tables' names, each with the single table ``table_key(name)``.
+        placements: the blocks of every table on every rank, by table name.
+        milliseconds: torchrec's estimate for the lookups and updates of a step on the slowest rank, exchange included.
+    """
+
+    sharding: ShardingPlan
+    placements: dict[str, Placement]
+    milliseconds: float
 
 
 def table_key(name: str) -> str:
@@ -85,9 +95,8 @@ def plan_tables(
     local_world_size: int | None = None,
     compute_device: Literal["cpu", "cuda"] = "cpu",
     memory_per_rank: int | None = None,
-    links: Links = Links(),  # noqa: B008  immutable
     group: dist.ProcessGroup | None = None,
-) -> ShardingPlan:
+) -> TablePlan:
     """Decides how every table is sharded.
 
     Row-wise blocks have ``ceil(rows / ranks)`` rows; the last ones may be shorter. Column-wise blocks have equal width,
@@ -103,30 +112,29 @@ def plan_tables(
         local_world_size: ranks per node; None = all ranks are on one node.
         compute_device: where the tables are stored.
         memory_per_rank: bytes per rank for tables, optimizer state, copies and looked-up vectors; None = no limit.
-        links: bandwidths that the planner assumes.
         group: the plan is made on its first rank and sent to the other ranks. The call is collective, and an error
             reaches every rank.
-
-    Returns:
-        A plan whose module paths are the tables' names, each with the single table ``table_key(name)``.
 
     Raises:
         RecpoError: on all ranks of the group: tables that do not fit, columns that cannot be split, unknown names, or a
             copy whose shape differs.
     """
 
-    def plan() -> ShardingPlan:
+    def plan() -> TablePlan:
         _check_specs(specs, sharding)
         if world_size < 1 or world_size % (local_world_size or world_size):
-            raise RecpoError(f"{world_size} ranks cannot be split into nodes of {local_world_size} ranks each")
-        topology = _topology(world_size, local_world_size or world_size, compute_device, memory_per_rank, links)
+            raise RecpoError(
+                f"{world_size} ranks cannot be split into nodes of {local_world_size} ranks each",
+                code="out_of_range",
+                field="local_world_size",
+            )
+        topology = _topology(world_size, local_world_size or world_size, compute_device, memory_per_rank)
         return _plan(specs, sharding, optimizer, topology, memory_per_rank)
 
     return plan() if group is None else _on_first_rank(plan, group)
 
 
-def placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Placement]:
-    """The blocks of every table of a plan on every rank, by table name."""
+def _placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Placement]:
     placed = {}
     for spec in specs:
         of_table = plan.plan[spec.name][table_key(spec.name)]
@@ -144,36 +152,34 @@ def placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Plac
 
 def _check_specs(specs: Sequence[TableSpec], sharding: Sharding | dict[str, Sharding]) -> None:
     by_name = {spec.name: spec for spec in specs}
-    if len(by_name) < len(specs) or not specs:
-        raise RecpoError(f"every table needs a name of its own, got {[spec.name for spec in specs]}")
     if isinstance(sharding, dict):
         originals = sorted(spec.name for spec in specs if spec.copy_of is None)
         unknown = sorted(set(sharding) - set(originals))
         if unknown:
-            raise RecpoError(f"sharding names {', '.join(unknown)}, the tables are {', '.join(originals)}")
+            raise RecpoError(
+                f"sharding names {', '.join(unknown)}, the tables are {', '.join(originals)}",
+                code="unknown_name",
+                field="sharding",
+            )
     for spec in specs:
-        if spec.num_rows < 1 or spec.dim < 1:
-            raise RecpoError(f"table {spec.name} is empty: {spec.num_rows} x {spec.dim}")
         if spec.copy_of is None:
             continue
         original = by_name.get(spec.copy_of)
         if original is None or original.copy_of is not None or original[1:3] != spec[1:3]:
             raise RecpoError(
                 f"table {spec.name} ({spec.num_rows} x {spec.dim}) is declared a copy of {spec.copy_of}, which is "
-                + ("no original table" if original is None or original.copy_of else "of another shape")
+                + ("no original table" if original is None or original.copy_of else "of another shape"),
+                code="mismatch",
+                field=spec.name,
             )
 
 
-def _topology(world_size: int, local_size: int, device: str, memory: int | None, links: Links) -> Topology:
+def _topology(world_size: int, local_size: int, device: str, memory: int | None) -> Topology:
     capacity = _UNLIMITED if memory is None else memory
-    # the planner counts in bytes per millisecond
-    hardware = HardwareConfig(intra_host_bw=links.within_node / 1000, inter_host_bw=links.between_nodes / 1000)
     trainer = TrainerConfig(
         world_size=world_size, local_world_size=local_size, hbm_cap_bytes=capacity, ddr_cap_bytes=capacity
     )
-    return TopologyFactory.create_topology(
-        trainer, hardware, KernelConfig(compute_device=device, use_hardware_based_bandwidth=True)
-    )
+    return TopologyFactory.create_topology(trainer, HardwareConfig(), KernelConfig(compute_device=device))
 
 
 def _plan(
@@ -182,7 +188,7 @@ def _plan(
     optimizer: TableOptimizerName,
     topology: Topology,
     memory: int | None,
-) -> ShardingPlan:
+) -> TablePlan:
     originals = {table_key(spec.name): spec for spec in specs if spec.copy_of is None}
     ranks = topology.world_size
     allowed = {spec.name: _allowed(spec, _wanted(spec, sharding), optimizer, ranks) for spec in originals.values()}
@@ -196,8 +202,9 @@ def _plan(
         for key, spec in originals.items()
     }
     copies = {key: _copies(spec, specs) for key, spec in originals.items()}
-    storage = TableStorage(topology, originals, copies, optimizer)
+    storage = _TableStorage(topology, originals, copies, optimizer)
     speed = EmbeddingPerfEstimatorFactory.create(DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints)
+    estimate = _SlowestRank()
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=1,
@@ -205,15 +212,16 @@ def _plan(
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=constraints,
         callbacks=[_one_column_block_per_rank],
-        stats=[],
+        stats=[estimate],
     )
     tables = nn.ModuleDict({key: make_collection(spec) for key, spec in originals.items()})
     try:
         with _without_needless_warnings():
             made = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
     except PlannerError as error:
-        raise does_not_fit(specs, allowed, optimizer, ranks, memory, error) from error
-    return ShardingPlan({spec.name: _renamed(made[table_key(spec.copy_of or spec.name)], spec) for spec in specs})
+        raise _does_not_fit(specs, allowed, optimizer, memory, error) from error
+    plan = ShardingPlan({spec.name: _renamed(made[table_key(spec.copy_of or spec.name)], spec) for spec in specs})
+    return TablePlan(plan, _placements(plan, specs), estimate.milliseconds)
 
 
 def _wanted(spec: TableSpec, sharding: Sharding | dict[str, Sharding]) -> Sharding:
@@ -228,7 +236,9 @@ def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, w
             return ["data_parallel"]
         raise RecpoError(
             f"table {spec.name}: its vectors have {spec.dim} columns, and tables are cut in multiples of "
-            f"{COLUMN_MULTIPLE} only; choose another dim, or data_parallel"
+            f"{COLUMN_MULTIPLE} only; choose another dim, or data_parallel",
+            code="unsupported",
+            field=spec.name,
         )
     if wanted == "auto":
         types = ["row_wise", "table_wise", "data_parallel"]
@@ -237,12 +247,16 @@ def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, w
         raise RecpoError(
             f"table {spec.name}: its {spec.dim} columns cannot be split over {world_size} ranks in equal blocks of a "
             f"multiple of {COLUMN_MULTIPLE}; choose row_wise, or a dim that is a multiple of "
-            f"{COLUMN_MULTIPLE * world_size}"
+            f"{COLUMN_MULTIPLE * world_size}",
+            code="out_of_range",
+            field=spec.name,
         )
     if wanted == "column_wise" and optimizer == "rowwise_adagrad":
         raise RecpoError(
             f"table {spec.name}: rowwise_adagrad keeps one accumulator per row, and every block of columns would have "
-            "its own, so that the result would depend on the number of ranks; choose row_wise, or adagrad"
+            "its own, so that the result would depend on the number of ranks; choose row_wise, or adagrad",
+            code="conflicting_options",
+            field=spec.name,
         )
     return [wanted]
 
@@ -284,7 +298,7 @@ def _renamed(made: Any, spec: TableSpec) -> EmbeddingModuleShardingPlan:
     return EmbeddingModuleShardingPlan({table_key(spec.name): of_table})
 
 
-def _on_first_rank(plan: Callable[[], ShardingPlan], group: dist.ProcessGroup) -> ShardingPlan:
+def _on_first_rank(plan: Callable[[], TablePlan], group: dist.ProcessGroup) -> TablePlan:
     """Runs ``plan`` on the group's first rank. Its result, or its error, reaches every rank."""
     outcome: list[Any] = [None, None]
     first = dist.get_rank(group) == 0
@@ -292,18 +306,20 @@ def _on_first_rank(plan: Callable[[], ShardingPlan], group: dist.ProcessGroup) -
         try:
             outcome[0] = plan()
         except RecpoError as error:
-            outcome[1] = str(error)
+            outcome[1] = error
         except Exception as error:  # the other ranks are waiting, so they must receive any error
             logging.getLogger(__name__).exception("the plan could not be made")
-            outcome[1] = f"the first rank could not plan how to shard the tables: {type(error).__name__}: {error}"
+            outcome[1] = RecpoError(
+                f"the first rank could not plan how to shard the tables: {type(error).__name__}: {error}", code="failed"
+            )
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if outcome[1] is not None:
-        raise RecpoError(outcome[1])
-    made: ShardingPlan = outcome[0]
+        raise outcome[1]
+    made: TablePlan = outcome[0]
     return made
 
 
-class TableStorage(ShardEstimator):
+class _TableStorage(ShardEstimator):
     """Bytes of every block: weights, optimizer state, copies, and the ids and vectors of a step's lookups."""
 
     def __init__(
@@ -330,37 +346,44 @@ class TableStorage(ShardEstimator):
                 shard.storage = Storage(hbm=0 if self._on_cpu else size, ddr=size if self._on_cpu else 0)
 
 
-def does_not_fit(
+class _SlowestRank(Stats):
+    """The planner's own estimate of the time of a step, on the slowest rank."""
+
+    milliseconds = 0.0
+
+    def log(self, *, topology: Topology, best_plan: list[ShardingOption], **others: Any) -> None:
+        """Adds up the shards of every rank."""
+        of_rank = [0.0] * topology.world_size
+        for shard in (shard for option in best_plan for shard in option.shards):
+            assert shard.rank is not None
+            assert shard.perf is not None
+            of_rank[shard.rank] += shard.perf.total
+        self.milliseconds = max(of_rank)
+
+
+def _does_not_fit(
     specs: Sequence[TableSpec],
     allowed: dict[str, list[str]],
     optimizer: TableOptimizerName,
-    ranks: int,
     memory: int | None,
     error: Exception,
 ) -> RecpoError:
-    """The message for tables that do not fit: the memory of each table, and possible remedies.
-
-    Args:
-        specs: the tables.
-        allowed: the sharding types that the planner could choose from, by table; copies follow their originals.
-        optimizer: the optimizer of the tables.
-        ranks: W.
-        memory: bytes per rank for the tables; None = no limit.
-        error: the planner's own error.
-    """
+    """The memory of each table, and possible remedies. Copies follow the sharding types of their originals."""
     if memory is None:
-        return RecpoError(f"no way to shard the tables was found: {error}")
-    lines, total = [], 0
-    for spec in specs:
-        size = block_bytes(spec.num_rows, spec.dim, optimizer, frozen=spec.frozen or spec.copy_of is not None)
-        types = allowed[spec.copy_of or spec.name]
-        where = _WHOLE.get(types[0]) if len(types) == 1 else None
-        share, where = (size, where) if where else (size // ranks, f"on each of {ranks} ranks")
-        lines.append(f"{spec.name} {spec.num_rows:,} x {spec.dim} {share / GIB:,.2f} GiB {where}")
-        total += size
+        return RecpoError(f"no way to shard the tables was found: {error}", code="failed")
+    sizes = {
+        spec: block_bytes(spec.num_rows, spec.dim, optimizer, frozen=spec.frozen or spec.copy_of is not None)
+        for spec in specs
+    }
+    tables = [
+        f"{spec.name} {spec.num_rows:,} x {spec.dim} {size / GIB:,.2f} GiB "
+        + " or ".join(allowed[spec.copy_of or spec.name])
+        for spec, size in sizes.items()
+    ]
     return RecpoError(
         f"the tables do not fit into {memory / GIB:,.2f} GiB per rank: with the state of {optimizer} "
-        f"{', '.join(lines)}, and the vectors that are looked up; split evenly all of it takes "
-        f"{-(-total // max(1, memory))} ranks or a few more. Take more ranks and row_wise, semantic ids without item "
-        "vectors, a smaller dim, rowwise_adagrad or fewer frozen copies"
+        f"{', '.join(tables)}, and the vectors that are looked up; split evenly all of it takes "
+        f"{-(-sum(sizes.values()) // max(1, memory))} ranks or a few more. Take more ranks and row_wise, semantic ids "
+        "without item vectors, a smaller dim, rowwise_adagrad or fewer frozen copies",
+        code="resources",
     )

@@ -26,11 +26,10 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
-from recpo.sharding.costs import Sharding
-from recpo.sharding.lookup_table import LookupTable
-from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
-from recpo.sharding.sharded_table import ReplicatedTable, RowTable, whole_weight
-from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
+from recpo.sharding.blocks import Sharding, TableSpec
+from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
+from recpo.sharding.planning import make_collection, plan_tables, table_key
+from recpo.sharding.row_tables import ReplicatedTable, RowTable, whole_weight
 
 # torchrec checks in every lookup whether it is being traced, and torch.fx warns about that check
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -88,11 +87,17 @@ class ShardedStrategy(DDPStrategy):
         """Shards the tables of the module, then continues as ``DDPStrategy`` does."""
         assert isinstance(self.model, LightningModule)
         if trainer.state.fn != TrainerFn.FITTING:
-            raise RecpoError("ShardedStrategy is for training: `recpo evaluate` reads its checkpoints without it")
+            raise RecpoError(
+                "ShardedStrategy is for training: `recpo evaluate` reads its checkpoints without it",
+                code="unsupported",
+                field="trainer.strategy",
+            )
         if self.precision_plugin.precision not in ("32-true", "bf16-mixed"):
             raise RecpoError(
                 f"trainer.precision {self.precision_plugin.precision}: sharded tables learn in float32, and each rank "
-                "would skip other steps for overflows of float16; use bf16-mixed"
+                "would skip other steps for overflows of float16; use bf16-mixed",
+                code="conflicting_options",
+                field="trainer.precision",
             )
         self._shard(self.model)
         super().setup(trainer)
@@ -185,11 +190,11 @@ class ShardedStrategy(DDPStrategy):
             memory_per_rank=self._memory,
             group=dist.group.WORLD,
         )
-        placed = placements(plan, specs)
+        placed = plan.placements
         learning: dict[str, PlacedTable] = {}
         for frozen in (False, True):
             some = [s for s in specs if s.frozen == frozen and placed[s.name].sharding != "data_parallel"]
-            collections = self._collections(some, plan, frozen=frozen) if some else {}
+            collections = self._collections(some, plan.sharding, frozen=frozen) if some else {}
             for spec in some:
                 key = table_key(spec.name)
                 blocks = placed[spec.name].blocks
@@ -242,12 +247,18 @@ class ShardedStrategy(DDPStrategy):
         originals = sorted(name for name in tables if _original(name, tables) is None)
         unknown = sorted(set(self._sharding) - set(originals))
         if unknown:
-            raise RecpoError(f"sharding names {', '.join(unknown)}; the tables are {', '.join(originals)}")
+            raise RecpoError(
+                f"sharding names {', '.join(unknown)}; the tables are {', '.join(originals)}",
+                code="unknown_name",
+                field="sharding",
+            )
         for name in of_softmax.keys() & self._sharding.keys():
             if self._sharding[name] not in ("auto", "row_wise", "data_parallel"):
                 raise RecpoError(
                     f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
-                    f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up"
+                    f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up",
+                    code="conflicting_options",
+                    field=name,
                 )
 
 

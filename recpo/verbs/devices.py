@@ -17,4 +17,6 @@ def compute_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # no such device, or torch without CUDA
-        raise RecpoError(f"device {name!r} cannot be used here ({error})") from error
+        raise RecpoError(
+            f"device {name!r} cannot be used here ({error})", code="unsupported", field="device"
+        ) from error

@@ -18,7 +18,6 @@ from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
-from recpo.serving.triton import validate_triton, write_triton
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb, function_of
 
@@ -61,8 +60,6 @@ class Export(Verb[Bundle | Refreshed]):
     attributes: Frame | Path | str | None = None
     """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
     them) that requests can filter by (``allow``, ``deny``)"""
-    triton: Path | str | None = None
-    """also write this directory, a model repository for the Triton Inference Server"""
     compiled: Path | str | None = None
     """also write this file, the program as machine code for machines like this one (torch's AOTInductor)"""
     evaluation: Evaluation | Path | str | None = None
@@ -82,8 +79,6 @@ class Export(Verb[Bundle | Refreshed]):
                 "export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run", code="missing_option"
             )
         run = Run.open(self.run, self.trust)
-        if self.triton is not None:
-            validate_triton(self.triton, has_index=self.index is not None, overwrite=self.overwrite)
         if self.compiled is not None and Path(self.compiled).exists() and not self.overwrite:
             raise RecpoError(
                 f"{self.compiled} exists already: name another file for compiled, or set overwrite",
@@ -101,8 +96,6 @@ class Export(Verb[Bundle | Refreshed]):
             evaluation=self.evaluation,
             overwrite=self.overwrite,
         )
-        if self.triton is not None:
-            write_triton(bundle.root, Path(self.triton), overwrite=self.overwrite, inputs=[run.root])
         if self.compiled is not None:
             from recpo.serving.export import write_compiled  # importing Inductor takes seconds
 

@@ -34,7 +34,8 @@ class Serve(ServerOptions, Verb[None]):
     def execute(self) -> None:
         """Serves until the process is told to stop."""
         if missing := [name for name in _NEEDED if find_spec(name) is None]:
-            raise RecpoError(f"serve needs {', '.join(missing)}: pip install recpo[serve]", code="not_installed")
+            message = f"serve needs {', '.join(missing)}: pip install recpo[serve]"
+            raise RecpoError(message, code="not_installed", field=missing[0])
         from recpo.server.processes import run_server
 
         run_server(Path(self.bundle), self.part(ServerOptions))

@@ -219,17 +219,13 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")
     run, indexed, rounded = str(road / "run-0"), tmp_path / "indexed", tmp_path / "rounded"
     export = ["export", "--run", run, "--k", "5", "--out"]
-    triton = ["--triton", str(tmp_path / "repository")]
-    assert main([*export, str(indexed), "--index.recall", "0.5", *triton]) == 1
-    assert "which Triton does not run" in capsys.readouterr().err
     assert main([*export, str(indexed), "--index.recall", "0.5"]) == 0
     assert "the index looks into" in capsys.readouterr().out
     compiled = tmp_path / "program.pt2"
     options = ["--compiled", str(compiled)] if shutil.which(os.environ.get("CXX", "g++")) else []
-    assert main([*export, str(rounded), "--item_precision", "float16", *triton, *options]) == 0
+    assert main([*export, str(rounded), "--item_precision", "float16", *options]) == 0
     assert "float16: of the 10 best items" in capsys.readouterr().out
     assert compiled.is_file() == bool(options)
-    assert (tmp_path / "repository" / "recpo" / "config.pbtxt").is_file()
     histories, lists = str(road / "prepared" / "histories.parquet"), str(tmp_path / "lists.parquet")
     answer = ["recommend", "--histories", histories, "--out", lists, "--source"]
     assert main([*answer, str(indexed), "--provider", "CPUExecutionProvider"]) == 0

@@ -550,7 +550,7 @@ def _simulation(root: Path) -> str:
 def _journal(root: Path) -> str:
     import pyarrow.parquet as pq
 
-    from recpo.server.settling import settle
+    from recpo.server.impressions import settle
 
     settle(root / "served")
     files = sorted((root / "served").glob("*.parquet"))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from recpo.server.batcher import Batcher, ClosedError
+from recpo.server.ranking import Batcher, ClosedError
 
 
 def test_closing_answers_the_batch_that_is_computed_and_the_queries_behind_it():

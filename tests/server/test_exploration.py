@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.server.bundles import LoadedBundle, Versions
-from recpo.server.impressions import validate_propensities
+from recpo.server.impressions import settle, validate_propensities
 from recpo.server.ranking import Query, Ranker
-from recpo.server.settling import settle
+from tests.refusals import refused
 from tests.server.conftest import answers, event, request
 
 MIXED = Exploration(temperature=2.0, epsilon=0.3, shortlist=8)
@@ -95,24 +94,24 @@ def test_the_log_says_what_was_drawn_and_a_request_may_decline(bundle, tmp_path)
 
 
 def test_a_shortlist_beyond_the_bundle_is_refused_at_the_start(bundle):
-    with pytest.raises(RecpoError, match="lists 20 items, exploration or re-ranking takes 100"):
+    with refused("out_of_range", "k"):
         answers(bundle.root, None, exploration=Exploration())
     assert Versions(bundle.root, shortlist=20).current.bundle.k == 20
 
 
 @pytest.mark.parametrize(
-    ("items", "propensity", "message"),
+    ("items", "propensity", "refusal"),
     [
-        (["a", "b"], [0.5, 0.0], "propensity 0.0"),
-        (["a", "b"], [float("nan"), 0.5], "propensity nan"),
-        (["a"], [1.5], "propensity 1.5"),
-        (["a", "b"], [0.75, 0.5], "sum to 1.25"),
-        (["a", "a"], [0.25, 0.25], "1 of them distinct"),
-        (["a", "b"], [0.25], "with 1 propensities"),
+        (["a", "b"], [0.5, 0.0], ("bad_value", "propensity")),
+        (["a", "b"], [float("nan"), 0.5], ("bad_value", "propensity")),
+        (["a"], [1.5], ("bad_value", "propensity")),
+        (["a", "b"], [0.75, 0.5], ("out_of_range", "propensity")),
+        (["a", "a"], [0.25, 0.25], ("duplicate", "items")),
+        (["a", "b"], [0.25], ("duplicate", "items")),
     ],
 )
-def test_propensities_that_cannot_weigh_a_row_are_found(items, propensity, message):
-    with pytest.raises(RecpoError, match=message):
+def test_propensities_that_cannot_weigh_a_row_are_found(items, propensity, refusal):
+    with refused(*refusal):
         validate_propensities(items, propensity)
 
 

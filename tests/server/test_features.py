@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.base.features import Category, Number, Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.shaping import NumericColumn
 from recpo.server.bundles import Versions
-from recpo.server.settling import settle
+from recpo.server.impressions import settle
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
+from tests.refusals import refused
 from tests.server.conftest import answers, request
 from tests.serving.test_feature_bundles import ITEM_IDS, KNOWN, OPTIONS, policy_of
 
@@ -163,6 +163,6 @@ def test_a_version_that_reads_something_else_is_refused(featured, tmp_path):
         (tmp_path / name / "golden.json").unlink()
         replace(featured.manifest, behaviors=behaviors).write(tmp_path / name)
     versions = Versions(tmp_path)
-    with pytest.raises(RecpoError, match="other item ids, feedback, features or behaviors"):
+    with refused("mismatch", "version"):
         versions.swap("1")
     assert versions.current.version == "2"

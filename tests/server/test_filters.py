@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import AttributeCap, RerankOptions
-from recpo.server.bundles import LoadedBundle
+from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.server.ranking import Query, Ranker
-from recpo.server.reranking import Reranking
+from tests.refusals import refused
 from tests.server.conftest import answers
 from tests.serving.test_filters import FILTERS, PAST, bundle, fits, table  # noqa: F401  a fixture
 
@@ -67,5 +64,5 @@ def test_re_ranking_reads_the_attributes_of_the_bundle(bundle):  # noqa: F811
     assert known.attribute("category").offsets[-1] == sum(
         row["category"] is not None for row in table().to_pylist() if row["item_id"] != "i99"
     )
-    with pytest.raises(RecpoError, match="is missing"):
+    with refused("missing_column", "genre"):
         Reranking(AttributeCap("genre"), RerankOptions()).known(bundle)

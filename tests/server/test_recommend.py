@@ -19,6 +19,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.schema import ALWAYS, NEVER
 from recpo.server.bundles import LoadedBundle
 from recpo.server.ranking import Query, Ranker
+from tests.refusals import refused
 from tests.server.conftest import answers, event, request, serving
 
 
@@ -104,7 +105,7 @@ def test_a_fault_in_one_history_stays_with_its_client(bundle):
     found = Ranker(on_counts=counted.append).rank(loaded, [good, seconds, good, Query([], (), 21)])
     assert [isinstance(answer, RecpoError) for answer in found] == [False, True, False, True]
     assert "milliseconds" in str(found[1])
-    assert "expected 1 to 20" in str(found[3])
+    assert (found[3].code, found[3].field) == ("out_of_range", "k")
     assert found[0].items == found[2].items == [item for item, _ in bundle.recommend_one([event(3)], 4)]
     assert sum(counts.users for counts in counted) == 2
 
@@ -253,10 +254,10 @@ def test_keys_open_what_they_should(bundle, tmp_path):
     assert set(map(tuple, found.values())) == {(200,) * 4}
 
 
-@pytest.mark.parametrize(("text", "message"), [("# none\n", "has no key"), ("short\n", "shorter than 16")])
-def test_a_file_of_keys_that_protects_nothing_is_refused(bundle, tmp_path, text, message):
+@pytest.mark.parametrize(("text", "code"), [("# none\n", "empty"), ("short\n", "bad_value")])
+def test_a_file_of_keys_that_protects_nothing_is_refused(bundle, tmp_path, text, code):
     (tmp_path / "keys").write_text(text)
-    with pytest.raises(RecpoError, match=message):
+    with refused(code, str(tmp_path / "keys")):
         answers(bundle.root, None, api_keys=tmp_path / "keys")
 
 

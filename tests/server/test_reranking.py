@@ -7,13 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, rerank
-from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.bundles import LoadedBundle, Reranking, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker
-from recpo.server.reranking import Reranking
+from tests.refusals import refused
 from tests.server.conftest import answers, event, process, request
 from tests.serving.conftest import NUM_ITEMS, K
 
@@ -99,11 +98,11 @@ def test_missing_inputs_are_reported_before_it_listens(bundle, attributes):
         chosen = ServerOptions(**options)
         return Versions(bundle.root, shortlist=chosen.shortlist, reranking=chosen.reranking)
 
-    with pytest.raises(RecpoError, match=f"lists {K} items, exploration or re-ranking takes 100"):
+    with refused("out_of_range", "k"):
         loaded(rerank=Determinantal())
-    with pytest.raises(RecpoError, match="no attribute 'author' of the items is known"):
+    with refused("unknown_name", "author"):
         loaded(rerank=Calibration("author"), rerank_options=RerankOptions(K))
-    with pytest.raises(RecpoError, match="'writer' is missing"):
+    with refused("missing_column", "writer"):
         loaded(rerank=AttributeCap("writer"), rerank_options=RerankOptions(K, attributes))
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.sharding.blocks import redistribute, sharded_tensor
-from recpo.sharding.costs import TableBlock, row_blocks
+from recpo.sharding.blocks import TableBlock, redistribute, row_blocks, sharded_tensor
 from tests.sharding.ranks import Ranks
 
 DIM = 8

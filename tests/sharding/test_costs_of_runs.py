@@ -1,7 +1,7 @@
-"""What `recpo plan` says of a run against the run itself: memory of the tables and bytes sent, on two ranks.
+"""What `recpo plan` and docs/scaling.md say of a run against the run itself: memory of tables, bytes sent by two ranks.
 
-Bytes are counted in the collectives of one training step. The formulas are given what was asked for in truth (different
-ids, states, targets); how many different ids to expect is compared for evenly drawn items in `test_costs.py`.
+Bytes are counted in the collectives of one training step. The formulas of docs/scaling.md stand here; they are given
+what was asked for in truth (different ids, states, targets).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from recpo.log.prepared import Prepared
 from recpo.objectives import GBPO, Likelihood
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
-from recpo.sharding.planning import placements, plan_tables
-from recpo.sharding.workload import Workload, place_softmax_tables, table_memory
+from recpo.sharding.blocks import row_blocks, row_wise_placement
+from recpo.sharding.memory import Workload, softmax_placements
+from recpo.sharding.planning import plan_tables
 from recpo.verbs.train import train
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import as_torchrun
@@ -217,7 +217,7 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
         **(options or {}),
     )
     assert mean(one.sent for one in seen) == pytest.approx(expected_bytes(workload, sharding, seen), abs=SMALL_MESSAGES)
-    memory = table_memory(workload, placements_of(workload, sharding))
+    memory = workload.table_memory(placements_of(workload, sharding))
     fullest = max(seen, key=lambda one: sum(one.weights))
     assert fullest.weights == (memory["tables"], memory["frozen copies of tables"])
     moments = 2 * 4 * workload.dense_parameters
@@ -226,16 +226,37 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
 
 def placements_of(workload, sharding):
     specs = [spec for spec in workload.tables() if (spec.copy_of or spec.name) != workload.softmax_table]
-    fixed = place_softmax_tables(workload, replicated=sharding == "data_parallel")
+    fixed = softmax_placements(workload, replicated=sharding == "data_parallel")
     if not specs:
         return fixed
     plan = plan_tables(specs, sharding=sharding, optimizer=workload.table_optimizer, world_size=2)
-    return fixed | placements(plan, specs)
+    return fixed | plan.placements
+
+
+def all_reduce_bytes(size, ranks=2):
+    """A reduce-scatter and an all-gather over a ring."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def lookup_bytes(ids, rows, sharding, *, frozen=False, ranks=2):
+    """One lookup of different ids, the vectors, and their gradients."""
+    if sharding == "data_parallel":
+        return 0.0 if frozen else all_reduce_bytes(4 * DIM * rows)
+    others = (ranks - 1) / ranks
+    vectors = 4 * DIM * ids * others
+    return 8 * ids * (ranks - 1 if sharding == "column_wise" else others) + vectors * (1 if frozen else 2)
+
+
+def softmax_bytes(states, targets, *, frozen=False, ranks=2):
+    """States and targets to every rank; maximum, sum and scores reduced; gradients back: nothing of the catalog."""
+    gathered = 4 * DIM * states * (ranks - 1)
+    sums = all_reduce_bytes(4 * (2 * states + targets) * ranks)
+    return 16 * targets * (ranks - 1) + gathered + sums + (0.0 if frozen else gathered + 4 * targets * (ranks - 1))
 
 
 def expected_bytes(workload, sharding, seen):
     """The formulas, for what the ranks looked up and scored in truth."""
-    total = all_reduce_bytes(4 * workload.dense_parameters, 2)
+    total = all_reduce_bytes(4 * workload.dense_parameters)
     for name in seen[0].asked:
         frozen = not name.startswith("policy.")
         in_rows = workload.softmax_table is not None and name.endswith(workload.softmax_table)
@@ -243,13 +264,13 @@ def expected_bytes(workload, sharding, seen):
         how = "row_wise" if in_rows else sharding
         for asked in zip(*(one.asked[name] for one in seen), strict=True):
             if how != "data_parallel":
-                total += lookup_exchange(mean(asked), rows, DIM, 2, how, frozen=frozen).total
+                total += lookup_bytes(mean(asked), rows, how, frozen=frozen)
     if sharding == "data_parallel":
-        total += sum(lookup_exchange(0, spec.num_rows, DIM, 2, sharding).total for spec in workload.tables())
+        total += sum(lookup_bytes(0, spec.num_rows, sharding) for spec in workload.tables())
     for name in seen[0].scored:
         for ours in zip(*(one.scored[name] for one in seen), strict=True):
             states, targets = map(max, zip(*ours, strict=True))  # padded on the wire to the largest
-            total += softmax_exchange(states, targets, DIM, 2, frozen=not name.startswith("policy.")).total
+            total += softmax_bytes(states, targets, frozen=not name.startswith("policy."))
     return total
 
 

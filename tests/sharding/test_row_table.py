@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recpo.base.types import SamplingOptions
 from recpo.policies.item_table import ItemTable, SavedRows, tables_on_meta
-from recpo.sharding.sharded_table import RowTable
+from recpo.sharding.row_tables import RowTable
 from tests.sharding.ranks import Ranks
 
 DIM = 6

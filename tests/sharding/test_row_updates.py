@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpo.sharding import row_updates
+from recpo.sharding import lookup_tables
 from tests.reference import row_updates_loops
 
 LR, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
@@ -28,24 +28,24 @@ def problems(draw: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 class Steps:
-    """An optimizer of ``row_updates`` with its state."""
+    """An optimizer of ``lookup_tables`` with its state."""
 
     def __init__(self, optimizer: str, weight: Tensor, eps: float = EPS) -> None:
         names = {"sgd": 0, "adam": 2}.get(optimizer, 1)
         per_row = optimizer == "rowwise_adagrad"
-        state = row_updates.empty_state(weight, [str(number) for number in range(names)], per_row=per_row)
+        state = lookup_tables.empty_state(weight, [str(number) for number in range(names)], per_row=per_row)
         self.weight, self.state, self._name, self._eps = weight.clone(), list(state.values()), optimizer, eps
         self._step = 0
 
     def __call__(self, rows: Tensor, gradient: Tensor, lr: float = LR) -> None:
         self._step += 1
         if self._name == "sgd":
-            row_updates.sgd(self.weight, rows, gradient, lr)
+            lookup_tables.sgd(self.weight, rows, gradient, lr)
         elif self._name == "adam":
             moments = self.state[0], self.state[1]
-            row_updates.adam(self.weight, moments, rows, gradient, lr=lr, betas=BETAS, eps=self._eps, step=self._step)
+            lookup_tables.adam(self.weight, moments, rows, gradient, lr=lr, betas=BETAS, eps=self._eps, step=self._step)
         else:
-            getattr(row_updates, self._name)(self.weight, self.state[0], rows, gradient, lr, self._eps)
+            getattr(lookup_tables, self._name)(self.weight, self.state[0], rows, gradient, lr, self._eps)
 
 
 def close(got: Tensor, expected: Any) -> None:
@@ -90,7 +90,7 @@ def test_rows_move_as_with_the_sparse_optimizers_of_torch(optimizer: str, peer: 
         ids = torch.randint(0, 9, (6,), generator=generator)
         other.zero_grad()
         (table(ids) * torch.randn(6, 4, generator=generator)).sum().backward()
-        steps(*row_updates.row_gradient(table.weight.grad))
+        steps(*lookup_tables.row_gradient(table.weight.grad))
         other.step()
         torch.testing.assert_close(steps.weight, table.weight.detach(), rtol=1e-5, atol=1e-5)
 
@@ -100,17 +100,17 @@ def test_gradients_have_the_same_rows_whether_sparse_or_dense() -> None:
     values = torch.tensor([[1.0, 2], [0, 3], [4, 5], [0, 0], [7, 1], [-7, -1]])
     sparse = torch.sparse_coo_tensor(ids, values, (7, 2))
     for gradient in (sparse, sparse.to_dense()):
-        rows, found = row_updates.row_gradient(gradient)
+        rows, found = lookup_tables.row_gradient(gradient)
         # row 0 was looked up to no effect, and what row 3 learned came to nothing
         assert rows.tolist() == [2, 5]
         assert found.tolist() == [[0, 3], [5, 7]]
-    rows, found = row_updates.row_gradient(torch.zeros(7, 2))
+    rows, found = lookup_tables.row_gradient(torch.zeros(7, 2))
     assert (rows.shape, found.shape) == ((0,), (0, 2))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 def test_a_table_steps_as_the_functions_do_by_fused_kernels_or_without(alone: None, optimizer: Any) -> None:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
     from tests.sharding.tables import Model, shard
 
     options = TableOptions(optimizer, LR, EPS, BETAS)
@@ -126,7 +126,7 @@ def test_a_table_steps_as_the_functions_do_by_fused_kernels_or_without(alone: No
         ids = torch.tensor([0, 4, 4]) if number == 2 else torch.randint(0, 9, (2, 5), generator=generator)
         (table(ids) * torch.randn(*ids.shape, 8, generator=generator)).sum().backward()
         table.collect_gradients()
-        steps(*row_updates.row_gradient(table.weight.grad), lr)
+        steps(*lookup_tables.row_gradient(table.weight.grad), lr)
         own.step()
         torch.testing.assert_close(table.weight.detach(), steps.weight, rtol=1e-5, atol=1e-5)
     assert not table.weight[0].any()
@@ -136,7 +136,7 @@ def test_a_table_steps_as_the_functions_do_by_fused_kernels_or_without(alone: No
 
 
 def test_a_step_without_rows_changes_nothing(alone: None) -> None:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
     from tests.sharding.tables import Model, shard
 
     table = shard(Model(table=(9, 8)), "row_wise", TableOptions("adagrad", LR)).table

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable, SavedRows, tables_on_meta
-from recpo.sharding.sharded_table import RowTable
+from recpo.sharding.row_tables import RowTable
 from tests.policies.synthetic_features import FEATURES, random_features
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import Model, shard
@@ -84,7 +84,7 @@ def of_lookups(table: ItemTable, ids: Tensor, states: Tensor, targets: Tensor) -
 
 
 def check_lookups(kind: str) -> None:
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions
     from tests.sharding.test_lookup_table import assembled
 
     model, whole = Model(table=(ROWS, DIM)), Model(table=(ROWS, DIM)).table

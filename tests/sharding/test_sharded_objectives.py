@@ -45,7 +45,7 @@ CUT: list[str] = []
 def watched() -> Any:
     """A ``ShardedStrategy`` that says which tables it cuts."""
     from recpo.sharding import ShardedStrategy
-    from recpo.sharding.lookup_table import LookupTable
+    from recpo.sharding.lookup_tables import LookupTable
 
     replace = ShardedStrategy._replace
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import SamplingOptions
 from recpo.ops.row_shard import RowShard
 from recpo.policies import catalog_search, sampling
-from recpo.sharding import search
+from recpo.sharding import row_tables
+from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
 Cut = tuple[int, ...]
@@ -67,7 +67,7 @@ def check_top_k(cut: Cut, contexts: Cut, k: int, seed: int, ties: bool, exclude_
     barred = exclude[rank] if rank in exclude_on else None
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch)
-        got = search.top_k(states[rank], shard_of(table, cut), k, barred)
+        got = row_tables.top_k(states[rank], shard_of(table, cut), k, barred)
         expected = catalog_search.top_k(states[rank], table, min(k, cut[-1] - 1), barred)
     missing = k - expected.item_ids.shape[1]
     assert torch.equal(got.item_ids, torch.nn.functional.pad(expected.item_ids, (0, missing)))
@@ -98,7 +98,7 @@ def check_draws(cut: Cut, contexts: Cut, group_size: int, seed: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             small_blocks(patch)
             torch.manual_seed(seed)
-            ids, logp = search.draw(own, shard_of(table, cut), group_size, options)
+            ids, logp = row_tables.draw(own, shard_of(table, cut), group_size, options)
             torch.manual_seed(seed)
             expected_ids, expected_logp = sampling.draw(own, table, group_size, options)
         assert ids.dtype == torch.long
@@ -142,7 +142,7 @@ def many_draws(cut: Cut, contexts: int, group_size: int, options: SamplingOption
     table, states, _ = problem(cut, (1, 1), 3)
     own = states[dist.get_rank()]
     torch.manual_seed(1)
-    ids, logp = search.draw(own.expand(contexts, -1), shard_of(table, cut), group_size, options)
+    ids, logp = row_tables.draw(own.expand(contexts, -1), shard_of(table, cut), group_size, options)
     p = (own[0].double() @ table[1:].double().T / options.temperature).softmax(0)
     return ids.numpy(), logp.numpy(), p.numpy()
 
@@ -172,10 +172,10 @@ def test_draws_without_replacement_follow_the_sequential_law(ranks: Ranks) -> No
 
 def check_refusals() -> None:
     shard = RowShard(torch.zeros(5, 2), 5 * dist.get_rank(), 10)
-    with pytest.raises(RecpoError, match="top_p must be above 0"):
-        search.draw(torch.zeros(1, 2), shard, 1, SamplingOptions(top_p=0.0))
+    with refused("out_of_range", "top_p"):
+        row_tables.draw(torch.zeros(1, 2), shard, 1, SamplingOptions(top_p=0.0))
     with pytest.raises(ValueError, match="do not make up a table"):
-        search.top_k(torch.zeros(1, 2), shard._replace(first=0), 1, None)
+        row_tables.top_k(torch.zeros(1, 2), shard._replace(first=0), 1, None)
 
 
 def test_refuses_what_describes_no_distribution_and_no_table(ranks: Ranks) -> None:

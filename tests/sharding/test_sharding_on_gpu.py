@@ -40,8 +40,7 @@ def on_cpu() -> Iterator[Ranks]:
 
 
 def check_steps(optimizer: Any, kind: str) -> None:
-    from recpo.sharding.row_updates import row_gradient
-    from recpo.sharding.table_optimizer import TableOptions
+    from recpo.sharding.lookup_tables import TableOptions, row_gradient
 
     model = shard(Model(table=(1000, 32)), kind, TableOptions(optimizer, LR, EPS, BETAS), device=GPU).to(GPU)
     table, own = model.table, model.table.optimizer
@@ -92,7 +91,7 @@ def test_nothing_to_look_up_or_to_learn(on_gpu: Ranks) -> None:
 
 
 def check_row_table() -> None:
-    from recpo.sharding.sharded_table import RowTable
+    from recpo.sharding.row_tables import RowTable
 
     torch.manual_seed(0)
     whole = ItemTable(999, 32, std=1.0, use="softmax")

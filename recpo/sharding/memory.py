@@ -1,0 +1,449 @@
+"""The memory of a training run on every rank, counted before it runs, and the placement of its tables.
+
+The policy is built on fake tensors, which have sizes but no memory. Its parameters are counted there, and what autograd
+keeps of a forward pass of the history encoder and the decoder of semantic ids: as much as a run on a CPU with full
+histories keeps. torchrec's planner shards the tables (``recpo.sharding.planning``). ``NOT_COUNTED`` names the rest.
+
+Symbols: ``W`` ranks, ``V`` items, ``d`` the width of vectors and states, ``N`` states that a rank scores per step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
+from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
+from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
+from recpo.policies.item_table import ItemTable
+from recpo.policies.lazy_decoder import Placement as DecoderPlacement
+from recpo.policies.semantic_id import semantic_network
+from recpo.sharding.blocks import (
+    BYTES_PER_ID,
+    FLOAT,
+    GIB,
+    Placement,
+    Sharding,
+    TableBlock,
+    TableOptimizerName,
+    TableSpec,
+    row_wise_placement,
+    state_bytes,
+)
+
+NOT_COUNTED: Final = (
+    "temporary memory of kernels, of NCCL and of the allocator",
+    "the forward pass of frozen copies, rewards and validation",
+    "encoding the features of looked-up items",
+    "batches, and arrays over the items in host memory (17 bytes per item)",
+    "time: milliseconds are the estimate of torchrec's planner for looked-up tables, from its default bandwidths",
+)
+"""What the memory of a run does not contain, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """A policy, its batches, and the ranks that train it, without the catalog."""
+
+    ranks: PositiveInt = 1
+    """number of processes, one per device"""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """device of every rank"""
+    batch_size: PositiveInt = 128
+    """contexts per rank and step"""
+    history_length: PositiveInt = 50
+    """events per context"""
+    slate: PositiveInt | None = None
+    """number of items scored after the full history (an impression, a list, a group); null = pre-training, which
+    scores every event of the history"""
+    policy: Literal["softmax", "semantic"] = "softmax"
+    """kind of policy: a softmax over the catalog, or semantic ids"""
+    dim: PositiveInt = 64
+    """width of vectors and states"""
+    blocks: Literal["sasrec", "hstu"] = "sasrec"
+    """kind of blocks of the history encoder"""
+    layers: PositiveInt = 2
+    """number of layers of the history encoder"""
+    heads: PositiveInt = 2
+    """number of attention heads"""
+    tie_weights: bool = True
+    """catalog softmax: one table for input and output"""
+    normalizer: Literal["full", "sampled"] = "full"
+    """catalog softmax: normalize over all items, or over sampled ones"""
+    num_negatives: PositiveInt = 1024
+    """number of sampled items per step"""
+    codebooks: Sequence[PositiveInt] = (256, 256, 256, 256)
+    """semantic ids: the number of codes of every level"""
+    decoder_layers: PositiveInt = 2
+    """semantic ids: number of decoder layers"""
+    item_vectors: bool = True
+    """semantic ids: the encoder also reads a vector per item"""
+    copies: NonNegativeInt = 0
+    """number of frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference"""
+    table_optimizer: TableOptimizerName = "rowwise_adagrad"
+    """optimizer of the tables; Adam updates all other parameters"""
+    precision: Literal["32-true", "16-mixed", "bf16-mixed"] = "32-true"
+    """mixed precision makes activations smaller, but not weights, optimizer states or messages"""
+
+
+@dataclass(frozen=True)
+class Workload(WorkloadOptions):
+    """The options with a catalog of ``num_items`` items, whose ``item_features`` the encoder reads."""
+
+    num_items: PositiveInt
+    item_features: tuple[Feature, ...] = ()
+    feature_hidden: PositiveInt = 64
+
+    def __post_init__(self) -> None:
+        """Rejects values that no policy can have."""
+        validate_ranges(self)
+        if self.policy == "semantic" and math.prod(self.codebooks) < self.num_items:
+            raise RecpoError(
+                f"{self.num_items:,} items need as many different code tuples, and codebooks of "
+                f"{' x '.join(map(str, self.codebooks))} give {math.prod(self.codebooks):,}: take larger ones or one "
+                "more",
+                code="out_of_range",
+                field="codebooks",
+            )
+
+    @property
+    def scored(self) -> int:
+        """Number of items that a rank scores: all events of the history, or the slate."""
+        return self.batch_size * (self.slate or self.history_length)
+
+    @property
+    def states(self) -> int:
+        """Number of states that they are scored from: one per event, or one per context."""
+        return self.batch_size * (self.history_length if self.slate is None else 1)
+
+    @cached_property
+    def _fake(self) -> FakeTensorMode:
+        return FakeTensorMode()
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The modules of the policy with parameters, under the name ``policy``; they take no memory."""
+        encoder: dict[str, Any] = {
+            **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
+            **{"max_history": self.history_length, "dropout": 0.2, "feedback_levels": 6},
+        }
+        features = ItemFeatureOptions(self.feature_hidden)
+        with self._fake:
+            if self.policy == "semantic":
+                parts = semantic_network(
+                    self.num_items,
+                    tuple(self.codebooks),
+                    decoder_layers=self.decoder_layers,
+                    kv_groups=1,
+                    kv_layers=1,
+                    item_vectors=self.item_vectors,
+                    **encoder,
+                )
+                if self.item_features and parts.item_table is not None:
+                    parts.item_table.features = ItemFeatures(self.item_features, self.num_items, self.dim, features)
+                policy: nn.Module = nn.ModuleDict({k: part for k, part in parts._asdict().items() if part is not None})
+            else:
+                catalog = CatalogSoftmaxPolicy(
+                    self.num_items,
+                    tie_weights=self.tie_weights,
+                    normalizer=self.normalizer,
+                    item_features=features if self.item_features else None,
+                    **encoder,
+                )
+                catalog.set_schema(FeatureSchema(item=self.item_features))
+                policy = catalog
+        return nn.ModuleDict({"policy": policy})
+
+    @cached_property
+    def item_tables(self) -> dict[str, ItemTable]:
+        """The tables of the policy by name, the code table first."""
+        found = {name: part for name, part in self.network.named_modules() if isinstance(part, ItemTable)}
+        return dict(sorted(found.items()))
+
+    @property
+    def softmax_table(self) -> str | None:
+        """The table of an exact softmax during training."""
+        return next((name for name, table in self.item_tables.items() if table.use == "softmax"), None)
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """The parameters that every rank has: all except the tables."""
+        of_tables = sum(table.weight.numel() for table in self.item_tables.values())
+        return sum(parameter.numel() for parameter in self.network.parameters()) - of_tables
+
+    def tables(self) -> list[TableSpec]:
+        """The tables of the policy and of its frozen copies."""
+        specs = [
+            TableSpec(name, table.num_items + 1, table.dim, self._lookups(name, table.num_items + 1))
+            for name, table in self.item_tables.items()
+        ]
+        copied = [
+            spec._replace(name=f"copy_{number}.{spec.name}", frozen=True, copy_of=spec.name)
+            for number in range(1, self.copies + 1)
+            for spec in specs
+        ]
+        return specs + copied
+
+    def _lookups(self, name: str, rows: int) -> int:
+        """The most different ids that the lookups of a step request: fewer, if items repeat."""
+        events = self.batch_size * self.history_length
+        scored = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
+        if self.policy == "semantic":
+            codes = len(self.codebooks)
+            asked = (events * codes, self.scored * (codes - 1)) if name == "policy.code_table" else (events,)
+        elif self.tie_weights:
+            asked = (events + scored,)
+        else:
+            asked = (events,) if name == "policy.item_table" else (scored,)
+        return sum(min(count, rows) for count in asked)
+
+    def table_memory(self, placements: dict[str, Placement]) -> dict[str, int]:
+        """Bytes of the placed tables on the rank that holds most of them."""
+        parts = ("tables", "state of their optimizer", "their dense gradients", "frozen copies of tables")
+        of_rank = [[0] * len(parts) for _ in range(self.ranks)]
+        for spec in self.tables():
+            if spec.name not in placements:
+                continue
+            sharding, blocks = placements[spec.name]
+            of_softmax = spec.name == self.softmax_table
+            # replicated: its gradient and the all-reduced bucket; softmax: its own, and that of lookups in it
+            gradients = 2 if sharding == "data_parallel" else of_softmax * (2 if self.tie_weights else 1)
+            for block in blocks:
+                weights, held = FLOAT * block.num_rows * block.num_columns, of_rank[block.rank]
+                if spec.frozen:
+                    held[3] += weights
+                    continue
+                held[0] += weights
+                # Adam updates the table of an exact softmax, like the dense parameters
+                optimizer = "adam" if of_softmax else self.table_optimizer
+                held[1] += state_bytes(block.num_rows, block.num_columns, optimizer)
+                held[2] += weights * gradients
+        return dict(zip(parts, max(of_rank, key=sum), strict=True))
+
+    def other_memory(self) -> dict[str, int]:
+        """Bytes of everything else that is counted."""
+        per_parameter = FLOAT * (4 + (self.ranks > 1) + self.copies)  # weight, gradient, Adam; bucket; copies
+        parts = {"dense parameters, gradients, Adam": per_parameter * self.dense_parameters}
+        parts["activations"] = self._activations()
+        parts["softmax"] = self._softmax()
+        # ids; vectors on their own rank and on the requesting rank; and the gradients of both
+        parts["looked-up vectors"] = sum(spec.lookups for spec in self.tables()) * (BYTES_PER_ID + 4 * FLOAT * self.dim)
+        if self.policy == "semantic":
+            parts["trie and codes"] = _trie_bytes(self.num_items, self.codebooks)
+        featured = [name for name, table in self.item_tables.items() if table.features is not None]
+        if featured:
+            parts["item features"] = len(featured) * (self.num_items + 1) * _feature_bytes(self.item_features)
+        if self.softmax_table in featured:
+            parts["item matrix and its gradient"] = 2 * FLOAT * -(-(self.num_items + 1) // self.ranks) * self.dim
+        return {name: size for name, size in parts.items() if size}
+
+    def _activations(self) -> int:
+        """What autograd keeps of the encoder and the decoder for a step, 16-bit copies of weights included."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        policy: Any = self.network.get_submodule("policy")
+        shape, tokens = (self.batch_size, self.history_length), len(self.codebooks)
+        with (
+            warnings.catch_warnings(action="ignore"),  # of slow kernels, none of which runs
+            self._fake,
+            torch.autocast("cpu", torch.bfloat16, enabled=self.precision != "32-true"),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            events = torch.zeros(shape, dtype=torch.long)
+            states = policy.encoder(torch.zeros(*shape, self.dim, requires_grad=True), events, events)
+            scores = []
+            if self.policy == "semantic":
+                visible = torch.zeros(self.batch_size, self.scored // self.batch_size, dtype=torch.long)
+                codes = torch.zeros(self.scored, tokens - 1, self.dim, requires_grad=True)
+                hidden = policy.decoder(codes, policy.decoder.read(states), DecoderPlacement(visible))
+                for level, size in enumerate(self.codebooks):
+                    barred = torch.zeros(self.scored, size, dtype=torch.bool)
+                    scores.append(
+                        policy.decoder.logits(level, hidden[:, level]).masked_fill(barred, -1e9).log_softmax(1)
+                    )
+            return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    def _softmax(self) -> int:
+        """Memory of a softmax over the catalog beside its table; semantic ids have none.
+
+        Exact: three blocks of logits; the states of all ranks with their expected rows and gradients, ``12 d N W``; and
+        one log-sum-exp per state and block of rows. Sampled: ``17 N K`` for K negatives.
+        """
+        if self.policy == "semantic":
+            return 0
+        if self.softmax_table is None:
+            return self.states * self.num_negatives * (4 * FLOAT + 1)
+        states, rows = self.states * self.ranks, -(-(self.num_items + 1) // self.ranks)
+        blocks = 3 * min(BLOCK_BYTES.get(self.device, BLOCK_BYTES_ACCELERATOR), FLOAT * states * rows)
+        return blocks + 3 * FLOAT * self.dim * states + FLOAT * states * -(-rows // BLOCK_ROWS_OF_TABLE)
+
+
+def _trie_bytes(num_items: int, codebooks: Sequence[int]) -> int:
+    """The most bytes of ``policies.semantic_search``, which every rank holds.
+
+    A level has no more nodes than there are prefixes, or items. Each node takes 4 bytes and its last code (1, 2 or 4
+    bytes), plus 4 bytes if it has children. Each item takes 8 bytes. On levels where that is small, there is one bit
+    per node and code.
+    """
+    levels = [min(math.prod(codebooks[:level]), num_items) for level in range(len(codebooks))] + [num_items]
+    code_bytes = next(size for size, most in ((1, 1 << 8), (2, 1 << 15), (4, 1 << 31)) if max(codebooks) <= most)
+    size = sum(levels) * (4 + code_bytes) + 4 * sum(levels[:-1]) + 8 * num_items
+    for nodes, children, codes in zip(levels, levels[1:], codebooks, strict=False):
+        bitmap = nodes * -(-codes // 8)
+        size += bitmap if bitmap <= 4 * max(children, codes) else 0
+    return size
+
+
+def _feature_bytes(features: Sequence[Feature]) -> int:
+    """Bytes of the features of an item on every rank: codes, weights of lists, columns, and whether it has events."""
+    lists = of_type(features, Categories)
+    codes = len(of_type(features, Category)) + sum(one.length for one in lists)
+    dense = 2 * len(of_type(features, Number)) + sum((one.width or 0) + 1 for one in of_type(features, Vector))
+    return FLOAT * (codes * (1 + bool(lists)) + dense) + 1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a run.
+
+    Attributes:
+        workload: the run.
+        placements: the blocks of every table, by name.
+        memory: bytes by part, on the rank with the largest tables.
+        milliseconds: torchrec's estimate for the looked-up tables per step, exchange included; None = there are none.
+        fault: why the run does not fit; None = it fits.
+    """
+
+    workload: Workload
+    placements: dict[str, Placement]
+    memory: dict[str, int]
+    milliseconds: float | None
+    fault: RecpoError | None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All results, as JSON values."""
+        tables = {
+            spec.name: {
+                **{"rows": spec.num_rows, "dim": spec.dim, "lookups": spec.lookups, "copy_of": spec.copy_of},
+                "sharding": self.placements[spec.name].sharding,
+                "blocks": [block._asdict() for block in self.placements[spec.name].blocks],
+            }
+            for spec in self.workload.tables()
+        }
+        return {
+            "workload": asdict(self.workload),
+            "dense_parameters": self.workload.dense_parameters,
+            "tables": tables,
+            "memory_bytes": self.memory,
+            "memory_total": sum(self.memory.values()),
+            "planner_milliseconds": self.milliseconds,
+            "not_counted": list(NOT_COUNTED),
+        }
+
+
+def needs_of(
+    workload: Workload,
+    *,
+    sharding: Sharding | dict[str, Sharding] = "auto",
+    ranks_per_node: int | None = None,
+    memory_gib: float | None = None,
+) -> Needs:
+    """Counts the memory that a run needs on a rank, and shards its tables.
+
+    Args:
+        workload: the policy, its batches and its ranks.
+        sharding: sharding of all tables, or by name.
+        ranks_per_node: number of ranks per machine; None = all on one machine.
+        memory_gib: memory of a rank in GiB; None = no limit.
+
+    Raises:
+        RecpoError: invalid options. A run that does not fit is not an error: see ``Needs.fault``.
+    """
+    if ranks_per_node is not None and workload.ranks % ranks_per_node:
+        raise RecpoError(
+            f"{workload.ranks} ranks cannot be split into nodes of {ranks_per_node} ranks each",
+            code="out_of_range",
+            field="ranks_per_node",
+        )
+    of_softmax = sharding.get(workload.softmax_table or "", "auto") if isinstance(sharding, dict) else sharding
+    if isinstance(sharding, dict):
+        sharding = {name: kind for name, kind in sharding.items() if name != workload.softmax_table}
+    fixed = softmax_placements(workload, replicated=of_softmax == "data_parallel")
+    specs = [spec for spec in workload.tables() if spec.name not in fixed]
+
+    def shard(memory: int | None) -> tuple[dict[str, Placement], float | None]:
+        if not specs:
+            return fixed, None
+        plan = _planner().plan_tables(
+            specs,
+            sharding=sharding,
+            optimizer=workload.table_optimizer,
+            world_size=workload.ranks,
+            local_world_size=ranks_per_node,
+            compute_device=workload.device,
+            memory_per_rank=memory,
+        )
+        return fixed | plan.placements, plan.milliseconds
+
+    placements, milliseconds = shard(None)
+    others, fault = workload.other_memory(), None
+    if memory_gib is not None:
+        # the planner counts the looked-up vectors itself
+        rest = sum(others.values()) - others["looked-up vectors"] + sum(workload.table_memory(fixed).values())
+        try:
+            placements, milliseconds = shard(max(0, int(memory_gib * GIB) - rest))
+        except RecpoError as error:
+            fault = error
+    memory = workload.table_memory(placements) | others
+    total = sum(memory.values()) / GIB
+    if fault is None and memory_gib is not None and total > memory_gib:
+        fault = RecpoError(
+            f"a rank needs {total:,.2f} GiB and has {memory_gib:,.2f}: use more ranks for tables, a smaller batch_size "
+            "or history_length for activations and the softmax, or what the largest parts above suggest",
+            code="resources",
+            field="memory_gib",
+        )
+    return Needs(workload, placements, memory, milliseconds, fault)
+
+
+def softmax_placements(workload: Workload, *, replicated: bool) -> dict[str, Placement]:
+    """Placement of the exact softmax's table and its copies: cut into rows, or complete on every rank."""
+    placed = {}
+    for spec in workload.tables():
+        if (spec.copy_of or spec.name) == workload.softmax_table:
+            everywhere = [TableBlock(rank, 0, spec.num_rows, 0, spec.dim) for rank in range(workload.ranks)]
+            in_rows = row_wise_placement(spec.num_rows, spec.dim, workload.ranks)
+            placed[spec.name] = Placement("data_parallel", everywhere) if replicated else in_rows
+    return placed
+
+
+def _planner() -> ModuleType:
+    try:
+        return import_module("recpo.sharding.planning")
+    except (ImportError, OSError) as fault:  # an fbgemm build that does not fit the machine raises OSError
+        raise RecpoError(
+            f"recpo plan uses the planner of torchrec, which does not load ({fault}): install the extra "
+            "sharding through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to "
+            "fix it",
+            code="not_installed",
+        ) from fault
