@@ -12,8 +12,7 @@ from torch import Tensor
 from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import required, validate_log_probs
+from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 
 MIN_TEMPERATURE: Final = 1e-4

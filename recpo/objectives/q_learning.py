@@ -10,8 +10,7 @@ from torch import Tensor
 from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import explained_variance, masked_mean
-from recpo.objectives.inputs import required, validate_log_probs
+from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
 
 

@@ -13,8 +13,7 @@ from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import required
+from recpo.objectives.inputs import masked_mean, required
 from recpo.objectives.preference import preference_lists
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 

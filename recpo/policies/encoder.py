@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import EventPlaces, Histories
-from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
+from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
 
 

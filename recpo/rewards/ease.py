@@ -22,7 +22,7 @@ from tqdm import tqdm
 from recpo.base.errors import RecpoError
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.rewards.factor_file import ModelInOneFile, plain
+from recpo.rewards.factors import ModelInOneFile, plain
 from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places
 
 _KIND: Final = "ease"

@@ -31,12 +31,10 @@ from recpo.base.errors import RecpoError, validate_seed
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.ops.item_sets import first_places, is_member
-from recpo.ops.ranking import ndcg, ranked_hits
+from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.rewards.factor_file import ModelInOneFile, plain
-from recpo.rewards.graded import Chunk, chunks_of
-from recpo.rewards.normal_equations import Equations, no_equations, normal_matrices
+from recpo.rewards.factors import ModelInOneFile, plain
+from recpo.rewards.graded import Chunk, Equations, chunks_of, no_equations, normal_matrices
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
 
 _K: Final = 10

@@ -18,8 +18,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.ops.reduce import zero_masked
-from recpo.rewards.bounds import posterior_variance
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, posterior_variance
 
 
 @dataclass(frozen=True)

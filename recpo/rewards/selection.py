@@ -14,8 +14,7 @@ from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, variational
-from recpo.rewards.factor_file import plain
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, plain
 from recpo.rewards.graded import FactorOptions, mean_grade
 
 _USERS_PER_BATCH: Final = 256

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpo.base.types import Recommendations, SamplingOptions
 from recpo.ops.kernels import matmul_transposed
-from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows
+from recpo.ops.sharded_logprob import RowShard, common_sizes, exchange_rows, gather_rows
 from recpo.policies import catalog_search, sampling
 from recpo.policies.sampling import validate_sampling
 

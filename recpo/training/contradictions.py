@@ -16,9 +16,8 @@ from recpo.base.contracts import (
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.base.types import SlateTraits
-from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.likelihood import Likelihood, WeightedLikelihood
 from recpo.objectives.policy_gradient import PolicyGradientObjective
-from recpo.objectives.weighted_likelihood import WeightedLikelihood
 from recpo.training.options import LearningOptions, RolloutOptions
 
 KNOWN = frozenset(

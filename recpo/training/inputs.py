@@ -1,4 +1,7 @@
-"""Computes the inputs that an objective declares in ``Objective.requires``, and no others."""
+"""Computes the inputs that an objective declares in ``Objective.requires``, and no others.
+
+Likelihood of whole items, in addition to the likelihood of their codes, for the states of a semantic-id policy.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,22 @@ from recpo.base.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEst
 from recpo.base.errors import RecpoError
 from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
-from recpo.objectives.health import masked_mean
+from recpo.objectives.inputs import masked_mean
+from recpo.ops.kernels import take_rows
 from recpo.ops.kl import kl_shaped_rewards
-from recpo.policies.plans import plan_of_candidates
+from recpo.ops.linear_logprob import linear_logprob
+from recpo.policies.plans import plan_of_candidates, shared_states
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
-from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
 from recpo.training.planning import needed_positions
-from recpo.training.rollout import Rollout, Rollouts, catalog_metrics, roll_out
-from recpo.training.slate_edits import (
+from recpo.training.rollout import (
+    Rollout,
+    Rollouts,
+    catalog_metrics,
     items_of,
+    roll_out,
     side_by_side,
     with_hard_negatives,
     without_shared_prefix,
@@ -418,3 +425,22 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
             "old_policy to snapshot"
         )
     return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
+
+
+def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:
+    """``log softmax_v(state · vector_v)`` over the catalog for the items of slates, ``[B, S]``; 0 where masked.
+
+    The vectors are the ones that the encoder reads (``StatePolicy.item_vectors``), so this also trains the codes'
+    vectors.
+
+    Args:
+        policy: the policy that has the vectors.
+        states: ``[B, H + 1, d]`` of ``policy.encode``.
+        slates: the items.
+    """
+    positions = slates.mask.reshape(-1).nonzero().squeeze(1)
+    rows, state_index = shared_states(slates, positions, states.shape[1])
+    vectors = policy.item_vectors(torch.arange(policy.num_items + 1, device=states.device))
+    targets = slates.item_ids.reshape(-1)[positions]
+    logp = linear_logprob(take_rows(states, rows), vectors, targets, state_index)
+    return logp.new_zeros(slates.mask.numel()).index_copy(0, positions, logp).view(slates.mask.shape)

@@ -9,19 +9,13 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.objectives.aspo import ASPO
 from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient, catalog_policy_gradient_loss
-from recpo.objectives.cispo import CISPO
-from recpo.objectives.dpo import DPO, dpo_loss
-from recpo.objectives.ecpo import ECPO
-from recpo.objectives.gbpo import GBPO
-from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
-from recpo.objectives.gspo import GSPO
+from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import MPO, dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.ppo import PPO
-from recpo.objectives.reinforce import Reinforce
+from recpo.objectives.policy_gradient import PPO, Reinforce
+from recpo.objectives.preference import DPO, dpo_loss
 
 ON_POLICY = {
     "PPO": PPO(value_coef=0.0),

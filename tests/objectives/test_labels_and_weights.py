@@ -14,10 +14,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood
 from recpo.objectives.advantages import GradedAdvantage, graded_advantage
-from recpo.objectives.dpo import dmpo_loss, dpo_loss, simpo_loss
-from recpo.objectives.kto import kto_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
-from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss, simpo_loss
 from tests.reference import objective_losses as ref
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -14,8 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import Histories, Slates
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards.bounds import posterior_variance
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, posterior_variance
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum, validate_identity
 from recpo.rewards.selection import fit_factors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import SamplingOptions
-from recpo.ops.row_shard import RowShard
+from recpo.ops.sharded_logprob import RowShard
 from recpo.policies import catalog_search, sampling
 from recpo.sharding import search
 from tests.sharding.ranks import Ranks

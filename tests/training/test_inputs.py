@@ -20,7 +20,7 @@ from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Critic, Networks, next_visible
 from recpo.training.options import CriticOptions, LearningOptions
-from recpo.training.slate_edits import with_hard_negatives
+from recpo.training.rollout import with_hard_negatives
 
 SEQUENCES, IMPRESSIONS = SequenceLayout(history_length=12), ImpressionLayout(history_length=12, slate_length=6)
 LISTS = PreferenceListLayout(history_length=12, hard=2)

@@ -11,8 +11,7 @@ from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.training.inputs import InputBuilder
-from recpo.training.item_likelihood import item_log_prob
+from recpo.training.inputs import InputBuilder, item_log_prob
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions

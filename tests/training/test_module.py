@@ -12,9 +12,9 @@ from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
 from recpo.objectives.advantages import GAEAdvantage, TernaryAdvantage
-from recpo.objectives.gbpo import GBPO
+from recpo.objectives.grpo import GBPO
 from recpo.objectives.likelihood import Likelihood
-from recpo.objectives.ppo import PPO
+from recpo.objectives.policy_gradient import PPO
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import logged_logp

@@ -7,7 +7,7 @@ from recpo.base.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO
 from recpo.training.contradictions import validate_shared_prefix
-from recpo.training.slate_edits import without_shared_prefix
+from recpo.training.rollout import without_shared_prefix
 
 
 def first(tokens):
