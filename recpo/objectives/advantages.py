@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, ReturnEstimator, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, Requirement, ReturnEstimator, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
@@ -147,7 +147,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -164,7 +164,7 @@ class LeaveOneOutAdvantage(AdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -209,9 +209,9 @@ class GradedAdvantage(AdvantageEstimator):
             raise RecpoError(f"GradedAdvantage.baseline is a grade in [0, 1], got {self.baseline}.")
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return frozenset({"labels", "dislikes"})
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({Requirement.LABELS, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -307,14 +307,10 @@ class TernaryAdvantage(AdvantageEstimator):
             raise RecpoError(f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.")
 
     @property
-    def reads_step_labels(self) -> bool:
-        """See ``AdvantageEstimator.reads_step_labels``."""
-        return self.positive_fraction is not None
-
-    @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return frozenset({"positives" if self.positive_fraction is None else "labels", "dislikes"})
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        positive = Requirement.POSITIVES if self.positive_fraction is None else Requirement.STEP_LABELS
+        return frozenset({positive, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -405,17 +401,7 @@ class GatedAdvantage(AdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return self.estimator.requires | {"rewards"}
-
-    @property
-    def reads_step_labels(self) -> bool:
-        """See ``AdvantageEstimator.reads_step_labels``."""
-        return self.estimator.reads_step_labels
-
-    @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return self.estimator.learns_from | {"positives"}
+        return self.estimator.requires | {Requirement.REWARDS, Requirement.POSITIVES}
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``."""
@@ -512,7 +498,7 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
         """See ``TokenAdvantageEstimator``."""
@@ -609,7 +595,7 @@ class GAEAdvantage(ReturnEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards", "value"})
+        return frozenset({Requirement.REWARDS, Requirement.VALUE})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; needs ``values [B, S]``."""

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
@@ -89,12 +89,8 @@ class CatalogPolicyGradient(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"rewards", "reference"} if self.kl_coef else {"rewards"})
-
-    @property
-    def reads_catalog(self) -> bool:
-        """See ``Objective.reads_catalog``."""
-        return True
+        compared = {Requirement.REFERENCE} if self.kl_coef else set()
+        return frozenset({Requirement.REWARDS, Requirement.CATALOG} | compared)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Contexts with any kept item."""
@@ -109,10 +105,10 @@ class CatalogPolicyGradient(Objective):
         validate_log_probs(inputs.logp, self)
         tokens = inputs.logp.mask.bool()
         mask = tokens.any(-1)
-        rewards = required(inputs.rewards, "rewards", self)
+        rewards = required(inputs, "rewards", self)
         logp, reference = zero_masked(inputs.logp.policy, tokens).sum(-1), None
         if self.kl_coef:
-            reference = zero_masked(required(inputs.logp.reference, "reference", self).detach(), tokens).sum(-1)
+            reference = zero_masked(required(inputs, "reference", self).detach(), tokens).sum(-1)
         self._validate_mass(logp.detach(), mask)
         losses = catalog_policy_gradient_loss(
             logp, rewards, logp_ref=reference, mask=mask, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef

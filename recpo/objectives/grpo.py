@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import ObjectiveInputs
-from recpo.objectives.inputs import masked_mean, required
+from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss
 from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import (
@@ -50,10 +51,9 @@ class GRPO(ClippedObjective):
 
     kl_coef: float = 0.04
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
-        old = required(logp_old, "old", self)
-        return ppo_loss(logp, old, advantages, mask=mask, clip_low=self.clip_low, clip_high=self.clip_high)
+        return ppo_loss(logp, logp_old, advantages, mask=mask, clip_low=self.clip_low, clip_high=self.clip_high)
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,10 @@ class GSPO(ClippedObjective):
     clip_high: float = 4e-4
     level: RatioLevel = "sequence"
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``gspo_loss``."""
-        old = required(logp_old, "old", self)
         return gspo_loss(
-            logp, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high, level=self.level
+            logp, logp_old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high, level=self.level
         )
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -210,11 +209,11 @@ class ECPO(ClippedObjective):
         if self.delta < 0:
             raise RecpoError(f"ECPO.delta must not be negative, got {self.delta}.")
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ecpo_loss``."""
         return ecpo_loss(
             logp,
-            required(logp_old, "old", self),
+            logp_old,
             advantages,
             mask=mask,
             clip_low=self.clip_low,
@@ -286,11 +285,11 @@ class ASPO(ClippedObjective):
     aggregation: Aggregation = "token-mean"
     dual_clip: float | None = 3.0
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``aspo_loss``."""
         return aspo_loss(
             logp,
-            required(logp_old, "old", self),
+            logp_old,
             advantages,
             mask=mask,
             clip_low=self.clip_low,
@@ -363,10 +362,9 @@ class CISPO(PolicyGradientObjective):
         if self.cap_low is not None and self.cap_high is not None and self.cap_low > self.cap_high:
             raise RecpoError(f"CISPO.cap_low ({self.cap_low}) must not exceed CISPO.cap_high ({self.cap_high}).")
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``cispo_loss``."""
-        old = required(logp_old, "old", self)
-        return cispo_loss(logp, old, advantages, mask=mask, cap_low=self.cap_low, cap_high=self.cap_high)
+        return cispo_loss(logp, logp_old, advantages, mask=mask, cap_low=self.cap_low, cap_high=self.cap_high)
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens whose weight was capped."""
@@ -446,12 +444,12 @@ class GBPO(PolicyGradientObjective):
     @property
     def requires(self) -> frozenset[str]:
         """The old policy is read if it is supplied, and never required."""
-        return super().requires - {"old"}
+        return super().requires - {Requirement.OLD}
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
         """Log-probabilities under the old policy, if supplied."""
         return inputs.logp.old
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``gbpo_loss``."""
         return gbpo_loss(logp, advantages, logp_old=logp_old, mask=mask, level=self.level)

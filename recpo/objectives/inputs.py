@@ -8,45 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
-from recpo.base.types import LogProbs
+from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.ops.surrogate import guarded_ratio
-
-SOURCES = {
-    "advantages": "an advantage estimator",
-    "rewards": "rewards in the batch or a reward function",
-    "chosen": "preference lists (one chosen item per slate)",
-    "old": "an old policy (logged propensities, a snapshot or the current policy)",
-    "reference": "a reference policy",
-    "values": "a critic",
-    "values_old": "a critic",
-    "returns": "a critic and an advantage estimator that gives returns",
-    "entropy": "the entropy of the policy",
-    "divergence": "a reference policy",
-    "q_values": "a Q head",
-    "q_targets": "a Q head with a target network",
-    "scores": "a score head",
-    "label": "labels in the batch",
-    "dislike": "labels in the batch",
-    "grades": "the graded feedback of the log",
-    "positive": "the log's own definition of a positive event",
-    "behaviors": "the behaviors that `recpo prepare` mapped",
-}
-"""Where each input comes from, for the error message."""
 
 ROUNDING = 0.01
 """A log-softmax may exceed 0 by rounding: 2^-7 in bfloat16. A larger value is not a log-probability."""
 
 
-def required(value: Tensor | None, name: str, objective: object) -> Tensor:
-    """``value``, or an error that names the missing input.
+def required(inputs: ObjectiveInputs, name: str, objective: object) -> Tensor:
+    """The field ``name`` of the inputs or of their log-probabilities.
 
     Raises:
-        RecpoError: the training module did not supply it.
+        RecpoError: it is None: the objective does not require it, or training did not supply it.
     """
+    value: Tensor | None = getattr(inputs.logp if name in LogProbs._fields else inputs, name)
     if value is None:
-        raise RecpoError(f"{type(objective).__name__} needs {name}, which come from {SOURCES[name]}: configure one.")
+        requirement = next(one for one in Requirement if name in one.fields)
+        raise requirement.missing(objective, f", and its inputs have no {name}")
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
@@ -37,7 +37,7 @@ class Likelihood(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"advantages"} if self.positive_only else ())
+        return frozenset({Requirement.ADVANTAGES} if self.positive_only else ())
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -47,7 +47,7 @@ class Likelihood(Objective):
     def _mask(self, inputs: ObjectiveInputs) -> Tensor:
         mask = inputs.logp.mask.bool()
         if self.positive_only:
-            mask = mask & (required(inputs.advantages, "advantages", self) > 0).unsqueeze(-1)
+            mask = mask & (required(inputs, "advantages", self) > 0).unsqueeze(-1)
         return mask
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
@@ -160,15 +160,16 @@ class WeightedLikelihood(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"advantages", "old"} if self.ips_power else {"advantages"})
+        of_log = {Requirement.OLD, Requirement.PROPENSITIES} if self.ips_power else set()
+        return frozenset({Requirement.ADVANTAGES} | of_log)
 
     def _weights(self, inputs: ObjectiveInputs) -> Tensor:
         tokens = inputs.logp.mask.bool()
         behavior = None
         if self.ips_power:
-            behavior = zero_masked(required(inputs.logp.old, "old", self), tokens).sum(-1)
+            behavior = zero_masked(required(inputs, "old", self), tokens).sum(-1)
         return likelihood_weights(
-            required(inputs.advantages, "advantages", self),
+            required(inputs, "advantages", self),
             logp_behavior=behavior,
             mask=tokens.any(-1),
             temperature=self.temperature,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
@@ -63,9 +63,15 @@ class PolicyGradientObjective(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        compared = "divergence" if self.kl_kind == "full" else "reference"
-        optional = {compared: self.kl_coef, "entropy": self.entropy_coef}
-        return frozenset({"advantages", "old"} | {name for name, weight in optional.items() if weight})
+        compared = Requirement.DIVERGENCE if self.kl_kind == "full" else Requirement.REFERENCE
+        optional = {compared: self.kl_coef, Requirement.ENTROPY: self.entropy_coef}
+        asked = {requirement for requirement, weight in optional.items() if weight}
+        return frozenset({Requirement.ADVANTAGES, Requirement.OLD} | asked)
+
+    @property
+    def reads_token_advantages(self) -> bool:
+        """True: the loss is per token."""
+        return True
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -77,8 +83,8 @@ class PolicyGradientObjective(Objective):
         return denominator(inputs.logp.mask, self.aggregation)
 
     @abstractmethod
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The unreduced loss ``[B, S, T]``; ``advantages`` too, and ``logp_old`` is as ``old`` returns it."""
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The unreduced loss, of ``[B, S, T]`` each; without an old policy, ``logp_old`` is ``logp``, detached."""
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The token log-ratios ``[B, S, T]`` at the level at which this objective clips them."""
@@ -89,14 +95,14 @@ class PolicyGradientObjective(Objective):
         return loss
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
-        """Log-probabilities under the old policy."""
-        return required(inputs.logp.old, "old", self)
+        """Log-probabilities under the old policy; None = every ratio is 1."""
+        return required(inputs, "old", self)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
-        given = required(inputs.advantages, "advantages", self).detach()
+        given = required(inputs, "advantages", self).detach()
         advantages = zero_masked(over_tokens(given, mask), mask)
         of_items = advantages.sum(-1) if given.dim() == mask.dim() else zero_masked(given, mask.any(-1))
         # The module need not score inert positions: their values are not log-probabilities. An item is scored as a
@@ -106,7 +112,7 @@ class PolicyGradientObjective(Objective):
         logp = zero_masked(inputs.logp.policy, scored)
         old = self.old(inputs)
         old = None if old is None else zero_masked(old.detach(), scored)
-        surrogate = self.token_loss(logp, old, advantages, mask)
+        surrogate = self.token_loss(logp, logp.detach() if old is None else old, advantages, mask)
         total, metrics = self.penalized(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
@@ -125,7 +131,7 @@ class PolicyGradientObjective(Objective):
             metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
         if self.entropy_coef:
             kept = mask.any(-1)
-            entropy = zero_masked(required(inputs.entropy, "entropy", self), kept)
+            entropy = zero_masked(required(inputs, "entropy", self), kept)
             loss = loss - self.entropy_coef * over_tokens(entropy, loss)
             metrics["entropy"] = masked_mean(entropy.detach(), kept)
         return loss, metrics
@@ -133,8 +139,8 @@ class PolicyGradientObjective(Objective):
     def _divergence(self, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs) -> Tensor:
         """The divergence from the reference ``[B, S, T]``, exact or estimated from the tokens of the slate."""
         if self.kl_kind == "full":
-            return zero_masked(required(inputs.divergence, "divergence", self), mask)
-        return kl_estimate(logp, zero_masked(required(inputs.logp.reference, "reference", self), mask), self.kl_kind)
+            return zero_masked(required(inputs, "divergence", self), mask)
+        return kl_estimate(logp, zero_masked(required(inputs, "reference", self), mask), self.kl_kind)
 
     @torch.no_grad()
     def _health(
@@ -280,18 +286,18 @@ class PPO(ClippedObjective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return super().requires | ({"value"} if self.value_coef else frozenset())
+        return super().requires | ({Requirement.VALUE} if self.value_coef else frozenset())
 
     @property
     def zero_advantage_is_inert(self) -> bool:
         """False with a critic, which learns from every position."""
         return super().zero_advantage_is_inert and not self.value_coef
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
         return ppo_loss(
             logp,
-            required(logp_old, "old", self),
+            logp_old,
             advantages,
             mask=mask,
             clip_low=self.clip_low,
@@ -306,11 +312,11 @@ class PPO(ClippedObjective):
         loss, metrics = super().penalized(loss, logp, mask, inputs)
         if self.value_coef:
             kept = mask.any(-1)
-            values = zero_masked(required(inputs.values, "values", self), kept)
-            returns = zero_masked(required(inputs.returns, "returns", self), kept)
+            values = zero_masked(required(inputs, "values", self), kept)
+            returns = zero_masked(required(inputs, "returns", self), kept)
             old = None
             if self.value_clip is not None:
-                old = zero_masked(required(inputs.values_old, "values_old", self), kept)
+                old = zero_masked(required(inputs, "values_old", self), kept)
             critic = value_loss(values, old, returns, clip=self.value_clip)
             loss = loss + self.value_coef * over_tokens(critic, loss)
             metrics["value_loss"] = masked_mean(critic.detach(), kept)
@@ -400,7 +406,7 @@ class Reinforce(PolicyGradientObjective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return super().requires - (frozenset() if self.off_policy else {"old"})
+        return super().requires if self.off_policy else super().requires - {Requirement.OLD}
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
         """Log-probabilities under the behavior policy; None on-policy."""
@@ -410,7 +416,7 @@ class Reinforce(PolicyGradientObjective):
         """The log-ratio of the item, on each of its tokens."""
         return zero_masked(over_tokens(log_ratio.sum(-1), log_ratio), mask)
 
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``reinforce_loss``."""
         return reinforce_loss(
             logp, advantages, logp_old=logp_old, mask=mask, ratio_cap=self.ratio_cap, top_k=self.top_k

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import advantage_shares, masked_mean, required, validate_log_probs
@@ -49,7 +49,7 @@ def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLi
     An item is kept if any of its tokens is kept. Rows without exactly one kept chosen item are dropped.
     """
     kept = inputs.logp.mask.bool().any(-1)
-    is_chosen = required(inputs.chosen, "chosen", objective).bool() & kept
+    is_chosen = required(inputs, "chosen", objective).bool() & kept
     rows = is_chosen.sum(-1) == 1
     return PreferenceLists(rows, is_chosen & rows.unsqueeze(-1), kept & ~is_chosen & rows.unsqueeze(-1))
 
@@ -59,7 +59,7 @@ def grade_gaps(lists: PreferenceLists, inputs: ObjectiveInputs, objective: objec
 
     0 if the other item has the higher grade, or if either grade is unknown (items that were never shown).
     """
-    grades = required(inputs.grades, "grades", objective).detach()
+    grades = required(inputs, "grades", objective).detach()
     return zero_masked(
         (lists.chosen(grades).unsqueeze(-1) - grades).nan_to_num(nan=0.0).clamp(min=0.0), lists.is_rejected
     )
@@ -87,7 +87,7 @@ class PreferenceObjective(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"chosen", "reference"})
+        return frozenset({Requirement.CHOSEN, Requirement.REFERENCE})
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Lists with exactly one chosen item, those without any rejected item included."""
@@ -103,8 +103,8 @@ class PreferenceObjective(Objective):
         lists = preference_lists(inputs, self)
         logp = self.item_logp(inputs.logp.policy, inputs.logp.mask)
         logp_ref = torch.zeros_like(logp)
-        if "reference" in self.requires:
-            logp_ref = self.item_logp(required(inputs.logp.reference, "reference", self).detach(), inputs.logp.mask)
+        if Requirement.REFERENCE in self.requires:
+            logp_ref = self.item_logp(required(inputs, "reference", self).detach(), inputs.logp.mask)
         total = self.list_loss(logp, logp_ref, lists, inputs)
         if self.nll_coef:
             total = total - self.nll_coef * lists.chosen(logp)
@@ -317,8 +317,8 @@ class DPO(PreferenceObjective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        requires = super().requires | ({"grades"} if self.grade_gap_coef else frozenset())
-        return requires - ({"reference"} if self.variant == "simpo" else frozenset())
+        requires = super().requires | ({Requirement.GRADES} if self.grade_gap_coef else frozenset())
+        return requires - ({Requirement.REFERENCE} if self.variant == "simpo" else frozenset())
 
     def item_logp(self, logp: Tensor, mask: Tensor) -> Tensor:
         """Sum, or mean with ``length_normalized`` and in SimPO, over the kept tokens."""
@@ -421,7 +421,7 @@ class KTO(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"advantages", "reference"})
+        return frozenset({Requirement.ADVANTAGES, Requirement.REFERENCE})
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -430,7 +430,7 @@ class KTO(Objective):
 
     def _signs(self, inputs: ObjectiveInputs) -> Tensor:
         """``[B, S]`` of -1, 0 and 1; 0 where masked."""
-        advantages = required(inputs.advantages, "advantages", self).detach()
+        advantages = required(inputs, "advantages", self).detach()
         return zero_masked(advantages, inputs.logp.mask.bool().any(-1)).sign()
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
@@ -442,7 +442,7 @@ class KTO(Objective):
         signs = self._signs(inputs)
         labeled = signs != 0
         scored = inputs.logp.mask.bool() & labeled.unsqueeze(-1)
-        reference = required(inputs.logp.reference, "reference", self).detach()
+        reference = required(inputs, "reference", self).detach()
         validate_log_probs(inputs.logp._replace(mask=scored), self)
         logp, logp_ref = (zero_masked(x, scored).sum(-1) for x in (inputs.logp.policy, reference))
         point = self._reference_point((logp - logp_ref).detach(), labeled)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
@@ -96,7 +96,7 @@ class QLearning(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"q_value"})
+        return frozenset({Requirement.Q_VALUE})
 
     @property
     def reads_log_prob(self) -> bool:
@@ -112,8 +112,8 @@ class QLearning(Objective):
         validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
         kept = mask.any(-1)
-        q_values = zero_masked(required(inputs.q_values, "q_values", self), kept)
-        targets = zero_masked(required(inputs.q_targets, "q_targets", self).detach(), kept)
+        q_values = zero_masked(required(inputs, "q_values", self), kept)
+        targets = zero_masked(required(inputs, "q_targets", self).detach(), kept)
         temporal_difference = q_loss(q_values, targets, huber=self.huber)
         nll = -zero_masked(inputs.logp.policy, mask).sum(-1)
         total = self.q_coef * temporal_difference + self.likelihood_coef * nll

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import RewardFunction
+from recpo.base.contracts import Requirement, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
@@ -43,9 +43,9 @@ class LoggedReward(RewardFunction):
     _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"labels"})
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.LABELS})
 
     @property
     def reads(self) -> Reads:
@@ -166,9 +166,9 @@ class HitReward(RewardFunction):
     """
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"positives"})
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.POSITIVES})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -230,14 +230,9 @@ class RankAwareReward(RewardFunction):
     """
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"positives"})
-
-    @property
-    def reads_ranks(self) -> bool:
-        """See ``RewardFunction.reads_ranks``."""
-        return True
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.POSITIVES, Requirement.RANKS})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -406,9 +401,9 @@ class EnsembleReward(RewardFunction):
         return tuple(definition for member in self.members for definition in member.feedback)
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``: what any of the members cannot do without."""
-        return frozenset().union(*(member.learns_from for member in self.members))
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``: what any of the members cannot do without."""
+        return frozenset().union(*(member.requires for member in self.members))
 
     @property
     def reads(self) -> Reads:
@@ -466,14 +461,9 @@ class WeightedSum(RewardFunction):
         return tuple(definition for term in self.rewards for definition in term.feedback)
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``: what any of the terms cannot do without."""
-        return frozenset().union(*(term.learns_from for term in self.rewards))
-
-    @property
-    def reads_ranks(self) -> bool:
-        """See ``RewardFunction.reads_ranks``."""
-        return any(term.reads_ranks for term in self.rewards)
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``: what any of the terms cannot do without."""
+        return frozenset().union(*(term.requires for term in self.rewards))
 
     @property
     def reads(self) -> Reads:

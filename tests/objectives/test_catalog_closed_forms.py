@@ -210,11 +210,11 @@ def test_the_catalog_policy_gradient_item_by_item():
     assert objective(inputs._replace(denominator=torch.tensor(5))).loss.item() == pytest.approx(losses.sum() / 5)
     assert set(CatalogPolicyGradient(kl_coef=0.0)(inputs).metrics) == {"expected_reward", "entropy"}
     bare = CatalogPolicyGradient(kl_coef=0.0)
-    assert bare.requires == {"rewards"}
+    assert bare.requires == {"rewards", "catalog"}
     assert bare(inputs._replace(logp=inputs.logp._replace(reference=None))).loss.item() == pytest.approx(
         -np.mean(gained)
     )
-    assert objective.requires == {"rewards", "reference"}
+    assert objective.requires == {"rewards", "reference", "catalog"}
     assert CatalogPolicyGradient(0.0, 0.0).entropy_coef == 0.0
 
 

@@ -299,7 +299,7 @@ def test_the_catalog_policy_gradient_in_closed_form():
     logits, reference = torch.randn(2, 3, 6, dtype=torch.float64)
     logits, rewards = logits.requires_grad_(), torch.rand(3, 6, dtype=torch.float64)
     objective = CatalogPolicyGradient(kl_coef=0.3, entropy_coef=0.2)
-    assert objective.reads_catalog
+    assert "catalog" in objective.requires
     output = objective(catalog(logits, rewards, reference))
     (gradient,) = torch.autograd.grad(output.loss, logits)
     logp, log_ref = logits.detach().log_softmax(-1), reference.log_softmax(-1)
