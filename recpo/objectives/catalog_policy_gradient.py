@@ -84,7 +84,11 @@ class CatalogPolicyGradient(Objective):
     def __post_init__(self) -> None:
         for name in ("kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
-                raise RecpoError(f"CatalogPolicyGradient.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"CatalogPolicyGradient.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"CatalogPolicyGradient.{name}",
+                )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -126,7 +130,9 @@ class CatalogPolicyGradient(Objective):
             raise RecpoError(
                 "CatalogPolicyGradient sums over the whole catalog, and the probabilities of a context miss 1 by up to "
                 f"{float(off.max()):.4g}: set rollout.candidates to catalog, with a reward that knows every item "
-                "(unknown rewards leave their items out)"
+                "(unknown rewards leave their items out)",
+                code="bad_value",
+                field="rollout.candidates",
             )
 
     @torch.no_grad()

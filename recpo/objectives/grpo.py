@@ -207,7 +207,9 @@ class ECPO(ClippedObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.delta < 0:
-            raise RecpoError(f"ECPO.delta must not be negative, got {self.delta}.")
+            raise RecpoError(
+                f"ECPO.delta must not be negative, got {self.delta}.", code="out_of_range", field="ECPO.delta"
+            )
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ecpo_loss``."""
@@ -360,7 +362,11 @@ class CISPO(PolicyGradientObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cap_low is not None and self.cap_high is not None and self.cap_low > self.cap_high:
-            raise RecpoError(f"CISPO.cap_low ({self.cap_low}) must not exceed CISPO.cap_high ({self.cap_high}).")
+            raise RecpoError(
+                f"CISPO.cap_low ({self.cap_low}) must not exceed CISPO.cap_high ({self.cap_high}).",
+                code="conflicting_options",
+                field="CISPO.cap_low",
+            )
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``cispo_loss``."""

@@ -50,7 +50,9 @@ def validate_log_probs(logp: LogProbs, objective: object) -> None:
             largest = float(values[logp.mask.bool()].nan_to_num(nan=-torch.inf).max())
             raise RecpoError(
                 f"{type(objective).__name__}: the log-probabilities of the {name} policy reach {largest:.4g}, and none "
-                "can lie above 0: return log_softmax(scores), not scores or probabilities."
+                "can lie above 0: return log_softmax(scores), not scores or probabilities.",
+                code="bad_value",
+                field=name,
             )
 
 

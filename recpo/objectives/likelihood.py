@@ -153,9 +153,17 @@ class WeightedLikelihood(Objective):
     def __post_init__(self) -> None:
         for name, least in (("temperature", 0.0), ("max_weight", 0.0), ("max_ips", 0.0)):
             if not getattr(self, name) > least:
-                raise RecpoError(f"WeightedLikelihood.{name} must be above {least:g}, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"WeightedLikelihood.{name} must be above {least:g}, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"WeightedLikelihood.{name}",
+                )
         if not 0.0 <= self.ips_power <= 1.0:
-            raise RecpoError(f"WeightedLikelihood.ips_power must lie in [0, 1], got {self.ips_power}.")
+            raise RecpoError(
+                f"WeightedLikelihood.ips_power must lie in [0, 1], got {self.ips_power}.",
+                code="out_of_range",
+                field="WeightedLikelihood.ips_power",
+            )
 
     @property
     def requires(self) -> frozenset[str]:

@@ -146,7 +146,11 @@ class SoftmaxDPO(PreferenceObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.grade_gap_coef >= 0.0:
-            raise RecpoError(f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.")
+            raise RecpoError(
+                f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.",
+                code="out_of_range",
+                field="SoftmaxDPO.grade_gap_coef",
+            )
 
     @property
     def requires(self) -> frozenset[str]:

@@ -167,7 +167,7 @@ class MPO(Objective):
         for name in ("temperature", "kl_target"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise RecpoError(f"MPO.{name} must be above 0, got {value}.")
+                raise RecpoError(f"MPO.{name} must be above 0, got {value}.", code="out_of_range", field=f"MPO.{name}")
 
     @property
     def requires(self) -> frozenset[str]:

@@ -55,10 +55,18 @@ class PolicyGradientObjective(Objective):
     def __post_init__(self) -> None:
         for name in ("clip_low", "kl_coef", "clip_high"):
             if getattr(self, name, 0.0) < 0:
-                raise RecpoError(f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"{type(self).__name__}.{name}",
+                )
         dual_clip = getattr(self, "dual_clip", None)
         if dual_clip is not None and dual_clip <= 1.0:
-            raise RecpoError(f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.")
+            raise RecpoError(
+                f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.",
+                code="out_of_range",
+                field=f"{type(self).__name__}.dual_clip",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -401,7 +409,9 @@ class Reinforce(PolicyGradientObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k < 1:
-            raise RecpoError(f"Reinforce.top_k must be at least 1, got {self.top_k}.")
+            raise RecpoError(
+                f"Reinforce.top_k must be at least 1, got {self.top_k}.", code="out_of_range", field="Reinforce.top_k"
+            )
 
     @property
     def requires(self) -> frozenset[str]:

@@ -82,7 +82,11 @@ class PreferenceObjective(Objective):
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
-            raise RecpoError(f"{type(self).__name__}.beta must be above 0, got {self.beta}.")
+            raise RecpoError(
+                f"{type(self).__name__}.beta must be above 0, got {self.beta}.",
+                code="out_of_range",
+                field=f"{type(self).__name__}.beta",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -309,10 +313,18 @@ class DPO(PreferenceObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.label_smoothing < 0.5:
-            raise RecpoError(f"DPO.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}.")
+            raise RecpoError(
+                f"DPO.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}.",
+                code="out_of_range",
+                field="DPO.label_smoothing",
+            )
         for name in ("margin", "grade_gap_coef"):
             if not getattr(self, name) >= 0.0:
-                raise RecpoError(f"DPO.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"DPO.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"DPO.{name}",
+                )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -413,10 +425,14 @@ class KTO(Objective):
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise RecpoError(f"KTO.beta must be above 0, got {self.beta}.")
+            raise RecpoError(f"KTO.beta must be above 0, got {self.beta}.", code="out_of_range", field="KTO.beta")
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) >= 0:
-                raise RecpoError(f"KTO.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"KTO.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"KTO.{name}",
+                )
 
     @property
     def requires(self) -> frozenset[str]:

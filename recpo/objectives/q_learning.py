@@ -91,7 +91,9 @@ class QLearning(Objective):
 
     def __post_init__(self) -> None:
         if self.huber is not None and self.huber <= 0:
-            raise RecpoError(f"QLearning.huber must be above 0, got {self.huber}.")
+            raise RecpoError(
+                f"QLearning.huber must be above 0, got {self.huber}.", code="out_of_range", field="QLearning.huber"
+            )
 
     @property
     def requires(self) -> frozenset[str]:

@@ -150,10 +150,16 @@ class PointwiseReward(Objective):
         if len(set(self.target_names)) < len(self.target_names):
             raise RecpoError(
                 f"PointwiseReward: behaviors are {', '.join(self.behaviors)}; name each once, and none of "
-                f"{', '.join(self.target_names[:2])}, which are predicted anyway"
+                f"{', '.join(self.target_names[:2])}, which are predicted anyway",
+                code="duplicate",
+                field="PointwiseReward.behaviors",
             )
         if not 0.0 < self.positive_weight < float("inf"):
-            raise RecpoError(f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}")
+            raise RecpoError(
+                f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}",
+                code="out_of_range",
+                field="PointwiseReward.positive_weight",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -175,7 +181,9 @@ class PointwiseReward(Objective):
         if unknown := [name for name in self.behaviors if name not in names]:
             raise RecpoError(
                 f"PointwiseReward predicts the behavior {unknown[0]!r}, which the data lacks (it has "
-                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare"
+                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare",
+                code="unknown_name",
+                field="PointwiseReward.behaviors",
             )
         known = replace(self)
         object.__setattr__(known, "_bits", tuple(names.index(name) for name in self.behaviors))
@@ -219,7 +227,11 @@ class PointwiseReward(Objective):
             if behaviors is None:
                 raise Requirement.BEHAVIORS.missing(self)
             if self._bits is None:
-                raise RecpoError("PointwiseReward: call for_behaviors with the names of the data's behaviors")
+                raise RecpoError(
+                    "PointwiseReward: call for_behaviors with the names of the data's behaviors",
+                    code="invalid",
+                    field="PointwiseReward.behaviors",
+                )
             columns += [(behaviors >> bit & 1).bool() for bit in self._bits]
         targets = torch.stack([torch.where(graded, first, 0.0), *(column.to(grade.dtype) for column in columns)], -1)
         return targets, torch.stack([graded, *(torch.ones_like(graded) for _ in columns)], -1)

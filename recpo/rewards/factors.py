@@ -102,7 +102,9 @@ class Factors:
         if not 0 <= self.lower_bound < float("inf") or (self.lower_bound and self.item_covariance is None):
             raise RecpoError(
                 f"factors: lower_bound is {self.lower_bound}; it is at least 0, and 0 where the model was fitted with "
-                "uncertainty: false"
+                "uncertainty: false",
+                code="out_of_range",
+                field="lower_bound",
             )
         items, rank = self.item_factors.shape
         expected = {
@@ -113,10 +115,16 @@ class Factors:
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
-                raise RecpoError(f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+                raise RecpoError(
+                    f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}", code="wrong_shape", field=name
+                )
         if self.user_factors is not None and self.user_factors.shape[1:] != (rank + 1,):
             shape = tuple(self.user_factors.shape)
-            raise RecpoError(f"factors: user_factors has shape {shape}, expected (users, {rank + 1})")
+            raise RecpoError(
+                f"factors: user_factors has shape {shape}, expected (users, {rank + 1})",
+                code="wrong_shape",
+                field="user_factors",
+            )
 
     @property
     def num_items(self) -> int:
@@ -167,7 +175,11 @@ class Factors:
 
     def _solutions(self, histories: Histories) -> list[RidgeSolution]:
         if histories.feedback is None:
-            raise RecpoError("factors are folded in from graded events, and these histories have no feedback levels")
+            raise RecpoError(
+                "factors are folded in from graded events, and these histories have no feedback levels",
+                code="missing_value",
+                field="feedback",
+            )
         width = max(1, histories.item_ids.shape[1])
         size = max(1, _FOLD_IN_BYTES // (8 * width * (self.rank + 1)))
         parts = zip(
@@ -224,7 +236,9 @@ class Factors:
         if not isinstance(histories, Histories):
             raise RecpoError(
                 f"Factors.recommend takes encoded Histories, not {type(histories).__name__}: factors know no ids of "
-                "items; for a frame of events, call recpo.recommend(factors, frame, prepared=...)"
+                "items; for a frame of events, call recpo.recommend(factors, frame, prepared=...)",
+                code="wrong_type",
+                field="histories",
             )
         users, covariance = self.fold_in_with_covariance(histories)
         states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
@@ -269,14 +283,24 @@ class Factors:
         """
         root = Path(path)
         if other := other_kind(root, "factors"):
-            raise RecpoError(f"{root} holds no factors{other}: make factors with `recpo factorize`")
+            raise RecpoError(
+                f"{root} holds no factors{other}: make factors with `recpo factorize`",
+                code="wrong_file",
+                field=str(root),
+            )
         if not (root / MANIFEST).is_file():
-            raise RecpoError(f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`")
+            raise RecpoError(
+                f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`",
+                code="wrong_file",
+                field=str(root),
+            )
         manifest = read_json(root / MANIFEST, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
-                f"{FORMAT_VERSION}; make it again with `recpo factorize`"
+                f"{FORMAT_VERSION}; make it again with `recpo factorize`",
+                code="old_format",
+                field=str(root / MANIFEST),
             )
         manifest = unseal(manifest, root / MANIFEST, _REMEDY)
         verify(root, manifest["files"], _REMEDY)
@@ -297,7 +321,7 @@ class Factors:
                 facts=manifest["facts"],
             )
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}") from error
+            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}", code="damaged", field=str(root)) from error
 
     def validate_feedback(self, feedback: FeedbackDefinition, shown: object) -> None:
         """Raises ``RecpoError`` if ``feedback``, that of ``shown``, defines other grades than the model's own."""
@@ -309,7 +333,8 @@ class Factors:
         if catalog_checksum != self.catalog_checksum:
             raise RecpoError(
                 f"the factors were fitted on other items than {shown} holds (items.parquet differs): use the prepared "
-                "directory that they were fitted on, or run `recpo factorize` on this one"
+                "directory that they were fitted on, or run `recpo factorize` on this one",
+                code="mismatch",
             )
 
 
@@ -354,7 +379,11 @@ def item_vectors(model: Factors) -> Tensor:
 
 def _item_covariance(model: Factors) -> Tensor:
     if model.item_covariance is None:
-        raise RecpoError("these factors were fitted with uncertainty: false, so they have no bounds; fit them again")
+        raise RecpoError(
+            "these factors were fitted with uncertainty: false, so they have no bounds; fit them again",
+            code="unsupported",
+            field="uncertainty",
+        )
     return model.item_covariance
 
 
@@ -421,14 +450,22 @@ def read_model(path: Path, kind: str, model: type[_Model]) -> _Model:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         described, tensors = json.loads(header["model"]), load(content)
         if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
-            raise RecpoError(f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}")
+            raise RecpoError(
+                f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
+                code="damaged",
+                field=str(path),
+            )
     except OSError as error:
-        raise RecpoError(describe_os_error(error, path)) from error
+        raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise RecpoError(f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}") from error
+        raise RecpoError(
+            f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
+        ) from error
     if (described.pop("kind", None), described.pop("version", None)) != (kind, _VERSION):
-        raise RecpoError(f"{path} holds no {kind} of this version of recpo; {_FILE_REMEDY}")
+        raise RecpoError(
+            f"{path} holds no {kind} of this version of recpo; {_FILE_REMEDY}", code="wrong_file", field=str(path)
+        )
     try:
         return model(**described, **tensors)
     except TypeError as error:
-        raise RecpoError(f"{path} is damaged ({error}); {_FILE_REMEDY}") from error
+        raise RecpoError(f"{path} is damaged ({error}); {_FILE_REMEDY}", code="damaged", field=str(path)) from error

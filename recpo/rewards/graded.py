@@ -241,7 +241,9 @@ def mean_grade(data: Prepared, period: Period = "train") -> tuple[float, int]:
     if not count:
         raise RecpoError(
             f"{data.root}: no event of the period {period} has a grade, so there is nothing to fit: prepare the log "
-            "with watch times or labels"
+            "with watch times or labels",
+            code="empty",
+            field=str(data.root),
         )
     return total / count, count
 

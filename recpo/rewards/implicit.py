@@ -72,7 +72,11 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
         RecpoError: the histories have no feedback levels.
     """
     if histories.feedback is None:
-        raise RecpoError("the feedback levels of a history define its positives, and these histories have none")
+        raise RecpoError(
+            "the feedback levels of a history define its positives, and these histories have none",
+            code="missing_value",
+            field="feedback",
+        )
     place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
     lengths = histories.lengths[:, None]
     known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
@@ -104,7 +108,8 @@ def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> 
         if len(models) > 1:
             raise RecpoError(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models "
-                "is best: give one value of each option"
+                "is best: give one value of each option",
+                code="empty",
             )
         return 0, [None]
     return max(range(len(models)), key=lambda number: sums[number]), [total / users for total in sums]
@@ -141,14 +146,28 @@ class ImplicitOptions:
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
-            raise RecpoError(f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1")
+            raise RecpoError(
+                f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1",
+                code="out_of_range",
+                field="ranks",
+            )
         validate_seed(self.seed, "implicit_als: seed")
         if self.sweeps < 1:
-            raise RecpoError(f"implicit_als: sweeps is {self.sweeps}; it is at least 1")
+            raise RecpoError(
+                f"implicit_als: sweeps is {self.sweeps}; it is at least 1", code="out_of_range", field="sweeps"
+            )
         if not self.unobserved or not min(self.unobserved) > 0:
-            raise RecpoError(f"implicit_als: unobserved is {list(self.unobserved)}; give at least one, each above 0")
+            raise RecpoError(
+                f"implicit_als: unobserved is {list(self.unobserved)}; give at least one, each above 0",
+                code="out_of_range",
+                field="unobserved",
+            )
         if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(f"implicit_als: ridges is {list(self.ridges)}; give at least one, each above 0")
+            raise RecpoError(
+                f"implicit_als: ridges is {list(self.ridges)}; give at least one, each above 0",
+                code="out_of_range",
+                field="ridges",
+            )
 
 
 @dataclass(frozen=True)

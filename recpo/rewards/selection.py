@@ -53,7 +53,8 @@ def fit_factors(
         if not targets and len(grid) > 1:
             raise RecpoError(
                 f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
-                "best: give one rank, and with the method als one ridge"
+                "best: give one rank, and with the method als one ridge",
+                code="empty",
             )
         best = min(range(len(grid)), key=lambda number: errors[number]) if targets else 0
         factors = trials[best].finish(bar.update)

@@ -466,12 +466,16 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
         raise RecpoError(
             f"old_policy: logged needs a propensity in (0, 1] for every scored event; {int(missing)} of "
             f"{int(needed.sum())} in this batch have none. Map the log's propensity column in `recpo prepare`, "
-            "or set old_policy: snapshot"
+            "or set old_policy: snapshot",
+            code="missing_value",
+            field="old_policy",
         )
     if logp.shape[-1] > 1:
         raise RecpoError(
             "old_policy: logged gives one probability per item, this policy scores several tokens per item: set "
-            "old_policy to snapshot"
+            "old_policy to snapshot",
+            code="unsupported",
+            field="old_policy",
         )
     return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
 
