@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.objectives.gbpo import gbpo_loss
+from recpo.objectives.grpo import gbpo_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
 from recpo.ops.linear_logprob import linear_logprob
 

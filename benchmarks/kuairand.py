@@ -59,7 +59,7 @@ from recpo.evaluation.measures import Recommender
 from recpo.evaluation.new_items import NewItems, new_items
 from recpo.evaluation.targets import held_out_targets
 from recpo.log.prepared import Prepared
-from recpo.ops.item_sets import first_places
+from recpo.ops.ranking import first_places
 from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward
 

@@ -26,8 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from recpo.ops.linear_logprob import linear_logprob
-from recpo.ops.row_shard import RowShard
-from recpo.ops.sharded_logprob import sharded_logprob
+from recpo.ops.sharded_logprob import RowShard, sharded_logprob
 
 
 def rows_of(first: int, stop: int, dim: int) -> Tensor:

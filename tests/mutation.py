@@ -1,7 +1,7 @@
 """Mutation testing: changes one operator, constant, sign or mask of a module at a time; its tests must fail.
 
     python tests/mutation.py recpo/objectives recpo/ops          # the modules and their own tests (``OWNERS``)
-    python tests/mutation.py recpo/objectives/gbpo.py --only 17  # one mutant (or more), with the output of the tests
+    python tests/mutation.py recpo/objectives/grpo.py --only 17  # one mutant (or more), with the output of the tests
 
 Prints every mutant that survived, as the line that it changed; the exit status is 1 where there are any that
 ``mutation_equivalents.txt`` does not name. Works on a copy in a temporary directory, so the checkout may be edited
@@ -46,38 +46,40 @@ OWNERS = {
     "recpo/objectives": LOSSES,
     **{
         f"recpo/objectives/{module}": [f"tests/objectives/test_{name}.py" for name in NEWER]
-        for module in ("mpo", "catalog_policy_gradient", "weighted_likelihood", "kto")
+        for module in ("mpo", "catalog_policy_gradient", "likelihood")
     },
-    **{f"recpo/objectives/{module}": PREFERENCES for module in ("dpo", "preference", "listwise_dpo")},
+    **{f"recpo/objectives/{module}": PREFERENCES for module in ("preference", "listwise_dpo")},
     "recpo/ops": ["tests/ops", *LOSSES],
     "recpo/ops/kl": LOSSES,
     "recpo/ops/reduce": LOSSES,
     "recpo/ops/surrogate": LOSSES,
-    "recpo/ops/sampled_softmax": ["tests/ops/test_sampled_softmax.py", "tests/policies/test_catalog_softmax.py"],
     "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py"],
-    "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
+    "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py", "tests/ops/test_sampled_softmax.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
-    "recpo/ops/row_shard": ["tests/ops/test_sharded_logprob.py"],
-    "recpo/ops/item_sets": ["tests/ops/test_item_sets.py"],
-    "recpo/ops/ridge": ["tests/ops/test_small_systems.py"],
-    "recpo/ops/elimination": ["tests/ops/test_small_systems.py"],
-    "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
-    "recpo/objectives/graded": ["tests/objectives/test_labels_and_weights.py"],
-    "recpo/objectives/gate": ["tests/objectives/test_token_advantages.py"],
-    "recpo/objectives/prefix": ["tests/objectives/test_token_advantages.py"],
-    "recpo/rewards": ["tests/rewards/test_rewards.py", "tests/test_vectors.py"],
-    "recpo/rewards/factor": ["tests/rewards/test_factor_reward.py"],
-    "recpo/rewards/ensemble": ["tests/rewards/test_factor_reward.py"],
-    "recpo/factorization": ["tests/factorization", "tests/rewards/test_factor_reward.py"],
-    "recpo/ops/ranking": ["tests/ops/test_ranking.py"],
-    **{
-        f"recpo/rewards/{module}": ["tests/factorization/test_factorization_closed_forms.py"]
-        for module in ("bounds", "normal_equations", "positives")
-    },
-    "recpo/rewards/selection": [
-        "tests/factorization/test_factorization_closed_forms.py",
-        "tests/factorization/test_graded.py",
+    "recpo/ops/linear_algebra": ["tests/ops/test_small_systems.py"],
+    "recpo/objectives/advantages": [
+        "tests/test_advantages.py",
+        "tests/test_vectors.py",
+        "tests/test_objective_references.py",
+        "tests/objectives/test_labels_and_weights.py",
+        "tests/objectives/test_token_advantages.py",
     ],
+    "recpo/rewards": ["tests/rewards/test_rewards.py", "tests/test_vectors.py"],
+    "recpo/ops/ranking": ["tests/ops/test_ranking.py", "tests/ops/test_item_sets.py"],
+    **{
+        f"recpo/rewards/{module}": [
+            "tests/rewards/test_factorization_closed_forms.py",
+            f"tests/rewards/test_{tests}.py",
+        ]
+        for module, tests in {
+            "factors": "factors",
+            "graded": "graded",
+            "selection": "graded",
+            "variational": "variational",
+            "implicit": "implicit_and_ease",
+            "ease": "implicit_and_ease",
+        }.items()
+    },
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],
     **{
         f"recpo/evaluation/off_policy/{module}": [
@@ -101,7 +103,7 @@ OWNERS = {
     "recpo/feedback": ["tests/test_feedback.py"],
 }
 #: modules whose tests start interpreters of their own, which know nothing of a mutant in memory
-IN_OTHER_PROCESSES = ("recpo/ops/sharded_logprob", "recpo/ops/row_shard")
+IN_OTHER_PROCESSES = ("recpo/ops/sharded_logprob",)
 PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "not slow"]
 CANNOT = 77
 

@@ -56,8 +56,8 @@ def test_without_a_fraction_the_log_says_what_is_positive():
     batch = feedback(label=QUANTILE, dislike=DISLIKE, positive=positive, mask=mask)
     assert TernaryAdvantage()(batch).tolist() == [[1, -1, 0, -1], [0, 0, 0, 0]]
     assert TernaryAdvantage()(feedback(positive=positive)).tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
-    assert not TernaryAdvantage().reads_step_labels
-    assert TernaryAdvantage(0.25).reads_step_labels
+    assert TernaryAdvantage().requires == {"positives", "dislikes"}
+    assert TernaryAdvantage(0.25).requires == {"step_labels", "dislikes"}
 
 
 def test_a_label_at_the_threshold_is_positive():
@@ -156,8 +156,6 @@ def test_the_group_is_the_last_axis(advantage):
 def test_what_estimators_read_and_their_defaults():
     assert GroupNormalizedAdvantage() == GroupNormalizedAdvantage(scale=True, unbiased=True, eps=1e-6)
     assert GroupNormalizedAdvantage().requires == LeaveOneOutAdvantage().requires == {"rewards"}
-    assert TernaryAdvantage().learns_from == {"positives", "dislikes"}
-    assert TernaryAdvantage(0.25).learns_from == {"labels", "dislikes"}
 
 
 @pytest.mark.parametrize("estimator", [GroupNormalizedAdvantage(scale=False), LeaveOneOutAdvantage()])
@@ -359,11 +357,9 @@ def test_whitening_keeps_the_zeros_of_groups_that_are_centered():
 
 
 def test_whitening_is_an_option_of_every_estimator():
+    classes = [cls for cls in vars(advantages).values() if isinstance(cls, type)]
     estimators = [
-        cls
-        for cls in vars(advantages).values()
-        if isinstance(cls, type) and issubclass(cls, AdvantageEstimator)
-        if cls.__module__ == advantages.__name__
+        cls for cls in classes if issubclass(cls, AdvantageEstimator) and cls.__module__ == advantages.__name__
     ]
     assert len(estimators) == 7
     for estimator in estimators:

@@ -11,17 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.objectives import advantages as torch_advantages
-from recpo.objectives.aspo import aspo_loss
-from recpo.objectives.cispo import cispo_loss
-from recpo.objectives.dpo import dpo_loss
-from recpo.objectives.ecpo import ecpo_loss
-from recpo.objectives.gbpo import gbpo_loss
-from recpo.objectives.gspo import gspo_loss
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.ppo import entropy, ppo_loss, value_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from tests.reference import objective_losses as ref

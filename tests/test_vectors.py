@@ -21,15 +21,10 @@ from recpo.objectives.advantages import (
     share_threshold,
     ternary_advantage,
 )
-from recpo.objectives.aspo import aspo_loss
-from recpo.objectives.cispo import cispo_loss
-from recpo.objectives.dpo import DPO, dpo_loss
-from recpo.objectives.ecpo import ecpo_loss
-from recpo.objectives.gbpo import GBPO, gbpo_loss
-from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
-from recpo.objectives.gspo import GSPO, gspo_loss
+from recpo.objectives.grpo import DAPO, GBPO, GRPO, GSPO, DrGRPO, aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.ppo import PPO, entropy, ppo_loss, value_loss
+from recpo.objectives.policy_gradient import PPO, entropy, ppo_loss, value_loss
+from recpo.objectives.preference import DPO, dpo_loss
 from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate

@@ -1,10 +1,15 @@
-"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function."""
+"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function.
+
+``Requirement`` is the vocabulary in which objectives, advantages and rewards say what they need.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -188,9 +193,185 @@ class StatePolicy(Policy):
         """
         raise RecpoError(
             f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3",
-            code="conflicting_options",
+            code="unsupported",
             field="objective.init_args.kl_kind",
         )
+
+
+class Requirement(StrEnum):
+    """What an objective, an advantage estimator or a reward needs beyond ``logp.policy``.
+
+    Training computes the inputs of an objective from these (``recpo.training.inputs``), and refuses options and logs
+    that cannot supply them before the first step (``recpo.training.contradictions``). A member equals its name, so
+    ``frozenset({"advantages", "old"})`` says the same as the members.
+
+    Attributes:
+        need: what whoever requires it does with it.
+        remedy: how to supply it.
+        option: the option that supplies it.
+        fields: the fields of ``ObjectiveInputs`` that an objective reads, each with the column of ``Slates`` that it
+            is; None = training computes it. ``old`` and ``reference`` are fields of ``LogProbs``.
+        implies: further requirements that it needs itself.
+    """
+
+    need: str
+    remedy: str
+    option: str
+    fields: Mapping[str, str | None]
+    implies: frozenset[str]
+
+    def __new__(
+        cls,
+        name: str,
+        need: str,
+        remedy: str,
+        option: str,
+        fields: Mapping[str, str | None] | None = None,
+        implies: Iterable[str] = (),
+    ) -> Self:
+        """A member: a text with attributes."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.need, member.remedy, member.option = need, remedy, option
+        member.fields, member.implies = fields or {}, frozenset(implies)
+        return member
+
+    ADVANTAGES = (
+        "advantages",
+        "weighs by advantages",
+        "set advantage, e.g. class_path: TernaryAdvantage",
+        "advantage",
+        {"advantages": None},
+    )
+    REWARDS = "rewards", "needs rewards", "set reward, e.g. class_path: LoggedReward", "reward", {"rewards": "reward"}
+    CHOSEN = (
+        "chosen",
+        "compares a chosen item with rejected ones",
+        "set data.layout to class_path: PreferenceListLayout, or with a rollout its preference to best_vs_rest",
+        "data.layout",
+        {"chosen": "chosen"},
+    )
+    CATALOG = (
+        "catalog",
+        "reads the whole catalog, in the order of the ids",
+        "set rollout.candidates to catalog",
+        "rollout.candidates",
+    )
+    RANKS = (
+        "ranks",
+        "reads the ranks of candidates, in descending order of probability",
+        "set rollout.candidates to draws or beam",
+        "rollout.candidates",
+    )
+    PROPENSITIES = (
+        "propensities",
+        "divides by the propensities of the log, as the old policy",
+        "set old_policy to logged, or objective.init_args.ips_power to 0",
+        "old_policy",
+        None,
+        ["old"],
+    )
+    OLD = (
+        "old",
+        "weighs or clips by the ratio to an old policy, and against the current one every ratio is 1",
+        "set old_policy to snapshot, or to logged where the log has propensities; without an old policy use "
+        "class_path: Reinforce",
+        "old_policy",
+        {"old": None},
+    )
+    REFERENCE = (
+        "reference",
+        "compares the policy with a reference policy",
+        "set reference to frozen, or to snapshot with old_policy: snapshot",
+        "reference",
+        {"reference": None},
+    )
+    DIVERGENCE = (
+        "divergence",
+        "compares the policy with a reference policy, over all items",
+        "set reference to frozen, or objective.init_args.kl_kind to an estimator, e.g. k3",
+        "reference",
+        {"divergence": None},
+    )
+    ENTROPY = (
+        "entropy",
+        "reads the entropy of the policy at its states",
+        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
+        "policy",
+        {"entropy": None},
+    )
+    VALUE = (
+        "value",
+        "needs the state values of a critic and their targets",
+        "set advantage to class_path: GAEAdvantage and objective to class_path: PPO, or without a critic "
+        "objective.init_args.value_coef to 0",
+        "advantage",
+        {"values": None, "values_old": None, "returns": None},
+    )
+    Q_VALUE = (
+        "q_value",
+        "trains a head of Q-values with a target network",
+        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
+        "policy",
+        {"q_values": None, "q_targets": None},
+        ["rewards"],
+    )
+    SCORE = (
+        "score",
+        "trains a head of scores",
+        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
+        "policy",
+        {"scores": None},
+    )
+    LABELS = (
+        "labels",
+        "learns from labels",
+        "prepare the log again with the columns that --label reads, or with another --label",
+        "label",
+        {"label": "label"},
+    )
+    STEP_LABELS = (
+        "step_labels",
+        "compares labels over the whole optimizer step",
+        "prepare the log again with the columns that --label reads, or with another --label",
+        "label",
+        None,
+        ["labels"],
+    )
+    DISLIKES = (
+        "dislikes",
+        "learns from dislikes too",
+        "if the log has such a column, name it with --columns.dislike",
+        "columns.dislike",
+        {"dislike": "dislike"},
+    )
+    GRADES = (
+        "grades",
+        "learns from the graded feedback of the log",
+        "prepare the log again with the columns that --label reads, or with another --label",
+        "label",
+        {"grades": "grade"},
+        ["labels", "dislikes"],
+    )
+    POSITIVES = (
+        "positives",
+        "learns from positive events",
+        "prepare the log again with another --label or a lower --feedback.positive_threshold",
+        "label",
+        {"positive": "positive"},
+    )
+    BEHAVIORS = (
+        "behaviors",
+        "learns from behaviors of the log",
+        "name their columns in --behaviors of recpo prepare",
+        "behaviors",
+        {"behaviors": "behaviors"},
+    )
+
+    def missing(self, asker: object, found: str = "") -> RecpoError:
+        """The error that ``asker`` does not get it; ``found`` says what there is instead."""
+        message = f"{type(asker).__name__} {self.need}{found}: {self.remedy}"
+        return RecpoError(message, code="missing_option", field=self.option)
 
 
 class Objective(ABC):
@@ -198,11 +379,9 @@ class Objective(ABC):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What the training module must compute beyond ``logp.policy``.
+        """What the training module must compute beyond ``logp.policy``: members of ``Requirement``, or their names.
 
-        A subset of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels", "grades", "behaviors", "divergence"}``. It may depend on the fields: with a KL penalty of 0, for
-        example, no reference is scored.
+        It may depend on the fields: with a KL penalty of 0, for example, no reference is scored.
         """
         return frozenset()
 
@@ -230,8 +409,8 @@ class Objective(ABC):
         return True
 
     @property
-    def reads_catalog(self) -> bool:
-        """True if the slate must be the complete catalog in the order of the ids (``rollout.candidates: catalog``)."""
+    def reads_token_advantages(self) -> bool:
+        """True if advantages may differ between the tokens of an item."""
         return False
 
     @property
@@ -271,17 +450,10 @@ class AdvantageEstimator(ABC):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What it reads beyond labels and dislikes: a subset of ``{"rewards", "value"}``."""
-        return frozenset()
+        """What it reads: members of ``Requirement``, such as rewards, state values, or feedback of the log.
 
-    @property
-    def reads_step_labels(self) -> bool:
-        """True if it reads ``FeedbackBatch.step_labels``; its result then depends on the complete optimizer step."""
-        return False
-
-    @property
-    def learns_from(self) -> frozenset[str]:
-        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
+        With ``STEP_LABELS`` its result depends on the complete optimizer step (``FeedbackBatch.step_labels``).
+        """
         return frozenset()
 
     @abstractmethod
@@ -336,14 +508,9 @@ class RewardFunction(ABC):
         return ()
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
+    def requires(self) -> frozenset[str]:
+        """What it reads: members of ``Requirement``, feedback of the log or the ranks of candidates."""
         return frozenset()
-
-    @property
-    def reads_ranks(self) -> bool:
-        """True if the candidates of a group must be in descending order of probability."""
-        return False
 
     @property
     def reads(self) -> Reads:

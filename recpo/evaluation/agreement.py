@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 _CELLS_AT_ONCE = 1 << 22  # users x places x places
 

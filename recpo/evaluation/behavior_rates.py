@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.measures import Measure, Observed
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 
 class BehaviorRates(Measure):

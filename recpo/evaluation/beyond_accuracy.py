@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recpo.evaluation.item_facts import ItemFacts, ItemTags, popularity_bins
 from recpo.evaluation.measures import Measure, Observed
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 _CELLS_AT_ONCE = 1 << 24  # of users x tags
 _SMOOTHING = 0.01  # Steck's alpha

@@ -19,12 +19,13 @@ from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.segments import ItemSegment, UserSegment
 from recpo.evaluation.targets import Targets, held_out_targets
-from recpo.ops.item_sets import first_places, is_member
 from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
+    first_places,
     graded_hits,
     graded_ndcg,
+    is_member,
     named,
     ranked_hits,
 )

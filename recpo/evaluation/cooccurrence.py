@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.baselines import first_allowed
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 
 class EventChunk(NamedTuple):

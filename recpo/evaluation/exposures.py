@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.targets import Targets
-from recpo.ops.item_sets import first_places
+from recpo.ops.ranking import first_places
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:

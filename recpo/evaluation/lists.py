@@ -25,7 +25,7 @@ from recpo.evaluation.baselines import first_allowed
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
 from recpo.log.prepared import Prepared
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
 

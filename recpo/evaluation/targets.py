@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.types import EvaluationBatch
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 
 class Targets(NamedTuple):

@@ -1,22 +1,14 @@
 """The objectives, one file each."""
 
-from recpo.objectives.aspo import ASPO
 from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient
-from recpo.objectives.cispo import CISPO
-from recpo.objectives.dpo import DPO
-from recpo.objectives.ecpo import ECPO
-from recpo.objectives.gbpo import GBPO
-from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
-from recpo.objectives.gspo import GSPO
-from recpo.objectives.kto import KTO
-from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
+from recpo.objectives.likelihood import Likelihood, WeightedLikelihood
 from recpo.objectives.listwise_dpo import MarginListwiseDPO, SoftmaxDPO
 from recpo.objectives.mpo import MPO
-from recpo.objectives.ppo import PPO
+from recpo.objectives.policy_gradient import PPO, Reinforce
+from recpo.objectives.preference import DPO, KTO
 from recpo.objectives.q_learning import QLearning
-from recpo.objectives.reinforce import Reinforce
 from recpo.objectives.reward_model import PairwiseReward, PointwiseReward
-from recpo.objectives.weighted_likelihood import WeightedLikelihood
 
 __all__ = [
     "ASPO",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, ReturnEstimator, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, Requirement, ReturnEstimator, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
@@ -77,7 +77,11 @@ def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
         RecpoError: no reward is configured.
     """
     if batch.slates.reward is None:
-        raise RecpoError(f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.")
+        raise RecpoError(
+            f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.",
+            code="missing_option",
+            field="reward",
+        )
     return batch.slates.reward
 
 
@@ -147,7 +151,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -164,7 +168,7 @@ class LeaveOneOutAdvantage(AdvantageEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -206,17 +210,25 @@ class GradedAdvantage(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if self.baseline is not None and not 0.0 <= self.baseline <= 1.0:
-            raise RecpoError(f"GradedAdvantage.baseline is a grade in [0, 1], got {self.baseline}.")
+            raise RecpoError(
+                f"GradedAdvantage.baseline is a grade in [0, 1], got {self.baseline}.",
+                code="out_of_range",
+                field="GradedAdvantage.baseline",
+            )
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return frozenset({"labels", "dislikes"})
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({Requirement.LABELS, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
         if batch.slates.grade is None:
-            raise RecpoError("GradedAdvantage needs Slates.grade, which this batch lacks: read it from a prepared log.")
+            raise RecpoError(
+                "GradedAdvantage needs Slates.grade, which this batch lacks: read it from a prepared log.",
+                code="missing_value",
+                field="grade",
+            )
         return graded_advantage(batch.slates.grade, batch.slates.mask, baseline=self.baseline)
 
 
@@ -304,27 +316,35 @@ class TernaryAdvantage(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if self.positive_fraction is not None and not 0.0 < self.positive_fraction < 1.0:
-            raise RecpoError(f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.")
+            raise RecpoError(
+                f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.",
+                code="out_of_range",
+                field="TernaryAdvantage.positive_fraction",
+            )
 
     @property
-    def reads_step_labels(self) -> bool:
-        """See ``AdvantageEstimator.reads_step_labels``."""
-        return self.positive_fraction is not None
-
-    @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return frozenset({"positives" if self.positive_fraction is None else "labels", "dislikes"})
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        positive = Requirement.POSITIVES if self.positive_fraction is None else Requirement.STEP_LABELS
+        return frozenset({positive, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
         slates = batch.slates
         if self.positive_fraction is None:
             if slates.positive is None:
-                raise RecpoError("TernaryAdvantage needs Slates.positive, which this batch lacks.")
+                raise RecpoError(
+                    "TernaryAdvantage needs Slates.positive, which this batch lacks.",
+                    code="missing_value",
+                    field="positive",
+                )
             return zero_masked(_signs(slates.positive, slates.dislike, torch.float32), slates.mask)
         if slates.label is None:
-            raise RecpoError("TernaryAdvantage.positive_fraction needs labels, which this batch lacks.")
+            raise RecpoError(
+                "TernaryAdvantage.positive_fraction needs labels, which this batch lacks.",
+                code="missing_value",
+                field="label",
+            )
         label = slates.label.masked_fill(~slates.mask, torch.nan)
         step = label if batch.step_labels is None else batch.step_labels
         threshold = share_threshold(step, self.positive_fraction)
@@ -396,26 +416,22 @@ class GatedAdvantage(AdvantageEstimator):
         if self.estimator.whiten:
             raise RecpoError(
                 "GatedAdvantage.estimator must not whiten, because only the advantages that pass are learned from: set "
-                "whiten of GatedAdvantage itself"
+                "whiten of GatedAdvantage itself",
+                code="conflicting_options",
+                field="GatedAdvantage.estimator",
             )
         for name in ("max_hit_share", "min_separation"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise RecpoError(f"GatedAdvantage.{name} must lie in [0, 1], got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"GatedAdvantage.{name} must lie in [0, 1], got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"GatedAdvantage.{name}",
+                )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return self.estimator.requires | {"rewards"}
-
-    @property
-    def reads_step_labels(self) -> bool:
-        """See ``AdvantageEstimator.reads_step_labels``."""
-        return self.estimator.reads_step_labels
-
-    @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.learns_from``."""
-        return self.estimator.learns_from | {"positives"}
+        return self.estimator.requires | {Requirement.REWARDS, Requirement.POSITIVES}
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``."""
@@ -423,7 +439,9 @@ class GatedAdvantage(AdvantageEstimator):
         if slates.is_logged is None or slates.positive is None:
             raise RecpoError(
                 "GatedAdvantage compares draws with what the log shows, and this batch does not say which is which: "
-                "set rollout with logged_share above 0"
+                "set rollout with logged_share above 0",
+                code="missing_option",
+                field="rollout.logged_share",
             )
         passes = reward_gate(
             rewards_of(batch, self),
@@ -507,12 +525,16 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
 
     def __post_init__(self) -> None:
         if self.min_group < 2:
-            raise RecpoError(f"PrefixGroupAdvantage.min_group must be at least 2, got {self.min_group}.")
+            raise RecpoError(
+                f"PrefixGroupAdvantage.min_group must be at least 2, got {self.min_group}.",
+                code="out_of_range",
+                field="PrefixGroupAdvantage.min_group",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards"})
+        return frozenset({Requirement.REWARDS})
 
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
         """See ``TokenAdvantageEstimator``."""
@@ -609,7 +631,7 @@ class GAEAdvantage(ReturnEstimator):
     @property
     def requires(self) -> frozenset[str]:
         """See ``AdvantageEstimator.requires``."""
-        return frozenset({"rewards", "value"})
+        return frozenset({Requirement.REWARDS, Requirement.VALUE})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; needs ``values [B, S]``."""
@@ -618,7 +640,9 @@ class GAEAdvantage(ReturnEstimator):
     def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
         """See ``ReturnEstimator``."""
         if values is None:
-            raise RecpoError("GAEAdvantage needs state values: configure a critic.")
+            raise RecpoError(
+                "GAEAdvantage needs state values: configure a critic.", code="missing_value", field="values"
+            )
         rewards, kept, ends = rewards_of(batch, self), batch.slates.mask, batch.slates.ends_session
         open_end = torch.zeros_like(kept)
         if ends is not None:

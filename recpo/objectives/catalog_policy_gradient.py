@@ -8,11 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import required, validate_log_probs
+from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 
 MASS_TOLERANCE: Final = 1e-3
@@ -85,17 +84,17 @@ class CatalogPolicyGradient(Objective):
     def __post_init__(self) -> None:
         for name in ("kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
-                raise RecpoError(f"CatalogPolicyGradient.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"CatalogPolicyGradient.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"CatalogPolicyGradient.{name}",
+                )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"rewards", "reference"} if self.kl_coef else {"rewards"})
-
-    @property
-    def reads_catalog(self) -> bool:
-        """See ``Objective.reads_catalog``."""
-        return True
+        compared = {Requirement.REFERENCE} if self.kl_coef else set()
+        return frozenset({Requirement.REWARDS, Requirement.CATALOG} | compared)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Contexts with any kept item."""
@@ -110,10 +109,10 @@ class CatalogPolicyGradient(Objective):
         validate_log_probs(inputs.logp, self)
         tokens = inputs.logp.mask.bool()
         mask = tokens.any(-1)
-        rewards = required(inputs.rewards, "rewards", self)
+        rewards = required(inputs, "rewards", self)
         logp, reference = zero_masked(inputs.logp.policy, tokens).sum(-1), None
         if self.kl_coef:
-            reference = zero_masked(required(inputs.logp.reference, "reference", self).detach(), tokens).sum(-1)
+            reference = zero_masked(required(inputs, "reference", self).detach(), tokens).sum(-1)
         self._validate_mass(logp.detach(), mask)
         losses = catalog_policy_gradient_loss(
             logp, rewards, logp_ref=reference, mask=mask, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef
@@ -131,7 +130,9 @@ class CatalogPolicyGradient(Objective):
             raise RecpoError(
                 "CatalogPolicyGradient sums over the whole catalog, and the probabilities of a context miss 1 by up to "
                 f"{float(off.max()):.4g}: set rollout.candidates to catalog, with a reward that knows every item "
-                "(unknown rewards leave their items out)"
+                "(unknown rewards leave their items out)",
+                code="bad_value",
+                field="rollout.candidates",
             )
 
     @torch.no_grad()

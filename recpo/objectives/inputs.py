@@ -1,48 +1,33 @@
-"""Checks of the inputs that objectives read from ``ObjectiveInputs``: required tensors, and valid log-probabilities."""
+"""What the objectives share: checks of their inputs, and health metrics.
+
+Health metrics are detached scalar tensors, computed over the kept entries.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
-from recpo.base.types import LogProbs
-from recpo.ops.reduce import check_same_shape
-
-SOURCES = {
-    "advantages": "an advantage estimator",
-    "rewards": "rewards in the batch or a reward function",
-    "chosen": "preference lists (one chosen item per slate)",
-    "old": "an old policy (logged propensities, a snapshot or the current policy)",
-    "reference": "a reference policy",
-    "values": "a critic",
-    "values_old": "a critic",
-    "returns": "a critic and an advantage estimator that gives returns",
-    "entropy": "the entropy of the policy",
-    "divergence": "a reference policy",
-    "q_values": "a Q head",
-    "q_targets": "a Q head with a target network",
-    "scores": "a score head",
-    "label": "labels in the batch",
-    "dislike": "labels in the batch",
-    "grades": "the graded feedback of the log",
-    "positive": "the log's own definition of a positive event",
-    "behaviors": "the behaviors that `recpo prepare` mapped",
-}
-"""Where each input comes from, for the error message."""
+from recpo.base.types import LogProbs, ObjectiveInputs
+from recpo.ops.reduce import check_same_shape, zero_masked
+from recpo.ops.surrogate import guarded_ratio
 
 ROUNDING = 0.01
 """A log-softmax may exceed 0 by rounding: 2^-7 in bfloat16. A larger value is not a log-probability."""
 
 
-def required(value: Tensor | None, name: str, objective: object) -> Tensor:
-    """``value``, or an error that names the missing input.
+def required(inputs: ObjectiveInputs, name: str, objective: object) -> Tensor:
+    """The field ``name`` of the inputs or of their log-probabilities.
 
     Raises:
-        RecpoError: the training module did not supply it.
+        RecpoError: it is None: the objective does not require it, or training did not supply it.
     """
+    value: Tensor | None = getattr(inputs.logp if name in LogProbs._fields else inputs, name)
     if value is None:
-        raise RecpoError(f"{type(objective).__name__} needs {name}, which come from {SOURCES[name]}: configure one.")
+        requirement = next(one for one in Requirement if name in one.fields)
+        raise requirement.missing(objective, f", and its inputs have no {name}")
     return value
 
 
@@ -65,5 +50,80 @@ def validate_log_probs(logp: LogProbs, objective: object) -> None:
             largest = float(values[logp.mask.bool()].nan_to_num(nan=-torch.inf).max())
             raise RecpoError(
                 f"{type(objective).__name__}: the log-probabilities of the {name} policy reach {largest:.4g}, and none "
-                "can lie above 0: return log_softmax(scores), not scores or probabilities."
+                "can lie above 0: return log_softmax(scores), not scores or probabilities.",
+                code="bad_value",
+                field=name,
             )
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the kept entries; 0 if there are none."""
+    return zero_masked(values, mask).float().sum() / mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def advantage_shares(advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Shares of positive, negative and zero advantages, and of contexts whose advantages are all zero.
+
+    Args:
+        advantages: ``[..., S]``.
+        mask: ``[..., S]``.
+    """
+    advantages = zero_masked(advantages, mask)
+    return {
+        "positive_share": masked_mean(advantages > 0, mask),
+        "negative_share": masked_mean(advantages < 0, mask),
+        "zero_share": masked_mean(advantages == 0, mask),
+        "zero_group_share": masked_mean((advantages == 0).all(-1), mask.any(-1)),
+    }
+
+
+@torch.no_grad()
+def ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Mean, deviation and maximum of the ratio, approximate KL(old || policy), and the effective sample size.
+
+    ``approx_kl = mean(-log_ratio)``, the k1 value; ``effective_sample_size = (sum w)^2 / (n sum w^2)`` in (0, 1], of
+    the ratios as importance weights; 0 if nothing is kept.
+
+    Args:
+        log_ratio: ``[..., T]``.
+        mask: ``[..., T]``.
+    """
+    ratio = zero_masked(guarded_ratio(zero_masked(log_ratio, mask)), mask).float()
+    total, square = ratio.sum(), ratio.square().sum()
+    tiny = torch.finfo(ratio.dtype).tiny
+    return {
+        "ratio_mean": masked_mean(ratio, mask),
+        "ratio_std": _variance(ratio, mask).sqrt(),
+        "ratio_max": ratio.amax() if ratio.numel() else total,
+        "approx_kl": masked_mean(-log_ratio, mask),
+        "effective_sample_size": total.square() / (square * mask.sum().clamp(min=1)).clamp(min=tiny),
+    }
+
+
+@torch.no_grad()
+def negative_gradient_share(weight: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Share of the summed ``|weight|`` on ``grad logp`` that positions with a negative advantage get; 0 where all is 0.
+
+    Args:
+        weight: ``[..., T]`` gradient weights.
+        advantages: ``[..., T]``.
+        mask: ``[..., T]``.
+    """
+    mass = zero_masked(weight, mask).float().abs()
+    return zero_masked(mass, advantages < 0).sum() / mass.sum().clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """``1 - Var(returns - values) / Var(returns)`` over the kept positions; 0 where the returns do not vary.
+
+    1: perfect, 0: no better than a constant, below 0: worse.
+    """
+    residual = _variance(zero_masked(returns - values, mask), mask)
+    total = _variance(zero_masked(returns, mask), mask)
+    return torch.where(total > 0, 1.0 - residual / torch.where(total > 0, total, 1.0), 0.0)
+
+
+def _variance(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_mean((values.float() - masked_mean(values, mask)).square(), mask)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import required
@@ -145,12 +146,16 @@ class SoftmaxDPO(PreferenceObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.grade_gap_coef >= 0.0:
-            raise RecpoError(f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.")
+            raise RecpoError(
+                f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.",
+                code="out_of_range",
+                field="SoftmaxDPO.grade_gap_coef",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        optional = {"rewards": self.gap_weighted, "grades": self.grade_gap_coef}
+        optional = {Requirement.REWARDS: self.gap_weighted, Requirement.GRADES: self.grade_gap_coef}
         return super().requires | {name for name, weight in optional.items() if weight}
 
     def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
@@ -189,7 +194,7 @@ class MarginListwiseDPO(PreferenceObjective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return super().requires | ({"rewards"} if self.gap_weighted else frozenset())
+        return super().requires | ({Requirement.REWARDS} if self.gap_weighted else frozenset())
 
     def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
         """See ``margin_listwise_dpo_loss``; the base class adds the likelihood term."""
@@ -208,5 +213,5 @@ class MarginListwiseDPO(PreferenceObjective):
 
 
 def _gap_weights(lists: PreferenceLists, inputs: ObjectiveInputs, objective: object) -> Tensor:
-    rewards = required(inputs.rewards, "rewards", objective)
+    rewards = required(inputs, "rewards", objective)
     return (lists.chosen(rewards).unsqueeze(-1) - rewards).clamp(min=0.0)

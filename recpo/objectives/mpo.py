@@ -9,11 +9,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import required, validate_log_probs
+from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 
 MIN_TEMPERATURE: Final = 1e-4
@@ -168,14 +167,16 @@ class MPO(Objective):
         for name in ("temperature", "kl_target"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise RecpoError(f"MPO.{name} must be above 0, got {value}.")
+                raise RecpoError(f"MPO.{name} must be above 0, got {value}.", code="out_of_range", field=f"MPO.{name}")
 
     @property
     def requires(self) -> frozenset[str]:
         """Rewards, and the inputs of the base weights; draws of the base itself need no weights."""
-        reweighed = self.base != "old" or not self.candidates_are_draws
-        of_draws = frozenset({"old"}) if self.candidates_are_draws and reweighed else frozenset()
-        return frozenset({"rewards"}) | of_draws | (frozenset({self.base}) if reweighed else frozenset())
+        requires = {Requirement.REWARDS}
+        if self.base != "old" or not self.candidates_are_draws:
+            requires.add(Requirement.REFERENCE if self.base == "reference" else Requirement.OLD)
+            requires |= {Requirement.OLD} if self.candidates_are_draws else set()
+        return frozenset(requires)
 
     @property
     def reads_draws(self) -> bool | None:
@@ -191,7 +192,7 @@ class MPO(Objective):
         validate_log_probs(inputs.logp, self)
         tokens = inputs.logp.mask.bool()
         mask = tokens.any(-1)
-        rewards = required(inputs.rewards, "rewards", self).detach()
+        rewards = required(inputs, "rewards", self).detach()
         logp = zero_masked(inputs.logp.policy, tokens).sum(-1)
         log_base = self._log_base(inputs, tokens)
         temperature = (
@@ -209,13 +210,11 @@ class MPO(Objective):
 
     def _log_base(self, inputs: ObjectiveInputs, tokens: Tensor) -> Tensor | None:
         """Log-weights ``[B, S]`` of the candidates; None = all alike. Draws of another policy are reweighed by it."""
-        needed = self.requires - {"rewards"}
-        if not needed:
+        if self.requires == {Requirement.REWARDS}:
             return None
-        base = inputs.logp.reference if self.base == "reference" else inputs.logp.old
-        log_base = zero_masked(required(base, self.base, self).detach(), tokens).sum(-1)
+        log_base = zero_masked(required(inputs, self.base, self).detach(), tokens).sum(-1)
         if self.candidates_are_draws:
-            log_base = log_base - zero_masked(required(inputs.logp.old, "old", self).detach(), tokens).sum(-1)
+            log_base = log_base - zero_masked(required(inputs, "old", self).detach(), tokens).sum(-1)
         return log_base
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
-"""The common part of the objectives that weight ``grad logp`` of every token by an advantage.
+"""Objectives that weight ``grad logp`` of every token by an advantage: their common part, PPO and REINFORCE.
 
 They differ in four choices: the level of the ratio and its clipping (both in ``token_loss``), the aggregation of token
-losses, and the penalties that are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``.
+losses, and the penalties that are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``. Those of
+groups of candidates are in ``recpo.objectives.grpo``.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import advantage_shares, masked_mean, negative_gradient_share, ratio_metrics
-from recpo.objectives.inputs import required, validate_log_probs
-from recpo.ops.kl import KLPenalty, kl_estimate
-from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
-from recpo.ops.surrogate import is_clipped
+from recpo.objectives.inputs import (
+    advantage_shares,
+    explained_variance,
+    masked_mean,
+    negative_gradient_share,
+    ratio_metrics,
+    required,
+    validate_log_probs,
+)
+from recpo.ops.kl import KLPenalty, kl_estimate, masked_log_softmax
+from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
+from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped, log1mexp, weighted_score
 
 
 @dataclass(frozen=True)
@@ -47,17 +55,31 @@ class PolicyGradientObjective(Objective):
     def __post_init__(self) -> None:
         for name in ("clip_low", "kl_coef", "clip_high"):
             if getattr(self, name, 0.0) < 0:
-                raise RecpoError(f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.")
+                raise RecpoError(
+                    f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.",
+                    code="out_of_range",
+                    field=f"{type(self).__name__}.{name}",
+                )
         dual_clip = getattr(self, "dual_clip", None)
         if dual_clip is not None and dual_clip <= 1.0:
-            raise RecpoError(f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.")
+            raise RecpoError(
+                f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.",
+                code="out_of_range",
+                field=f"{type(self).__name__}.dual_clip",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        compared = "divergence" if self.kl_kind == "full" else "reference"
-        optional = {compared: self.kl_coef, "entropy": self.entropy_coef}
-        return frozenset({"advantages", "old"} | {name for name, weight in optional.items() if weight})
+        compared = Requirement.DIVERGENCE if self.kl_kind == "full" else Requirement.REFERENCE
+        optional = {compared: self.kl_coef, Requirement.ENTROPY: self.entropy_coef}
+        asked = {requirement for requirement, weight in optional.items() if weight}
+        return frozenset({Requirement.ADVANTAGES, Requirement.OLD} | asked)
+
+    @property
+    def reads_token_advantages(self) -> bool:
+        """True: the loss is per token."""
+        return True
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -69,8 +91,8 @@ class PolicyGradientObjective(Objective):
         return denominator(inputs.logp.mask, self.aggregation)
 
     @abstractmethod
-    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The unreduced loss ``[B, S, T]``; ``advantages`` too, and ``logp_old`` is as ``old`` returns it."""
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The unreduced loss, of ``[B, S, T]`` each; without an old policy, ``logp_old`` is ``logp``, detached."""
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The token log-ratios ``[B, S, T]`` at the level at which this objective clips them."""
@@ -81,14 +103,14 @@ class PolicyGradientObjective(Objective):
         return loss
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
-        """Log-probabilities under the old policy."""
-        return required(inputs.logp.old, "old", self)
+        """Log-probabilities under the old policy; None = every ratio is 1."""
+        return required(inputs, "old", self)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
-        given = required(inputs.advantages, "advantages", self).detach()
+        given = required(inputs, "advantages", self).detach()
         advantages = zero_masked(over_tokens(given, mask), mask)
         of_items = advantages.sum(-1) if given.dim() == mask.dim() else zero_masked(given, mask.any(-1))
         # The module need not score inert positions: their values are not log-probabilities. An item is scored as a
@@ -98,7 +120,7 @@ class PolicyGradientObjective(Objective):
         logp = zero_masked(inputs.logp.policy, scored)
         old = self.old(inputs)
         old = None if old is None else zero_masked(old.detach(), scored)
-        surrogate = self.token_loss(logp, old, advantages, mask)
+        surrogate = self.token_loss(logp, logp.detach() if old is None else old, advantages, mask)
         total, metrics = self.penalized(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
@@ -117,7 +139,7 @@ class PolicyGradientObjective(Objective):
             metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
         if self.entropy_coef:
             kept = mask.any(-1)
-            entropy = zero_masked(required(inputs.entropy, "entropy", self), kept)
+            entropy = zero_masked(required(inputs, "entropy", self), kept)
             loss = loss - self.entropy_coef * over_tokens(entropy, loss)
             metrics["entropy"] = masked_mean(entropy.detach(), kept)
         return loss, metrics
@@ -125,8 +147,8 @@ class PolicyGradientObjective(Objective):
     def _divergence(self, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs) -> Tensor:
         """The divergence from the reference ``[B, S, T]``, exact or estimated from the tokens of the slate."""
         if self.kl_kind == "full":
-            return zero_masked(required(inputs.divergence, "divergence", self), mask)
-        return kl_estimate(logp, zero_masked(required(inputs.logp.reference, "reference", self), mask), self.kl_kind)
+            return zero_masked(required(inputs, "divergence", self), mask)
+        return kl_estimate(logp, zero_masked(required(inputs, "reference", self), mask), self.kl_kind)
 
     @torch.no_grad()
     def _health(
@@ -165,3 +187,252 @@ class ClippedObjective(PolicyGradientObjective):
         """Share of the tokens where the surrogate is flat."""
         clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
         return {"clip_fraction": masked_mean(clipped, mask)}
+
+
+def ppo_loss(
+    logp: Tensor,
+    logp_old: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """The clipped surrogate of PPO, per token: see ``recpo.ops.surrogate.clipped_surrogate``.
+
+    Gradient weight on ``grad logp``: ``-A rho``, and 0 where ``A > 0`` and ``rho > 1 + clip_high``, where ``A < 0`` and
+    ``rho < 1 - clip_low``, and, with ``dual_clip``, where ``A < 0`` and ``rho > dual_clip``.
+
+    Args:
+        logp: ``[..., T]``.
+        logp_old: ``[..., T]``; no gradient flows into it.
+        advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
+        mask: ``[..., T]``.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; None = no bound.
+
+    Returns:
+        ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
+    log_ratio = zero_masked(logp, mask) - zero_masked(logp_old.detach(), mask)
+    advantages = zero_masked(over_tokens(advantages, logp), mask)
+    return clipped_surrogate(log_ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, clip: float | None = None) -> Tensor:
+    """``0.5 max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)`` per step; without ``clip``, ``0.5 (v - R)^2``.
+
+    Args:
+        values: any shape, with gradient.
+        values_old: same shape, at the time of the rollout; only read with ``clip``.
+        returns: same shape.
+        clip: ``c``; None = no clipping.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        ValueError: ``clip`` without ``values_old``, or shapes that differ.
+    """
+    check_same_shape(values=values, returns=returns, values_old=values_old)
+    returns = returns.detach()
+    error = (values - returns).square()
+    if clip is not None:
+        if values_old is None:
+            raise ValueError("a clipped value loss needs values_old")
+        near = values_old.detach() + (values - values_old.detach()).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
+
+
+def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Entropy of ``softmax(logits)`` in nats, with ``0 log 0 = 0``, so that trie-masked logits give no nan.
+
+    Args:
+        logits: ``[..., C]``; -inf is a class of probability 0.
+        mask: ``[..., C]`` over classes; a masked class equals a removed one.
+
+    Returns:
+        ``[...]``; 0 for a row without classes.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(logits=logits, mask=mask)
+    kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
+    logp = zero_masked(masked_log_softmax(logits, mask), kept)
+    return -(logp.exp() * logp).sum(-1)
+
+
+@dataclass(frozen=True)
+class PPO(ClippedObjective):
+    """Proximal policy optimization (arXiv 1707.06347), dual clip (arXiv 1912.09729), critic and entropy bonus.
+
+    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + value_coef * value_loss - entropy_coef * entropy``; with
+    ``dual_clip``, ``-dual_clip A`` bounds the loss of negative advantages.
+
+    Departures: value loss and entropy are spread over the tokens of an item and averaged with them.
+
+    Attributes:
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; none = no bound.
+        value_coef: weight of the value loss; 0 = no critic (for advantages that need none, such as group-normalized
+            ones).
+        value_clip: largest change of a value from its old one that still has a gradient; none = no clipping.
+    """
+
+    aggregation: Aggregation = "token-mean"
+    dual_clip: float | None = None
+    value_coef: float = 0.5
+    value_clip: float | None = None
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        return super().requires | ({Requirement.VALUE} if self.value_coef else frozenset())
+
+    @property
+    def zero_advantage_is_inert(self) -> bool:
+        """False with a critic, which learns from every position."""
+        return super().zero_advantage_is_inert and not self.value_coef
+
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """See ``ppo_loss``."""
+        return ppo_loss(
+            logp,
+            logp_old,
+            advantages,
+            mask=mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+
+    def penalized(
+        self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the value loss too."""
+        loss, metrics = super().penalized(loss, logp, mask, inputs)
+        if self.value_coef:
+            kept = mask.any(-1)
+            values = zero_masked(required(inputs, "values", self), kept)
+            returns = zero_masked(required(inputs, "returns", self), kept)
+            old = None
+            if self.value_clip is not None:
+                old = zero_masked(required(inputs, "values_old", self), kept)
+            critic = value_loss(values, old, returns, clip=self.value_clip)
+            loss = loss + self.value_coef * over_tokens(critic, loss)
+            metrics["value_loss"] = masked_mean(critic.detach(), kept)
+            metrics["explained_variance"] = explained_variance(values, returns, kept)
+        return loss, metrics
+
+    def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """The loss where it is not flat."""
+        return zero_masked(super().gradient_weight(loss, log_ratio, advantages), ~self._capped(log_ratio, advantages))
+
+    def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Share of clipped tokens, and share of tokens that the dual clip stopped."""
+        metrics = super().clip_metrics(log_ratio, advantages, mask)
+        if self.dual_clip is not None:
+            metrics["dual_clip_fraction"] = masked_mean(self._capped(log_ratio, advantages), mask)
+        return metrics
+
+    def _capped(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        bound = torch.inf if self.dual_clip is None else self.dual_clip
+        return (advantages < 0) & (guarded_ratio(log_ratio) > bound)
+
+
+def reinforce_loss(
+    logp: Tensor,
+    advantages: Tensor,
+    *,
+    logp_old: Tensor | None = None,
+    mask: Tensor | None = None,
+    ratio_cap: float | None = 20.0,
+    top_k: int = 1,
+) -> Tensor:
+    """The plain policy gradient with a weight per item, ``-sg(min(rho, ratio_cap) lambda_K) A grad logp``, per token.
+
+    ``rho`` and ``pi`` are per item, products over its tokens. ``lambda_K = K (1 - pi)^(K - 1)`` is the derivative of
+    the probability that the item is among K draws: it pushes an item up while K draws may still miss it, and goes to 0
+    once they almost surely contain it. The value is ``-A`` times the weight.
+
+    Args:
+        logp: ``[..., T]``.
+        advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
+        logp_old: ``[..., T]`` of the behavior policy; None = on-policy, a ratio of 1.
+        mask: ``[..., T]``.
+        ratio_cap: largest ratio, which trades bias for variance; None = none. The paper uses e^3 = 20.
+        top_k: K, at least 1; 1 = no correction.
+
+    Returns:
+        ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-sum``.
+
+    Raises:
+        ValueError: ``top_k`` below 1, or shapes that do not fit.
+    """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    logp = zero_masked(logp, mask)
+    advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
+    item = logp.detach().sum(-1, keepdim=True)
+    old = item if logp_old is None else zero_masked(logp_old.detach(), mask).sum(-1, keepdim=True)
+    weight = guarded_ratio(item - old).clamp(max=ratio_cap) if ratio_cap is not None else guarded_ratio(item - old)
+    if top_k > 1:
+        weight = weight * top_k * ((top_k - 1) * log1mexp(item.clamp(max=0.0))).exp()
+    return -advantages * weighted_score(weight.expand_as(logp), logp)
+
+
+@dataclass(frozen=True)
+class Reinforce(PolicyGradientObjective):
+    """REINFORCE (Williams, 1992), with off-policy and top-K correction (arXiv 1812.02353).
+
+    ``-sg(min(rho, ratio_cap) K (1 - pi)^(K - 1)) A grad logp`` per item: the simple baseline of the clipped objectives.
+
+    Attributes:
+        off_policy: weight by the ratio of policy to behavior policy; needs an old policy. False: a ratio of 1.
+        ratio_cap: largest ratio; none = no bound.
+        top_k: number of slots that are filled at once; 1 = no correction.
+    """
+
+    aggregation: Aggregation = "seq-mean-token-sum"
+    off_policy: bool = False
+    ratio_cap: float | None = 20.0
+    top_k: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k < 1:
+            raise RecpoError(
+                f"Reinforce.top_k must be at least 1, got {self.top_k}.", code="out_of_range", field="Reinforce.top_k"
+            )
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        return super().requires if self.off_policy else super().requires - {Requirement.OLD}
+
+    def old(self, inputs: ObjectiveInputs) -> Tensor | None:
+        """Log-probabilities under the behavior policy; None on-policy."""
+        return super().old(inputs) if self.off_policy else None
+
+    def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """The log-ratio of the item, on each of its tokens."""
+        return zero_masked(over_tokens(log_ratio.sum(-1), log_ratio), mask)
+
+    def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """See ``reinforce_loss``."""
+        return reinforce_loss(
+            logp, advantages, logp_old=logp_old, mask=mask, ratio_cap=self.ratio_cap, top_k=self.top_k
+        )
+
+    def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Share of tokens whose ratio was capped."""
+        bound = float("inf") if self.ratio_cap is None else self.ratio_cap
+        return {"clip_fraction": masked_mean(guarded_ratio(log_ratio) > bound, mask)}

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import explained_variance, masked_mean
-from recpo.objectives.inputs import required, validate_log_probs
+from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
 
 
@@ -92,12 +91,14 @@ class QLearning(Objective):
 
     def __post_init__(self) -> None:
         if self.huber is not None and self.huber <= 0:
-            raise RecpoError(f"QLearning.huber must be above 0, got {self.huber}.")
+            raise RecpoError(
+                f"QLearning.huber must be above 0, got {self.huber}.", code="out_of_range", field="QLearning.huber"
+            )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"q_value"})
+        return frozenset({Requirement.Q_VALUE})
 
     @property
     def reads_log_prob(self) -> bool:
@@ -113,8 +114,8 @@ class QLearning(Objective):
         validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
         kept = mask.any(-1)
-        q_values = zero_masked(required(inputs.q_values, "q_values", self), kept)
-        targets = zero_masked(required(inputs.q_targets, "q_targets", self).detach(), kept)
+        q_values = zero_masked(required(inputs, "q_values", self), kept)
+        targets = zero_masked(required(inputs, "q_targets", self).detach(), kept)
         temporal_difference = q_loss(q_values, targets, huber=self.huber)
         nll = -zero_masked(inputs.logp.policy, mask).sum(-1)
         total = self.q_coef * temporal_difference + self.likelihood_coef * nll

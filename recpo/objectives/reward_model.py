@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import LossOutput, ObjectiveInputs
-from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import required
+from recpo.objectives.inputs import masked_mean, required
 from recpo.objectives.preference import preference_lists
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 
@@ -59,7 +58,7 @@ class PairwiseReward(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"chosen", "score"})
+        return frozenset({Requirement.CHOSEN, Requirement.SCORE})
 
     @property
     def reads_log_prob(self) -> bool:
@@ -73,7 +72,7 @@ class PairwiseReward(Objective):
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         lists = preference_lists(inputs, self)
-        scores = required(inputs.scores, "scores", self)[..., 0]
+        scores = required(inputs, "scores", self)[..., 0]
         scores = zero_masked(scores, lists.is_chosen | lists.is_rejected)
         chosen = lists.chosen(scores).unsqueeze(-1).expand_as(scores)
         pairs = pairwise_reward_loss(chosen, scores, self.margin)
@@ -151,16 +150,26 @@ class PointwiseReward(Objective):
         if len(set(self.target_names)) < len(self.target_names):
             raise RecpoError(
                 f"PointwiseReward: behaviors are {', '.join(self.behaviors)}; name each once, and none of "
-                f"{', '.join(self.target_names[:2])}, which are predicted anyway"
+                f"{', '.join(self.target_names[:2])}, which are predicted anyway",
+                code="duplicate",
+                field="PointwiseReward.behaviors",
             )
         if not 0.0 < self.positive_weight < float("inf"):
-            raise RecpoError(f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}")
+            raise RecpoError(
+                f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}",
+                code="out_of_range",
+                field="PointwiseReward.positive_weight",
+            )
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        requires = frozenset({"score", "labels", "grades"}) | ({"behaviors"} if self.behaviors else frozenset())
-        return requires | ({"positives"} if self.target == "positive" else frozenset())
+        requires = {Requirement.SCORE, Requirement.DISLIKES, Requirement.GRADES}
+        if self.behaviors:
+            requires.add(Requirement.BEHAVIORS)
+        if self.target == "positive":
+            requires.add(Requirement.POSITIVES)
+        return frozenset(requires)
 
     @property
     def reads(self) -> Reads:
@@ -172,7 +181,9 @@ class PointwiseReward(Objective):
         if unknown := [name for name in self.behaviors if name not in names]:
             raise RecpoError(
                 f"PointwiseReward predicts the behavior {unknown[0]!r}, which the data lacks (it has "
-                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare"
+                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare",
+                code="unknown_name",
+                field="PointwiseReward.behaviors",
             )
         known = replace(self)
         object.__setattr__(known, "_bits", tuple(names.index(name) for name in self.behaviors))
@@ -207,12 +218,21 @@ class PointwiseReward(Objective):
             positive: ``[...]`` bool, where it is the first target.
         """
         graded, columns = ~grade.isnan(), [dislike.bool()]
-        first = required(positive, "positive", self).bool().to(grade.dtype) if self.target == "positive" else grade
+        first = grade
+        if self.target == "positive":
+            if positive is None:
+                raise Requirement.POSITIVES.missing(self)
+            first = positive.bool().to(grade.dtype)
         if self.behaviors:
-            bits = required(behaviors, "behaviors", self)
+            if behaviors is None:
+                raise Requirement.BEHAVIORS.missing(self)
             if self._bits is None:
-                raise RecpoError("PointwiseReward: call for_behaviors with the names of the data's behaviors")
-            columns += [(bits >> bit & 1).bool() for bit in self._bits]
+                raise RecpoError(
+                    "PointwiseReward: call for_behaviors with the names of the data's behaviors",
+                    code="invalid",
+                    field="PointwiseReward.behaviors",
+                )
+            columns += [(behaviors >> bit & 1).bool() for bit in self._bits]
         targets = torch.stack([torch.where(graded, first, 0.0), *(column.to(grade.dtype) for column in columns)], -1)
         return targets, torch.stack([graded, *(torch.ones_like(graded) for _ in columns)], -1)
 
@@ -229,7 +249,7 @@ class PointwiseReward(Objective):
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         targets, mask = self._targets(inputs)
-        scores = required(inputs.scores, "scores", self)
+        scores = required(inputs, "scores", self)
         losses = self.losses(scores, targets, mask)
         with torch.no_grad():
             predicted = zero_masked(scores, mask).sigmoid()
@@ -242,7 +262,7 @@ class PointwiseReward(Objective):
         return LossOutput(aggregate(losses, mask, count=inputs.denominator), metrics)
 
     def _targets(self, inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
-        grade = required(inputs.grades, "grades", self).detach()
-        dislike = required(inputs.dislike, "dislike", self)
+        grade = required(inputs, "grades", self).detach()
+        dislike = required(inputs, "dislike", self)
         targets, known = self.targets(grade, dislike, inputs.behaviors, inputs.positive)
         return targets, known & inputs.logp.mask.bool().any(-1, keepdim=True)

@@ -1,17 +1,21 @@
 """Ranking metrics of top-K lists against sets of held-out items, vectorized over users.
 
-Conventions, the same for every metric * * Relevance is binary, except for graded NDCG. * The targets of a user are a
-    set: an item that occurs several times counts once. * A recommended list is best first; id 0 is an empty place and
-    never a hit. An item that a list repeats counts at
-      its first place alone, so that no list has a recall or an NDCG above 1.
-    * * A user without targets gets nan: such users are excluded from every mean, and counted.
-    * * In a list shorter than k, the remaining places are empty: Precision@k still divides by k. * * NDCG@k divides by
-    the DCG of the user's ideal list, with ``min(k, number of targets)`` items, not k items.
-    * * A list has no ties. The recommender breaks them (recpo: the smaller id first).
-    * * If past items are excluded from the lists, the caller must remove them from the targets, so that the ideal list
-      only contains items that a list can contain.
-    * * Targets that are not among the first k items have no known rank: its reciprocal is 0, and the rank itself counts
-      as k + 1.
+Conventions, the same for every metric:
+
+- Relevance is binary, except for graded NDCG.
+- The targets of a user are a set: an item that occurs several times counts once.
+- A recommended list is best first; id 0 is an empty place and never a hit. An item that a list repeats counts at its
+  first place alone, so that no list has a recall or an NDCG above 1.
+- A user without targets gets nan: such users are excluded from every mean, and counted.
+- In a list shorter than k, the remaining places are empty: Precision@k still divides by k.
+- NDCG@k divides by the DCG of the user's ideal list, with ``min(k, number of targets)`` items, not k items.
+- A list has no ties. The recommender breaks them (recpo: the smaller id first).
+- If past items are excluded from the lists, the caller must remove them from the targets, so that the ideal list only
+  contains items that a list can contain.
+- Targets that are not among the first k items have no known rank: its reciprocal is 0, and the rank itself counts as
+  k + 1.
+
+The sets themselves, rows of item ids, are at the end: membership and first occurrences.
 """
 
 from __future__ import annotations
@@ -21,8 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from recpo.ops.item_sets import NO_ITEM, first_places, found_in, sorted_members
 
 
 class RankedHits(NamedTuple):
@@ -201,3 +203,46 @@ def _sum_to_k(values: Tensor, ks: Sequence[int], weight: Tensor | None = None) -
 
 def _defined(values: Tensor, hits: RankedHits) -> Tensor:
     return values.masked_fill((hits.num_targets == 0)[:, None], torch.nan)
+
+
+NO_ITEM = torch.iinfo(torch.int64).max
+"""Sorts after every item id and equals none."""
+
+_NARROW = 32  # up to this many targets, comparing with each of them is faster than a binary search (measured)
+
+
+def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``[B, N]`` bool: which of ``items [B, N]`` occur in the same row of ``of [B, M]``; 0 is a member of nothing.
+
+    Args:
+        items: the items to look up.
+        of: the sets; 0 pads.
+        mask: ``[B, M]`` bool, True keeps an element of ``of``; None keeps all.
+    """
+    return found_in(items, sorted_members(of, torch.ones_like(of, dtype=torch.bool) if mask is None else mask))
+
+
+def first_places(item_ids: Tensor, mask: Tensor) -> Tensor:
+    """``[B, S]`` bool: the first of every row's masked places of each item."""
+    kept, order = item_ids.long().masked_fill(~mask, NO_ITEM).sort(dim=1, stable=True)
+    first = kept != NO_ITEM
+    first[:, 1:] &= kept[:, 1:] != kept[:, :-1]
+    return torch.zeros_like(mask).scatter(1, order, first)
+
+
+def sorted_members(items: Tensor, mask: Tensor) -> Tensor:
+    """``[B, M]``, at least one column: the masked items of every row, ascending, ``NO_ITEM`` behind them."""
+    kept = items.long().masked_fill(~mask | (items == 0), NO_ITEM)
+    return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 1), NO_ITEM)
+
+
+def found_in(items: Tensor, sorted_set: Tensor) -> Tensor:
+    """``[B, N]`` bool: which of ``items [B, N]`` occur in the same row of ``sorted_members``."""
+    items = items.long().contiguous()
+    if sorted_set.shape[1] <= _NARROW:
+        found = torch.zeros_like(items, dtype=torch.bool)
+        for column in sorted_set.unbind(1):
+            found |= items == column[:, None]
+        return found
+    place = torch.searchsorted(sorted_set, items).clamp_(max=sorted_set.shape[1] - 1)
+    return sorted_set.gather(1, place) == items

@@ -12,7 +12,7 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import take_rows
-from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
@@ -158,7 +158,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         """See ``StatePolicy.log_prob``. Positions with the same state share its normalizer.
 
         With ``normalizer="sampled"``, in training mode and without ``states``, this is the estimate of
-        ``recpo.ops.sampled_softmax.sampled_logprob``.
+        ``recpo.ops.linear_logprob.sampled_logprob``.
         """
         plan = scoring_plan(batch, needed, self.encoder.attention_length)
         targets = planned_items(plan, batch.slates)

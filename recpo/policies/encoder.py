@@ -15,7 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import EventPlaces, Histories
 from recpo.ops import kernels
-from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
+from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 
 # Time gaps in milliseconds are grouped by their base-2 logarithm: 2^42 ms is 139 years.
 TIME_BUCKETS = 44

@@ -18,11 +18,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import GRADES
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
-from recpo.ops import quadratic_forms
-from recpo.ops.elimination import solve_positive_definite
 from recpo.ops.kernels import take_rows
+from recpo.ops.linear_algebra import item_forms, normal_equations, solve_positive_definite, user_forms
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
-from recpo.ops.ridge import normal_equations
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
@@ -136,7 +134,7 @@ class GradeFactors(nn.Module):
                 field="lower_bound",
             )
         if self.rooted and item_covariance is not None:
-            self.item_variances[1:] = noise * quadratic_forms.of_items(item_factors, item_covariance)
+            self.item_variances[1:] = noise * item_forms(item_factors, item_covariance)
 
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
@@ -161,7 +159,7 @@ class GradeFactors(nn.Module):
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
         solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
         weights = solved[..., 0].float()
-        variances = self.lower_bound**2 * quadratic_forms.of_users(weights, solved[..., 1:].float())
+        variances = self.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
 
     def tilt(self, users: Tensor, beta: float) -> Tensor:

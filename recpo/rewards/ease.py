@@ -22,7 +22,7 @@ from tqdm import tqdm
 from recpo.base.errors import RecpoError
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.rewards.factor_file import ModelInOneFile, plain
+from recpo.rewards.factors import ModelInOneFile, plain
 from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places
 
 _KIND: Final = "ease"
@@ -45,7 +45,11 @@ class EaseOptions:
 
     def __post_init__(self) -> None:
         if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(f"ease: ridges is {list(self.ridges)}; give at least one, each above 0")
+            raise RecpoError(
+                f"ease: ridges is {list(self.ridges)}; give at least one, each above 0",
+                code="out_of_range",
+                field="ridges",
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ def fit_ease(
     if data.num_items > options.max_items:
         raise RecpoError(
             f"ease inverts a matrix of items by items, and {data.root} has {data.num_items:,} of them, above max_items "
-            f"{options.max_items:,}: leave ease out, or raise max_items where 32 bytes * V^2 of memory are there"
+            f"{options.max_items:,}: leave ease out, or raise max_items where 32 bytes * V^2 of memory are there",
+            code="resources",
+            field="max_items",
         )
     pairs, max_history = cooccurrences(data), options.max_history or int(data.manifest["max_context"])
     best: EASE | None = None
@@ -111,7 +117,9 @@ def fit_ease(
         if value is None and len(options.ridges) > 1:
             raise RecpoError(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(options.ridges)} "
-                "ridges is best: give one"
+                "ridges is best: give one",
+                code="empty",
+                field="ridges",
             )
         # besides the best model, only one other is in memory: each is a matrix of items by items
         best = model if best is None or (value or 0.0) > max(known for known in tried if known is not None) else best

@@ -4,24 +4,35 @@
 
     factors/factors.safetensors   item factors and biases, user factors, covariances
     factors/manifest.json         mean, ridge, noise, checksums, how the model was selected
+
+Uncertainty of a factor model's grades: the posterior variance of two ridge regressions.
+
+``noise (x_uᵀ C_i x_u + y_iᵀ C_u y_i)`` with ``x_u = [p_u, 1]``, ``y_i = [q_i, 1]`` and the inverses ``C`` of the normal
+matrices: the uncertainty of the item plus the uncertainty of the user, each given the other. It shrinks with every
+event of either. It is a dot product of one vector per user and one per item.
+
+Single-file models in safetensors with a checksum, which an evaluation keeps for its baselines.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from recpo.artifacts import (
+    describe_os_error,
     other_kind,
     output_directory,
+    output_file,
     read_json,
     seal,
     sha256,
@@ -33,11 +44,8 @@ from recpo.artifacts import (
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
-from recpo.ops import quadratic_forms
-from recpo.ops.quadratic_forms import with_one
-from recpo.ops.ridge import RidgeSolution, ridge_regression
+from recpo.ops.linear_algebra import RidgeSolution, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.rewards.bounds import GATHER_COST, item_vectors, posterior_variance
 
 FORMAT_VERSION: Final = 3
 MANIFEST: Final = "manifest.json"
@@ -94,7 +102,9 @@ class Factors:
         if not 0 <= self.lower_bound < float("inf") or (self.lower_bound and self.item_covariance is None):
             raise RecpoError(
                 f"factors: lower_bound is {self.lower_bound}; it is at least 0, and 0 where the model was fitted with "
-                "uncertainty: false"
+                "uncertainty: false",
+                code="out_of_range",
+                field="lower_bound",
             )
         items, rank = self.item_factors.shape
         expected = {
@@ -105,10 +115,16 @@ class Factors:
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
-                raise RecpoError(f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+                raise RecpoError(
+                    f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}", code="wrong_shape", field=name
+                )
         if self.user_factors is not None and self.user_factors.shape[1:] != (rank + 1,):
             shape = tuple(self.user_factors.shape)
-            raise RecpoError(f"factors: user_factors has shape {shape}, expected (users, {rank + 1})")
+            raise RecpoError(
+                f"factors: user_factors has shape {shape}, expected (users, {rank + 1})",
+                code="wrong_shape",
+                field="user_factors",
+            )
 
     @property
     def num_items(self) -> int:
@@ -159,7 +175,11 @@ class Factors:
 
     def _solutions(self, histories: Histories) -> list[RidgeSolution]:
         if histories.feedback is None:
-            raise RecpoError("factors are folded in from graded events, and these histories have no feedback levels")
+            raise RecpoError(
+                "factors are folded in from graded events, and these histories have no feedback levels",
+                code="missing_value",
+                field="feedback",
+            )
         width = max(1, histories.item_ids.shape[1])
         size = max(1, _FOLD_IN_BYTES // (8 * width * (self.rank + 1)))
         parts = zip(
@@ -216,7 +236,9 @@ class Factors:
         if not isinstance(histories, Histories):
             raise RecpoError(
                 f"Factors.recommend takes encoded Histories, not {type(histories).__name__}: factors know no ids of "
-                "items; for a frame of events, call recpo.recommend(factors, frame, prepared=...)"
+                "items; for a frame of events, call recpo.recommend(factors, frame, prepared=...)",
+                code="wrong_type",
+                field="histories",
             )
         users, covariance = self.fold_in_with_covariance(histories)
         states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
@@ -224,7 +246,7 @@ class Factors:
         rooted = 0
         if self.lower_bound:
             of_items = item_vectors(self)
-            of_users = quadratic_forms.of_users(users, covariance) * (self.noise * self.lower_bound**2)
+            of_users = user_forms(users, covariance) * (self.noise * self.lower_bound**2)
             states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
@@ -261,14 +283,24 @@ class Factors:
         """
         root = Path(path)
         if other := other_kind(root, "factors"):
-            raise RecpoError(f"{root} holds no factors{other}: make factors with `recpo factorize`")
+            raise RecpoError(
+                f"{root} holds no factors{other}: make factors with `recpo factorize`",
+                code="wrong_file",
+                field=str(root),
+            )
         if not (root / MANIFEST).is_file():
-            raise RecpoError(f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`")
+            raise RecpoError(
+                f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`",
+                code="wrong_file",
+                field=str(root),
+            )
         manifest = read_json(root / MANIFEST, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
-                f"{FORMAT_VERSION}; make it again with `recpo factorize`"
+                f"{FORMAT_VERSION}; make it again with `recpo factorize`",
+                code="old_format",
+                field=str(root / MANIFEST),
             )
         manifest = unseal(manifest, root / MANIFEST, _REMEDY)
         verify(root, manifest["files"], _REMEDY)
@@ -289,7 +321,7 @@ class Factors:
                 facts=manifest["facts"],
             )
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}") from error
+            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}", code="damaged", field=str(root)) from error
 
     def validate_feedback(self, feedback: FeedbackDefinition, shown: object) -> None:
         """Raises ``RecpoError`` if ``feedback``, that of ``shown``, defines other grades than the model's own."""
@@ -301,5 +333,139 @@ class Factors:
         if catalog_checksum != self.catalog_checksum:
             raise RecpoError(
                 f"the factors were fitted on other items than {shown} holds (items.parquet differs): use the prepared "
-                "directory that they were fitted on, or run `recpo factorize` on this one"
+                "directory that they were fitted on, or run `recpo factorize` on this one",
+                code="mismatch",
             )
+
+
+# a product with looked-up items costs this many times as much as one in a matrix product
+GATHER_COST: Final = 8
+
+
+def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_ids: Tensor) -> Tensor:
+    """Variance of the predicted grades of some items.
+
+    Args:
+        model: a model with item covariances.
+        users: ``[B, r + 1]``.
+        covariance: ``[B, r + 1, r + 1]``, ``C_u``.
+        item_ids: ``[B, S]``; the result for id 0 is arbitrary.
+
+    Returns:
+        ``[B, S]``. For many items, such as the complete catalog, computed by one matrix product.
+
+    Raises:
+        RecpoError: the model was fitted without ``uncertainty``.
+    """
+    of_items = _item_covariance(model)
+    row = (item_ids - 1).clamp_min(0)
+    if row.shape[1] * GATHER_COST >= model.num_items:
+        variance = user_forms(users, covariance) @ item_vectors(model).T
+        return model.noise * variance.gather(1, row).clamp_min(0.0)
+    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
+    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
+    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
+    return model.noise * (of_item + of_user).clamp_min(0.0)
+
+
+def item_vectors(model: Factors) -> Tensor:
+    """``[V, (r + 1) (r + 2)]``, see ``recpo.ops.linear_algebra.item_forms``.
+
+    Raises:
+        RecpoError: the model was fitted without ``uncertainty``.
+    """
+    return item_forms(model.item_factors, _item_covariance(model))
+
+
+def _item_covariance(model: Factors) -> Tensor:
+    if model.item_covariance is None:
+        raise RecpoError(
+            "these factors were fitted with uncertainty: false, so they have no bounds; fit them again",
+            code="unsupported",
+            field="uncertainty",
+        )
+    return model.item_covariance
+
+
+_VERSION: Final = 1
+_FILE_REMEDY: Final = "remove the file, it will be made again"
+_Model = TypeVar("_Model")
+
+
+def plain(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON values."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+    return values
+
+
+class ModelInOneFile:
+    """A dataclass that is stored in one file.
+
+    Attributes:
+        kind: the kind of model, also stored in the file.
+    """
+
+    kind: ClassVar[str]
+
+    def save(self, path: Path | str) -> None:
+        """Writes one safetensors file, which appears complete or not at all. An existing file is replaced."""
+        write_model(Path(path), self.kind, self)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Reads a file that ``save`` wrote.
+
+        Raises:
+            RecpoError: there is no such file, it contains something else, or it is damaged.
+        """
+        return read_model(Path(path), cls.kind, cls)
+
+
+def write_model(path: Path, kind: str, model: Any) -> None:
+    """Writes a dataclass: its tensors as tensors, all other fields as JSON, and a checksum of both.
+
+    Args:
+        path: the file to write; an existing one is replaced.
+        kind: the kind of model, for ``read_model``.
+        model: a dataclass.
+    """
+    values = {field.name: getattr(model, field.name) for field in fields(model)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
+    content = json.dumps({"kind": kind, "version": _VERSION, **others}, sort_keys=True, allow_nan=False)
+    kept = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    checksum = sha256(save(kept) + content.encode())
+    with output_file(path) as working:
+        working.write_bytes(save(kept, {"model": content, "sha256": checksum}))
+
+
+def read_model(path: Path, kind: str, model: type[_Model]) -> _Model:
+    """Reads a file that ``write_model`` wrote.
+
+    Raises:
+        RecpoError: there is no such file, it has another kind or version, or it was changed.
+    """
+    try:
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        described, tensors = json.loads(header["model"]), load(content)
+        if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
+            raise RecpoError(
+                f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
+                code="damaged",
+                field=str(path),
+            )
+    except OSError as error:
+        raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise RecpoError(
+            f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
+        ) from error
+    if (described.pop("kind", None), described.pop("version", None)) != (kind, _VERSION):
+        raise RecpoError(
+            f"{path} holds no {kind} of this version of recpo; {_FILE_REMEDY}", code="wrong_file", field=str(path)
+        )
+    try:
+        return model(**described, **tensors)
+    except TypeError as error:
+        raise RecpoError(f"{path} is damaged ({error}); {_FILE_REMEDY}", code="damaged", field=str(path)) from error

@@ -31,12 +31,10 @@ from recpo.base.errors import RecpoError, validate_seed
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.ops.item_sets import first_places, is_member
-from recpo.ops.ranking import ndcg, ranked_hits
+from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.rewards.factor_file import ModelInOneFile, plain
-from recpo.rewards.graded import Chunk, chunks_of
-from recpo.rewards.normal_equations import Equations, no_equations, normal_matrices
+from recpo.rewards.factors import ModelInOneFile, plain
+from recpo.rewards.graded import Chunk, Equations, chunks_of, no_equations, normal_matrices
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
 
 _K: Final = 10
@@ -74,7 +72,11 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
         RecpoError: the histories have no feedback levels.
     """
     if histories.feedback is None:
-        raise RecpoError("the feedback levels of a history define its positives, and these histories have none")
+        raise RecpoError(
+            "the feedback levels of a history define its positives, and these histories have none",
+            code="missing_value",
+            field="feedback",
+        )
     place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
     lengths = histories.lengths[:, None]
     known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
@@ -106,7 +108,8 @@ def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> 
         if len(models) > 1:
             raise RecpoError(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models "
-                "is best: give one value of each option"
+                "is best: give one value of each option",
+                code="empty",
             )
         return 0, [None]
     return max(range(len(models)), key=lambda number: sums[number]), [total / users for total in sums]
@@ -143,14 +146,28 @@ class ImplicitOptions:
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
-            raise RecpoError(f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1")
+            raise RecpoError(
+                f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1",
+                code="out_of_range",
+                field="ranks",
+            )
         validate_seed(self.seed, "implicit_als: seed")
         if self.sweeps < 1:
-            raise RecpoError(f"implicit_als: sweeps is {self.sweeps}; it is at least 1")
+            raise RecpoError(
+                f"implicit_als: sweeps is {self.sweeps}; it is at least 1", code="out_of_range", field="sweeps"
+            )
         if not self.unobserved or not min(self.unobserved) > 0:
-            raise RecpoError(f"implicit_als: unobserved is {list(self.unobserved)}; give at least one, each above 0")
+            raise RecpoError(
+                f"implicit_als: unobserved is {list(self.unobserved)}; give at least one, each above 0",
+                code="out_of_range",
+                field="unobserved",
+            )
         if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(f"implicit_als: ridges is {list(self.ridges)}; give at least one, each above 0")
+            raise RecpoError(
+                f"implicit_als: ridges is {list(self.ridges)}; give at least one, each above 0",
+                code="out_of_range",
+                field="ridges",
+            )
 
 
 @dataclass(frozen=True)

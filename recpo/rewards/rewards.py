@@ -12,14 +12,13 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import RewardFunction
+from recpo.base.contracts import Requirement, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.ops.reduce import zero_masked
-from recpo.rewards.bounds import posterior_variance
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, posterior_variance
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class LoggedReward(RewardFunction):
     _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"labels"})
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.LABELS})
 
     @property
     def reads(self) -> Reads:
@@ -59,7 +58,9 @@ class LoggedReward(RewardFunction):
         if unknown:
             raise RecpoError(
                 f"LoggedReward weighs the behavior {unknown[0]!r}, which the data lacks (it has "
-                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare"
+                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare",
+                code="unknown_name",
+                field="LoggedReward.behaviors",
             )
         known = replace(self)
         bits = tuple((names.index(name), weight) for name, weight in self.behaviors.items())
@@ -69,7 +70,9 @@ class LoggedReward(RewardFunction):
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         if candidates.label is None:
-            raise RecpoError("LoggedReward needs labels, which these candidates lack.")
+            raise RecpoError(
+                "LoggedReward needs labels, which these candidates lack.", code="missing_value", field="label"
+            )
         label = candidates.label
         reward = label if self.unknown is None else label.nan_to_num(self.unknown)
         if self.behaviors:
@@ -85,7 +88,9 @@ class LoggedReward(RewardFunction):
         if candidates.behaviors is None or self._bits is None:
             raise RecpoError(
                 "LoggedReward weighs behaviors, which these candidates lack: it is for logged slates of prepared data "
-                "with behaviors (recpo.train reads them; elsewhere call for_behaviors and load them)"
+                "with behaviors (recpo.train reads them; elsewhere call for_behaviors and load them)",
+                code="missing_value",
+                field="behaviors",
             )
         done = [(candidates.behaviors >> bit & 1, weight) for bit, weight in self._bits]
         gain = torch.stack([bit * weight for bit, weight in done]).sum(0)
@@ -129,13 +134,17 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
     if reward.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
-            "directory it was made with"
+            "directory it was made with",
+            code="mismatch",
+            field=name,
         )
     if reward.users_checksum not in (None, data.users_checksum):
         raise RecpoError(
             f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
             "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
-            "folded"
+            "folded",
+            code="mismatch",
+            field=name,
         )
 
 
@@ -152,7 +161,11 @@ def common_checksum(name: str, kind: str, checksums: Iterable[str | None]) -> st
     """
     known = sorted(one for one in set(checksums) if one is not None)
     if len(known) > 1:
-        raise RecpoError(f"{name}: its rewards were made for different {kind}; use one prepared directory")
+        raise RecpoError(
+            f"{name}: its rewards were made for different {kind}; use one prepared directory",
+            code="mismatch",
+            field=name,
+        )
     return known[0] if known else None
 
 
@@ -167,9 +180,9 @@ class HitReward(RewardFunction):
     """
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"positives"})
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.POSITIVES})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -186,7 +199,11 @@ def is_hit(batch: FeedbackBatch, candidates: Slates) -> Tensor:
     """
     logged = batch.slates
     if logged.positive is None:
-        raise RecpoError("a hit is a logged positive, and the logged slates lack Slates.positive")
+        raise RecpoError(
+            "a hit is a logged positive, and the logged slates lack Slates.positive",
+            code="missing_value",
+            field="positive",
+        )
     positive = logged.mask & logged.positive
     if logged.is_logged is not None:
         positive &= logged.is_logged.bool()
@@ -231,14 +248,9 @@ class RankAwareReward(RewardFunction):
     """
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``."""
-        return frozenset({"positives"})
-
-    @property
-    def reads_ranks(self) -> bool:
-        """See ``RewardFunction.reads_ranks``."""
-        return True
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``."""
+        return frozenset({Requirement.POSITIVES, Requirement.RANKS})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -262,7 +274,11 @@ class ValidityReward(RewardFunction):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise RecpoError(f"ValidityReward: count must be at least 1, got {self.count}")
+            raise RecpoError(
+                f"ValidityReward: count must be at least 1, got {self.count}",
+                code="out_of_range",
+                field="ValidityReward.count",
+            )
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``. It draws from torch's random numbers, which training seeds at every step."""
@@ -300,13 +316,29 @@ class FactorReward(RewardFunction):
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
         if not self.lower_bound >= 0:
-            raise RecpoError(f"FactorReward: lower_bound is {self.lower_bound}; it is at least 0")
+            raise RecpoError(
+                f"FactorReward: lower_bound is {self.lower_bound}; it is at least 0",
+                code="out_of_range",
+                field="FactorReward.lower_bound",
+            )
         if self.users not in ("trained", "folded"):
-            raise RecpoError(f"FactorReward: users is {self.users!r}; it is trained or folded")
+            raise RecpoError(
+                f"FactorReward: users is {self.users!r}; it is trained or folded",
+                code="unknown_name",
+                field="FactorReward.users",
+            )
         if self.users == "trained" and self._opened.user_factors is None:
-            raise RecpoError(f"{self.factors} has no factors of users: set users to folded")
+            raise RecpoError(
+                f"{self.factors} has no factors of users: set users to folded",
+                code="unsupported",
+                field="FactorReward.users",
+            )
         if self.lower_bound and self._opened.item_covariance is None:
-            raise RecpoError(f"{self.factors} was fitted with uncertainty: false, so it has no bounds; fit it again")
+            raise RecpoError(
+                f"{self.factors} was fitted with uncertainty: false, so it has no bounds; fit it again",
+                code="unsupported",
+                field="FactorReward.lower_bound",
+            )
 
     @property
     def catalog_checksum(self) -> str | None:
@@ -359,12 +391,16 @@ class FactorReward(RewardFunction):
         assert model.user_factors is not None
         if batch.user_ids is None:
             raise RecpoError(
-                "FactorReward with trained users asks whose contexts they are, and this batch does not say"
+                "FactorReward with trained users asks whose contexts they are, and this batch does not say",
+                code="missing_value",
+                field="user_ids",
             )
         if len(batch.user_ids) and int(batch.user_ids.max()) >= len(model.user_factors):
             raise RecpoError(
                 f"{self.factors} knows {len(model.user_factors):,} users, and the data have more: they are not those "
-                "that it was fitted on; set users to folded, or run `recpo factorize` on these data"
+                "that it was fitted on; set users to folded, or run `recpo factorize` on these data",
+                code="mismatch",
+                field="FactorReward.users",
             )
         return model.user_factors[batch.user_ids]
 
@@ -387,9 +423,17 @@ class EnsembleReward(RewardFunction):
 
     def __post_init__(self) -> None:
         if len(self.members) < 2:
-            raise RecpoError(f"EnsembleReward: {len(self.members)} members; give at least two")
+            raise RecpoError(
+                f"EnsembleReward: {len(self.members)} members; give at least two",
+                code="out_of_range",
+                field="EnsembleReward.members",
+            )
         if not self.lower_bound >= 0:
-            raise RecpoError(f"EnsembleReward: lower_bound is {self.lower_bound}; it is at least 0")
+            raise RecpoError(
+                f"EnsembleReward: lower_bound is {self.lower_bound}; it is at least 0",
+                code="out_of_range",
+                field="EnsembleReward.lower_bound",
+            )
 
     @property
     def catalog_checksum(self) -> str | None:
@@ -407,9 +451,9 @@ class EnsembleReward(RewardFunction):
         return tuple(definition for member in self.members for definition in member.feedback)
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``: what any of the members cannot do without."""
-        return frozenset().union(*(member.learns_from for member in self.members))
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``: what any of the members cannot do without."""
+        return frozenset().union(*(member.requires for member in self.members))
 
     @property
     def reads(self) -> Reads:
@@ -448,7 +492,9 @@ class WeightedSum(RewardFunction):
         if len(self.rewards) != len(self.weights) or not self.rewards:
             raise RecpoError(
                 f"WeightedSum: {len(self.rewards)} rewards and {len(self.weights)} weights; give at least one reward, "
-                "and one weight for each"
+                "and one weight for each",
+                code="wrong_shape",
+                field="WeightedSum.weights",
             )
 
     @property
@@ -467,14 +513,9 @@ class WeightedSum(RewardFunction):
         return tuple(definition for term in self.rewards for definition in term.feedback)
 
     @property
-    def learns_from(self) -> frozenset[str]:
-        """See ``RewardFunction.learns_from``: what any of the terms cannot do without."""
-        return frozenset().union(*(term.learns_from for term in self.rewards))
-
-    @property
-    def reads_ranks(self) -> bool:
-        """See ``RewardFunction.reads_ranks``."""
-        return any(term.reads_ranks for term in self.rewards)
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``: what any of the terms cannot do without."""
+        return frozenset().union(*(term.requires for term in self.rewards))
 
     @property
     def reads(self) -> Reads:

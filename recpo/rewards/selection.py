@@ -14,8 +14,7 @@ from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, variational
-from recpo.rewards.factor_file import plain
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, plain
 from recpo.rewards.graded import FactorOptions, mean_grade
 
 _USERS_PER_BATCH: Final = 256
@@ -54,7 +53,8 @@ def fit_factors(
         if not targets and len(grid) > 1:
             raise RecpoError(
                 f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
-                "best: give one rank, and with the method als one ridge"
+                "best: give one rank, and with the method als one ridge",
+                code="empty",
             )
         best = min(range(len(grid)), key=lambda number: errors[number]) if targets else 0
         factors = trials[best].finish(bar.update)

@@ -27,8 +27,17 @@ import torch
 
 from recpo.log.prepared import Period, Prepared
 from recpo.rewards.factors import Factors
-from recpo.rewards.graded import Chunk, FactorOptions, Items, chunks, first_items, user_weights
-from recpo.rewards.normal_equations import Equations, no_equations, normal_matrices
+from recpo.rewards.graded import (
+    Chunk,
+    Equations,
+    FactorOptions,
+    Items,
+    chunks,
+    first_items,
+    no_equations,
+    normal_matrices,
+    user_weights,
+)
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3

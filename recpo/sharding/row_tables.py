@@ -26,8 +26,11 @@ from torch.distributed.tensor import Shard as ShardDim
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions
 from recpo.ops.kernels import matmul_transposed
-from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows
 from recpo.ops.sharded_logprob import (
+    RowShard,
+    common_sizes,
+    exchange_rows,
+    gather_rows,
     sharded_divergence,
     sharded_entropy,
     sharded_logprob,

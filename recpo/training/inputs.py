@@ -1,28 +1,35 @@
-"""Computes the inputs that an objective declares in ``Objective.requires``, and no others."""
+"""Computes the inputs that an objective declares in ``Objective.requires``, and no others.
+
+Likelihood of whole items, in addition to the likelihood of their codes, for the states of a semantic-id policy.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
+from recpo.base.contracts import Requirement, ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
 from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
-from recpo.objectives.health import masked_mean
+from recpo.objectives.inputs import masked_mean
+from recpo.ops.kernels import take_rows
 from recpo.ops.kl import kl_shaped_rewards
-from recpo.policies.sampling import plan_of_candidates
+from recpo.ops.linear_logprob import linear_logprob
+from recpo.policies.sampling import plan_of_candidates, shared_states
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
-from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
 from recpo.training.planning import needed_positions
-from recpo.training.rollout import Rollout, Rollouts, catalog_metrics, roll_out
-from recpo.training.slate_edits import (
+from recpo.training.rollout import (
+    Rollout,
+    Rollouts,
+    catalog_metrics,
     items_of,
+    roll_out,
     side_by_side,
     with_hard_negatives,
     without_shared_prefix,
@@ -46,16 +53,52 @@ class StepInputs(NamedTuple):
     items: Tensor | None = None
 
 
-class _Values(NamedTuple):
-    """State values ``[B, S]`` of the policy and of the old policy, and the states of the old policy."""
+class LearnedSlates(NamedTuple):
+    """The slates to learn from, with their rewards.
 
+    Attributes:
+        batch: the contexts, with these slates.
+        rollout: what a phase keeps for the batch, if the slates are candidates; None = they are those of the log.
+    """
+
+    batch: FeedbackBatch
+    rollout: Rollout | None = None
+
+
+class Advantages(NamedTuple):
+    """The advantages of slates, and the state values that they are computed from; None = the objective needs none.
+
+    Attributes:
+        advantages: ``[B, S]``, or ``[B, S, T]`` if they differ between the tokens of an item.
+        returns: ``[B, S]``, the targets of the critic.
+        values: ``[B, S]`` of the policy's critic, with gradient.
+        values_old: ``[B, S]`` of the old policy's critic.
+        old_states: the states of the old policy, if they were computed.
+    """
+
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
     values: Tensor | None = None
-    old: Tensor | None = None
+    values_old: Tensor | None = None
     old_states: Tensor | None = None
 
 
+class ScoredSlates(NamedTuple):
+    """The log-probabilities of slates.
+
+    Attributes:
+        logp: under the policy, the old policy and the reference.
+        needed: ``[B, S]``, the positions that were scored; the others are 0.
+        logged: under the policy, of the logged slates beside candidates, if an anchor needs them.
+    """
+
+    logp: LogProbs
+    needed: Tensor
+    logged: LogProbs | None = None
+
+
 class InputBuilder:
-    """Turns a batch into the inputs of an objective.
+    """Turns a batch into the inputs of an objective. Its steps are methods, which a subclass can change.
 
     Args:
         networks: the policy and the other networks.
@@ -84,38 +127,111 @@ class InputBuilder:
         self.rollouts = None if rollout is None else Rollouts(options.seed, keep)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
-        """Computes slates, rewards, states, values, advantages and log-probabilities, in this order."""
-        logged = batch.slates
-        batch, rollout = self._learned_slates(batch)
-        states = self._states(batch)
-        values = self._values(states, batch, rollout)
-        advantages, returns = self._advantages(batch, values.old)
+        """The steps in their order: slates and rewards, states, advantages, log-probabilities, everything else."""
+        learned = self.slates(batch)
+        states = self.states(learned.batch)
+        advantages = self.advantages(learned, states)
+        scored = self.log_probs(learned, batch.slates, states, advantages)
+        inputs = self.inputs(learned, states, advantages, scored)
+        logged = inputs if scored.logged is None else ObjectiveInputs(scored.logged)
+        return StepInputs(inputs, logged, self.metrics(learned, scored.logp), self._items(states, learned.batch.slates))
+
+    def slates(self, batch: FeedbackBatch) -> LearnedSlates:
+        """The slates to learn from, with their rewards: those of the log, or the candidates of a rollout."""
+        if self.rollouts is None:
+            return LearnedSlates(self._logged(batch))
+        rollout = self.rollouts.of(batch, self._roll_out)
+        slates = _penalized(rollout, self.kl_coef) if self.kl_coef else rollout.slates
+        return LearnedSlates(self._with_candidates(batch, slates), rollout)
+
+    def states(self, batch: FeedbackBatch) -> Tensor | None:
+        """The policy's states ``[B, H + 1, d]`` if more than its log-probabilities reads them."""
+        policy = self._networks.policy
+        shared = self._catalog and self._anchored  # shared by the catalog and the logged slate
+        if not (self._requires & OF_STATES or shared or self._options.item_coef):
+            return None
+        assert isinstance(policy, StatePolicy)
+        return policy.encode(batch.histories)
+
+    def advantages(self, learned: LearnedSlates, states: Tensor | None) -> Advantages:
+        """The advantages, whitened if their estimator says so, and what a critic learns from."""
+        critic, values = self._networks.critic, None
+        if critic is not None and critic.state_value is not None:
+            assert states is not None
+            values = critic.state_value(critic.positions(states, learned.batch))
+        old_values, old_states = self._old_values(learned, states, values)
+        advantages, returns = self._estimated(learned.batch, old_values)
         if self._whitens and advantages is not None:
-            advantages = whitened_advantage(advantages, _kept(batch.slates, advantages), self.step_sums)
-        needed = self._needed(batch, advantages)
+            kept = _kept(learned.batch.slates, advantages)
+            advantages = whitened_advantage(advantages, kept, self.step_sums)
+        return Advantages(advantages, returns, values, old_values, old_states)
+
+    def log_probs(
+        self, learned: LearnedSlates, logged: Slates, states: Tensor | None, advantages: Advantages
+    ) -> ScoredSlates:
+        """The log-probabilities under the policy, the old policy and the reference; ``logged`` is the log's slate."""
+        batch, rollout = learned
+        needed = self._needed(batch, advantages.advantages)
         beside = logged if self._anchored and rollout is not None else None
-        logp, logp_logged = self._logp(batch, needed, states, beside)
+        logp, of_logged = self._logp(batch, needed, states, beside)
         log_probs = LogProbs(
             logp,
             self._token_mask(batch.slates).expand_as(logp),
-            self._old_logp(batch, logp, needed, values.old_states) if rollout is None else rollout.logp,
+            self._old_logp(batch, logp, needed, advantages.old_states) if rollout is None else rollout.logp,
             self._reference_logp(batch, needed) if rollout is None else rollout.reference,
         )
-        inputs = self._from_slates(ObjectiveInputs(log_probs, advantages, returns=returns), batch.slates)
-        inputs = inputs._replace(
-            values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states, logp)
-        )
-        inputs = inputs._replace(divergence=self._divergence(batch, needed, states, logp, rollout))
-        inputs = self._with_item_values(inputs, batch, states)
-        of_log = inputs
-        if logp_logged is not None:
-            of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
-        metrics = self._metrics(batch) if rollout is None else self._metrics_of(rollout, batch)
-        if rollout is not None and rollout.logp is None:
-            metrics |= catalog_metrics(rollout, logp.detach())
+        if of_logged is None:
+            return ScoredSlates(log_probs, needed)
+        return ScoredSlates(log_probs, needed, LogProbs(of_logged, logged.mask[..., None].expand_as(of_logged)))
+
+    def inputs(
+        self, learned: LearnedSlates, states: Tensor | None, advantages: Advantages, scored: ScoredSlates
+    ) -> ObjectiveInputs:
+        """All inputs of the objective: the columns of the slates, and what its other requirements are computed from."""
+        batch, rollout = learned
+        critic, logp, needed = self._networks.critic, scored.logp.policy, scored.needed
+        inputs = ObjectiveInputs(
+            scored.logp,
+            advantages.advantages,
+            returns=advantages.returns,
+            values=advantages.values,
+            values_old=advantages.values_old,
+        )._replace(**_columns(batch.slates, self._objective.requires))
+        if Requirement.ENTROPY in self._requires:
+            inputs = inputs._replace(entropy=self._entropy(batch, needed, states, logp))
+        if Requirement.DIVERGENCE in self._requires:
+            inputs = inputs._replace(divergence=self._divergence(batch, needed, states, logp, rollout))
+        if Requirement.Q_VALUE in self._requires:
+            assert critic is not None
+            assert critic.q_value is not None
+            assert states is not None
+            assert batch.slates.reward is not None
+            q_values = critic.q_value(critic.positions(states, batch), batch.slates.item_ids)
+            inputs = inputs._replace(q_values=q_values, q_targets=critic.q_targets(states, batch, batch.slates.reward))
+        if Requirement.SCORE in self._requires:
+            assert critic is not None
+            assert states is not None
+            assert isinstance(self._networks.policy, StatePolicy)
+            inputs = inputs._replace(scores=critic.scores(self._networks.policy, states, batch))
+        return inputs
+
+    @torch.no_grad()
+    def metrics(self, learned: LearnedSlates, logp: LogProbs) -> dict[str, Tensor]:
+        """Metrics of the slates; those of candidates with their rewards before the KL penalty."""
+        batch, rollout = learned
+        if rollout is None:
+            return self._metrics_of(batch.slates)
+        metrics = self._metrics_of(rollout.slates) | rollout.metrics
+        if self.kl_coef:
+            assert rollout.logp is not None
+            assert rollout.reference is not None
+            items = items_of(rollout.slates)[..., None].expand_as(rollout.logp)
+            metrics["kl_in_reward"] = masked_mean(rollout.logp - rollout.reference, items)
+        if rollout.logp is None:
+            metrics |= catalog_metrics(rollout, logp.policy)
         elif self._catalog:
-            metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
-        return StepInputs(inputs, of_log, metrics, self._items(states, batch.slates))
+            metrics["approx_kl"] = catalog_divergence(logp) / logp.mask.any(1).sum().clamp(min=1)
+        return metrics
 
     @torch.no_grad()
     def whitening_sums(self, batch: FeedbackBatch) -> Tensor:
@@ -124,25 +240,17 @@ class InputBuilder:
         Without an old policy, values come from the policy itself: where it has dropout, the random numbers must be
         those of the later call.
         """
-        batch, rollout = self._learned_slates(batch)
-        states = None if rollout is not None or self._networks.old is not None else self._states(batch)
-        advantages, _ = self._advantages(batch, self._old_values(states, batch, rollout)[0])
+        learned, of_policy = self.slates(batch), self.rollouts is None and self._networks.old is None
+        states = self.states(learned.batch) if of_policy else None
+        advantages, _ = self._estimated(learned.batch, self._old_values(learned, states)[0])
         assert advantages is not None
-        return whitening_sums(advantages, _kept(batch.slates, advantages))
-
-    def _learned_slates(self, batch: FeedbackBatch) -> tuple[FeedbackBatch, Rollout | None]:
-        """The batch with the slates to learn from, and the rollout that they come from, if any."""
-        if self.rollouts is None:
-            return self._logged(batch), None
-        rollout = self.rollouts.of(batch, self._roll_out)
-        slates = _penalized(rollout, self.kl_coef) if self.kl_coef else rollout.slates
-        return self._with_candidates(batch, slates), rollout
+        return whitening_sums(advantages, _kept(learned.batch.slates, advantages))
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
         if self._hard_negatives:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
-        return self._rewarded(batch) if "rewards" in self._requires else batch
+        return self._rewarded(batch) if Requirement.REWARDS in self._requires else batch
 
     def _with_candidates(self, batch: FeedbackBatch, candidates: Slates) -> FeedbackBatch:
         """With candidates in place of the logged slates, all scored after the complete history."""
@@ -175,15 +283,6 @@ class InputBuilder:
         )
         return rollout._replace(reference=reference, values=values)
 
-    def _states(self, batch: FeedbackBatch) -> Tensor | None:
-        """The policy's states ``[B, H + 1, d]`` if heads read them; without a gradient if heads do not train them."""
-        policy = self._networks.policy
-        shared = self._catalog and self._anchored  # shared by the catalog and the logged slate
-        if not (self._requires & OF_STATES or shared or self._options.item_coef):
-            return None
-        assert isinstance(policy, StatePolicy)
-        return policy.encode(batch.histories)
-
     def _items(self, states: Tensor | None, slates: Slates) -> Tensor | None:
         """Log-probabilities of the logged items as a whole, if ``item_coef`` is set."""
         if not self._options.item_coef:
@@ -193,33 +292,27 @@ class InputBuilder:
         assert states is not None
         return item_log_prob(policy, states, slates)
 
-    def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
-        critic = self._networks.critic
-        if critic is None or critic.state_value is None:
-            return _Values()
-        assert states is not None
-        values: Tensor = critic.state_value(critic.positions(states, batch))
-        if rollout is None and self._networks.old is None:
-            return _Values(values, values.detach())
-        return _Values(values, *self._old_values(states, batch, rollout))
-
     def _old_values(
-        self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None
+        self, learned: LearnedSlates, states: Tensor | None, values: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The values that advantages are computed from, and the states of the old policy, if there is one."""
-        critic, old = self._networks.critic, self._networks.old
+        """The values that advantages are computed from, and the states of the old policy, if it was encoded.
+
+        They are those of the rollout, of the old policy, or of the policy itself (``values``, if already known).
+        """
+        critic, old, batch = self._networks.critic, self._networks.old, learned.batch
         if critic is None or critic.state_value is None:
             return None, None
-        if rollout is not None:
-            return rollout.values, None
+        if learned.rollout is not None:
+            return learned.rollout.values, None
         if old is not None:
             old_states = old.encode(batch.histories)
             return old.state_values(old_states, batch.slates.visible), old_states
-        assert states is not None
-        values: Tensor = critic.state_value(critic.positions(states, batch))
+        if values is None:
+            assert states is not None
+            values = critic.state_value(critic.positions(states, batch))
         return values.detach(), None
 
-    def _advantages(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _estimated(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         estimator = self._options.advantage
         if estimator is None:
             return None, None
@@ -273,7 +366,7 @@ class InputBuilder:
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         networks = self._networks
-        if "reference" not in self._requires:
+        if Requirement.REFERENCE not in self._requires:
             return None
         if networks.reference_cache is not None:
             return networks.reference_cache.log_prob(batch)
@@ -288,25 +381,7 @@ class InputBuilder:
         reference = self._networks.reference
         return None if reference is None else reference.catalog_log_prob(batch)
 
-    def _from_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
-        """Adds the inputs that are part of the slates."""
-        if "labels" in self._requires:
-            inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
-        if "grades" in self._requires:
-            inputs = inputs._replace(grades=slates.grade)
-        if "positives" in self._requires:
-            inputs = inputs._replace(positive=slates.positive)
-        if "behaviors" in self._requires:
-            inputs = inputs._replace(behaviors=slates.behaviors)
-        chosen = None
-        if "chosen" in self._requires:
-            assert slates.chosen is not None
-            chosen = slates.chosen & slates.mask
-        return inputs._replace(rewards=slates.reward, chosen=chosen)
-
-    def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor) -> Tensor | None:
-        if "entropy" not in self._requires:
-            return None
+    def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor) -> Tensor:
         if self._catalog:
             return -(logp.exp() * logp).sum((1, 2))[:, None].expand_as(needed)
         assert isinstance(self._networks.policy, StatePolicy)
@@ -314,9 +389,7 @@ class InputBuilder:
 
     def _divergence(
         self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor, rollout: Rollout | None
-    ) -> Tensor | None:
-        if "divergence" not in self._requires:
-            return None
+    ) -> Tensor:
         if self._catalog:
             assert rollout is not None
             assert rollout.reference is not None
@@ -328,45 +401,28 @@ class InputBuilder:
         assert isinstance(compared.policy, StatePolicy)
         return policy.divergence(batch, compared.policy, needed, states)
 
-    def _with_item_values(
-        self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
-    ) -> ObjectiveInputs:
-        """Adds Q-values, their targets, and scores, if required."""
-        critic, policy = self._networks.critic, self._networks.policy
-        if critic is None or states is None:
-            return inputs
-        if critic.q_value is not None:
-            assert batch.slates.reward is not None
-            q_values = critic.q_value(critic.positions(states, batch), batch.slates.item_ids)
-            inputs = inputs._replace(q_values=q_values, q_targets=critic.q_targets(states, batch, batch.slates.reward))
-        if critic.score is not None:
-            assert isinstance(policy, StatePolicy)
-            inputs = inputs._replace(scores=critic.scores(policy, states, batch))
-        return inputs
-
-    @torch.no_grad()
-    def _metrics_of(self, rollout: Rollout, batch: FeedbackBatch) -> dict[str, Tensor]:
-        """The metrics of candidates, with their rewards before the KL penalty."""
-        metrics = self._metrics(batch._replace(slates=rollout.slates)) | rollout.metrics
-        if self.kl_coef:
-            assert rollout.logp is not None
-            assert rollout.reference is not None
-            items = items_of(rollout.slates)[..., None].expand_as(rollout.logp)
-            metrics["kl_in_reward"] = masked_mean(rollout.logp - rollout.reference, items)
-        return metrics
-
-    @torch.no_grad()
-    def _metrics(self, batch: FeedbackBatch) -> dict[str, Tensor]:
-        slates, metrics = batch.slates, {}
+    def _metrics_of(self, slates: Slates) -> dict[str, Tensor]:
+        metrics = {}
         if slates.reward is not None:
             metrics["reward_mean"] = masked_mean(slates.reward, slates.mask)
-        if "chosen" in self._requires:
+        if Requirement.CHOSEN in self._requires:
             assert slates.chosen is not None
             rejected = slates.mask & ~slates.chosen
             metrics["rejected_per_list"] = rejected.sum() / (slates.mask & slates.chosen).sum().clamp(min=1)
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
         return metrics
+
+
+def _columns(slates: Slates, requires: frozenset[str]) -> dict[str, Any]:
+    """The columns of slates that are inputs of an objective: rewards, if there are any, and those that it requires."""
+    asked = [requirement for requirement in Requirement if requirement in requires | {Requirement.REWARDS}]
+    pairs = [pair for requirement in asked for pair in requirement.fields.items()]
+    columns = {name: getattr(slates, column) for name, column in pairs if column is not None}
+    if Requirement.CHOSEN in requires:
+        assert slates.chosen is not None
+        columns["chosen"] = slates.chosen & slates.mask
+    return columns
 
 
 def _penalized(rollout: Rollout, kl_coef: float) -> Slates:
@@ -395,7 +451,7 @@ def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
     assert rollout is not None
     limited = rollout.max_kl is not None or rollout.collapse.max_kl is not None
     snapshot = bool(requires & COMPARED) and options.reference == "snapshot"
-    return "old" in requires or snapshot or (limited and rollout.phase_steps > 1)
+    return Requirement.OLD in requires or snapshot or (limited and rollout.phase_steps > 1)
 
 
 def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
@@ -410,11 +466,34 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
         raise RecpoError(
             f"old_policy: logged needs a propensity in (0, 1] for every scored event; {int(missing)} of "
             f"{int(needed.sum())} in this batch have none. Map the log's propensity column in `recpo prepare`, "
-            "or set old_policy: snapshot"
+            "or set old_policy: snapshot",
+            code="missing_value",
+            field="old_policy",
         )
     if logp.shape[-1] > 1:
         raise RecpoError(
             "old_policy: logged gives one probability per item, this policy scores several tokens per item: set "
-            "old_policy to snapshot"
+            "old_policy to snapshot",
+            code="unsupported",
+            field="old_policy",
         )
     return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
+
+
+def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:
+    """``log softmax_v(state · vector_v)`` over the catalog for the items of slates, ``[B, S]``; 0 where masked.
+
+    The vectors are the ones that the encoder reads (``StatePolicy.item_vectors``), so this also trains the codes'
+    vectors.
+
+    Args:
+        policy: the policy that has the vectors.
+        states: ``[B, H + 1, d]`` of ``policy.encode``.
+        slates: the items.
+    """
+    positions = slates.mask.reshape(-1).nonzero().squeeze(1)
+    rows, state_index = shared_states(slates, positions, states.shape[1])
+    vectors = policy.item_vectors(torch.arange(policy.num_items + 1, device=states.device))
+    targets = slates.item_ids.reshape(-1)[positions]
+    logp = linear_logprob(take_rows(states, rows), vectors, targets, state_index)
+    return logp.new_zeros(slates.mask.numel()).index_copy(0, positions, logp).view(slates.mask.shape)

@@ -32,7 +32,9 @@ class AdaptiveKLCoefficient:
 
     def __init__(self, value: float = 0.2, target: float = 6.0, horizon: int = 10_000) -> None:
         if value <= 0 or target <= 0 or horizon <= 0:
-            raise ValueError(f"value, target and horizon must be above 0, got {value}, {target} and {horizon}")
+            raise RecpoError(
+                f"value, target and horizon must be above 0, got {value}, {target} and {horizon}", code="out_of_range"
+            )
         self.value = value
         self.target = target
         self.horizon = horizon
@@ -165,11 +167,15 @@ def _initial(objective: Objective, reward_coef: float) -> float:
     if value > 0 and reward_coef > 0:
         raise RecpoError(
             f"adaptive_kl moves one coefficient, and both objective.init_args.kl_coef ({value}) and rollout.kl_coef "
-            f"({reward_coef}) are above 0: set one of them to 0, or leave adaptive_kl out"
+            f"({reward_coef}) are above 0: set one of them to 0, or leave adaptive_kl out",
+            code="conflicting_options",
+            field="adaptive_kl",
         )
     if value <= 0 and reward_coef <= 0:
         raise RecpoError(
             f"adaptive_kl moves the coefficient of a KL penalty, which {type(objective).__name__} lacks: set "
-            "objective.init_args.kl_coef above 0, or rollout.kl_coef, or leave adaptive_kl out"
+            "objective.init_args.kl_coef above 0, or rollout.kl_coef, or leave adaptive_kl out",
+            code="missing_option",
+            field="adaptive_kl",
         )
     return value or reward_coef

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.base.contracts import Policy
+from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
@@ -41,8 +41,9 @@ class PreferenceModule(LightningModule):
     accumulation and data parallelism only split the work. Training changes the weights of ``policy`` itself; creating a
     module does not.
 
-    A subclass can change a step of training: ``step_inputs`` makes what the objective reads, ``loss`` the loss. Give it
-    to ``recpo.train(module=...)``, or as ``module: my_package.MyModule`` in YAML (docs/training.md).
+    A subclass can change a step of training: ``step_inputs`` makes what the objective reads, ``loss`` the loss, and
+    ``builder`` is the class whose methods are the single steps (slates, advantages, log-probabilities). Give it to
+    ``recpo.train(module=...)``, or as ``module: my_package.MyModule`` in YAML (docs/training.md).
 
     Args:
         policy: the trained policy.
@@ -61,6 +62,8 @@ class PreferenceModule(LightningModule):
         results: the metrics at the time of the checkpoint that training was resumed from.
     """
 
+    builder: ClassVar[type[InputBuilder]] = InputBuilder
+
     def __init__(
         self,
         policy: Policy,
@@ -77,7 +80,7 @@ class PreferenceModule(LightningModule):
         self.objective, self._options = options.objective, options
         self.validated: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
-        self._inputs = InputBuilder(self.networks, options, slates.hard_negatives)
+        self._inputs = self.builder(self.networks, options, slates.hard_negatives)
         self._whitens = options.advantage is not None and options.advantage.whiten
         self._planner = StepPlanner.of(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
@@ -133,7 +136,7 @@ class PreferenceModule(LightningModule):
             return
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
             self.trainer.datamodule.planner = self._planner  # type: ignore[attr-defined]
-        if self._options.advantage is not None and self._options.advantage.reads_step_labels:
+        if self._options.advantage is not None and Requirement.STEP_LABELS in self._options.advantage.requires:
             self.trainer.datamodule.step_labels = True  # type: ignore[attr-defined]
         if self._whitens and self.trainer.accumulate_grad_batches > 1:
             self.trainer.datamodule.whole_steps = True  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
 from recpo.training.options import LearningOptions
-from recpo.training.slate_edits import items_of
+from recpo.training.rollout import context_numbers, items_of
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,3 @@ def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
         return mask
     acts = advantages != 0
     return mask & (acts.any(-1) if acts.dim() > mask.dim() else acts)
-
-
-def context_numbers(batch: FeedbackBatch) -> tuple[int, ...]:
-    """The contexts of a batch, which seed its random numbers; 0 for an empty row of a last step."""
-    rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)
-    return tuple(rows.tolist())

@@ -13,8 +13,7 @@ from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
 from recpo.evaluation.targets import Targets, held_out_targets
 from recpo.objectives.reward_model import PointwiseReward
-from recpo.ops.item_sets import first_places
-from recpo.ops.ranking import hit_rate, ndcg, precision, ranked_hits, recall
+from recpo.ops.ranking import first_places, hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
 

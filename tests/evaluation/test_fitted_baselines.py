@@ -16,8 +16,8 @@ from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, defa
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
 from recpo.log.prepared import Prepared
-from recpo.rewards.bounds import posterior_variance
 from recpo.rewards.ease import EaseOptions, fit_ease
+from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import ImplicitOptions, fit_implicit
 from recpo.rewards.selection import fit_factors

@@ -13,9 +13,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import KTO, MPO, CatalogPolicyGradient, WeightedLikelihood
 from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
-from recpo.objectives.kto import kto_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
+from recpo.objectives.preference import kto_loss
 
 NAN = math.nan
 F64 = torch.float64
@@ -210,11 +210,11 @@ def test_the_catalog_policy_gradient_item_by_item():
     assert objective(inputs._replace(denominator=torch.tensor(5))).loss.item() == pytest.approx(losses.sum() / 5)
     assert set(CatalogPolicyGradient(kl_coef=0.0)(inputs).metrics) == {"expected_reward", "entropy"}
     bare = CatalogPolicyGradient(kl_coef=0.0)
-    assert bare.requires == {"rewards"}
+    assert bare.requires == {"rewards", "catalog"}
     assert bare(inputs._replace(logp=inputs.logp._replace(reference=None))).loss.item() == pytest.approx(
         -np.mean(gained)
     )
-    assert objective.requires == {"rewards", "reference"}
+    assert objective.requires == {"rewards", "reference", "catalog"}
     assert CatalogPolicyGradient(0.0, 0.0).entropy_coef == 0.0
 
 

@@ -18,25 +18,10 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.base.contracts import Objective
-from recpo.base.errors import RecpoError
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.types import LogProbs, ObjectiveInputs
+from tests.refusals import refused
 
-SUPPLIES = {
-    "advantages": ("advantages",),
-    "rewards": ("rewards",),
-    "chosen": ("chosen",),
-    "old": ("old",),
-    "reference": ("reference",),
-    "value": ("values", "values_old", "returns"),
-    "entropy": ("entropy",),
-    "divergence": ("divergence",),
-    "q_value": ("q_values", "q_targets"),
-    "score": ("scores",),
-    "labels": ("label", "dislike"),
-    "grades": ("grades",),
-    "positives": ("positive",),
-}
 SCORES = 2
 WITH_GRADIENT = ("policy", "values", "entropy", "divergence", "q_values", "scores")
 # finite differences see through a stop-gradient: tests/test_objective_references.py has the closed forms of these
@@ -129,9 +114,9 @@ def normalized(logp, mask):
 def as_inputs(objective, named, denominator=None, requires=None):
     """Only what the objective requires, so that it cannot lean on anything else."""
     requires = objective.requires if requires is None else requires
-    if objective.reads_catalog:
+    if "catalog" in objective.requires:
         named = named | {n: normalized(named[n], named["mask"]) for n in ("policy", "reference")}
-    kept = {name for requirement in requires for name in SUPPLIES[requirement]}
+    kept = {name for requirement in requires for name in Requirement(requirement).fields}
     logp = LogProbs(named["policy"], named["mask"], *(named[n] if n in kept else None for n in ("old", "reference")))
     rest = {n: named[n] for n in kept - {"old", "reference"}}
     return ObjectiveInputs(logp, **rest, denominator=denominator)
@@ -175,7 +160,7 @@ def test_is_a_frozen_dataclass_whose_fields_are_documented(cls):
 @every_objective
 def test_runs_on_what_it_requires_and_says_what_it_lacks(objective):
     named = tensors()
-    assert objective.requires <= set(SUPPLIES)
+    assert objective.requires <= set(Requirement)
     output, _ = run(objective, named)
     assert output.loss.shape == ()
     assert output.loss.isfinite()
@@ -183,8 +168,8 @@ def test_runs_on_what_it_requires_and_says_what_it_lacks(objective):
         assert metric.shape == (), name
         assert not metric.requires_grad, name
         assert metric.isfinite(), name
-    for missing in objective.requires:
-        with pytest.raises(RecpoError, match=type(objective).__name__):
+    for missing in map(Requirement, objective.requires - {"catalog", "propensities"}):  # which are no inputs
+        with refused("missing_option", missing.option):
             objective(as_inputs(objective, named, requires=objective.requires - {missing}))
 
 
@@ -252,9 +237,9 @@ def test_gradient_has_the_right_sign(objective):
         if type(objective).__name__ == "WeightedLikelihood":  # imitates the bad ones less, and never pushes down
             sign = torch.ones_like(sign)
         torch.testing.assert_close(-policy.sign()[mask], sign[mask])
-    elif objective.reads_catalog:
+    elif "catalog" in objective.requires:
         assert_signs_over_the_catalog(objective, named, policy)
-    elif "labels" in objective.requires:
+    elif "dislikes" in objective.requires:
         targets, _ = objective.targets(named["grades"], named["dislike"], positive=named["positive"])
         kept = mask.any(-1)
         above = (targets - named["scores"].sigmoid()).sign()

@@ -33,13 +33,8 @@ from recpo.objectives import (
     Reinforce,
     SoftmaxDPO,
 )
-from recpo.objectives.aspo import aspo_loss
-from recpo.objectives.cispo import cispo_loss
-from recpo.objectives.dpo import dpo_loss
-from recpo.objectives.ecpo import ecpo_loss
-from recpo.objectives.gbpo import gbpo_loss
-from recpo.objectives.gspo import gspo_loss
-from recpo.objectives.health import (
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
+from recpo.objectives.inputs import (
     advantage_shares,
     explained_variance,
     masked_mean,
@@ -48,9 +43,9 @@ from recpo.objectives.health import (
 )
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
-from recpo.objectives.ppo import ppo_loss
+from recpo.objectives.policy_gradient import ppo_loss, reinforce_loss
+from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target
-from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.surrogate import clipped_surrogate, is_clipped
 
 NAN = math.nan

@@ -9,16 +9,11 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.objectives.aspo import ASPO
-from recpo.objectives.cispo import CISPO
-from recpo.objectives.dpo import DPO
-from recpo.objectives.ecpo import ECPO
-from recpo.objectives.gbpo import GBPO
-from recpo.objectives.grpo import GRPO
-from recpo.objectives.health import explained_variance
+from recpo.objectives.grpo import ASPO, CISPO, ECPO, GBPO, GRPO
+from recpo.objectives.inputs import explained_variance
 from recpo.objectives.listwise_dpo import SoftmaxDPO
-from recpo.objectives.ppo import PPO
-from recpo.objectives.reinforce import Reinforce
+from recpo.objectives.policy_gradient import PPO, Reinforce
+from recpo.objectives.preference import DPO
 
 
 def line(ratios, advantages):

@@ -14,10 +14,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood
 from recpo.objectives.advantages import GradedAdvantage, graded_advantage
-from recpo.objectives.dpo import dmpo_loss, dpo_loss, simpo_loss
-from recpo.objectives.kto import kto_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
-from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss, simpo_loss
 from tests.reference import objective_losses as ref
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -272,7 +271,7 @@ def test_with_full_propensities_the_behavior_policy_drops_out():
 
 def test_weighted_likelihood_says_what_it_lacks():
     assert WeightedLikelihood().requires == {"advantages"}
-    assert WeightedLikelihood(ips_power=0.5).requires == {"advantages", "old"}
+    assert WeightedLikelihood(ips_power=0.5).requires == {"advantages", "old", "propensities"}
     with pytest.raises(ValueError, match="ips_power needs logp_behavior"):
         likelihood_weights(torch.zeros(1), ips_power=0.5)
     for field, value in (("temperature", 0.0), ("max_weight", 0.0), ("max_ips", 0.0), ("ips_power", 1.5)):
@@ -296,7 +295,7 @@ def test_graded_advantage_reads_the_slate():
     batch = FeedbackBatch(Histories(ids, torch.tensor([2])), slates, torch.tensor([0]))
     assert GradedAdvantage()(batch).tolist() == [[0.375, -0.375, 0.0]]
     assert GradedAdvantage(baseline=0.875)(batch).tolist() == [[0.0, -0.75, 0.0]]
-    assert GradedAdvantage().learns_from == {"labels", "dislikes"}
+    assert GradedAdvantage().requires == {"labels", "dislikes"}
     with pytest.raises(RecpoError, match=r"needs Slates\.grade"):
         GradedAdvantage()(batch._replace(slates=slates._replace(grade=None)))
     for outside in (2.0, -0.1):

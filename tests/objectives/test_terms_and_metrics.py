@@ -22,7 +22,7 @@ from recpo.objectives import (
     QLearning,
     SoftmaxDPO,
 )
-from recpo.objectives.reinforce import reinforce_loss
+from recpo.objectives.policy_gradient import reinforce_loss
 
 LOG2 = math.log(2.0)
 

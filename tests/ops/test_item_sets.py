@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recpo.ops.item_sets import NO_ITEM, first_places, found_in, is_member, sorted_members
+from recpo.ops.ranking import NO_ITEM, first_places, found_in, is_member, sorted_members
 
 
 def rows(width, seed=0, items=40, padding=0.3):

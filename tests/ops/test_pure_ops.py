@@ -7,16 +7,11 @@ import math
 import pytest
 import torch
 
-from recpo.objectives.aspo import aspo_loss
-from recpo.objectives.cispo import cispo_loss
-from recpo.objectives.dpo import dpo_loss
-from recpo.objectives.ecpo import ecpo_loss
-from recpo.objectives.gbpo import gbpo_loss
-from recpo.objectives.gspo import gspo_loss
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.ppo import entropy, ppo_loss, value_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
 from recpo.ops.reduce import aggregate, denominator, over_tokens
 from recpo.ops.surrogate import (

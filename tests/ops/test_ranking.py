@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
-from recpo.ops.item_sets import is_member
 from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
     graded_hits,
     graded_ndcg,
     hit_rate,
+    is_member,
     mean_average_precision,
     mean_rank,
     mrr,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 
 V = 50
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.ops.elimination import solve_positive_definite
-from recpo.ops.ridge import ridge_regression
+from recpo.ops.linear_algebra import ridge_regression, solve_positive_definite
 
 
 def test_a_ridge_regression_by_hand():

@@ -16,7 +16,7 @@ from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
-from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
+from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy

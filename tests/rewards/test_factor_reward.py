@@ -14,8 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import Histories, Slates
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards.bounds import posterior_variance
-from recpo.rewards.factors import Factors
+from recpo.rewards.factors import Factors, posterior_variance
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum, validate_identity
 from recpo.rewards.selection import fit_factors
@@ -215,7 +214,7 @@ class Precise(Given):
     """Rewards in double precision, which need dislikes."""
 
     @property
-    def learns_from(self):
+    def requires(self):
         return frozenset({"dislikes"})
 
     def __call__(self, batch, candidates):
@@ -225,7 +224,7 @@ class Precise(Given):
 def test_what_an_ensemble_has_of_its_members(batch):
     ensemble = EnsembleReward([Precise(((1.0,),)), Given(((0.0,),))])
     assert ensemble == EnsembleReward(ensemble.members, 0.0)
-    assert ensemble.learns_from == {"dislikes"} | Given(((0.0,),)).learns_from
+    assert ensemble.requires == {"dislikes"} | Given(((0.0,),)).requires
     assert EnsembleReward([Precise(((1.0,),))] * 2)(batch, None).dtype == torch.float32
     assert EnsembleReward(ensemble.members, 1.0)(batch, None).tolist() == [[0.0]]
 

@@ -124,7 +124,7 @@ def test_hits_where_every_logged_item_is_positive():
     reward = HitReward()(batch, candidates_of([[3, 5, 1, 9]]))
     assert reward.tolist() == [[1.0, 1.0, 0.0, 0.0]]
     assert reward.dtype == torch.float32
-    assert HitReward().learns_from == RankAwareReward().learns_from == {"positives"}
+    assert HitReward().requires == RankAwareReward().requires - {"ranks"} == {"positives"}
 
 
 def test_rank_aware_reward_of_candidates():
@@ -183,14 +183,12 @@ def test_validity_is_float32_for_any_default():
 
 def test_what_rewards_learn_from_and_their_defaults():
     assert LoggedReward() == LoggedReward(1.0, None)
-    assert LoggedReward().learns_from == {"labels"}
+    assert LoggedReward().requires == {"labels"}
     assert ValidityReward(count=1).count == 1
     assert ValidityReward() == ValidityReward(5)
     both = WeightedSum((LoggedReward(), HitReward()), (1.0, 2.0))
-    assert both.learns_from == {"labels", "positives"}
-    assert RankAwareReward().reads_ranks is True
-    assert HitReward().reads_ranks is both.reads_ranks is False
-    assert WeightedSum((LoggedReward(), RankAwareReward()), (1.0, 1.0)).reads_ranks is True
+    assert both.requires == {"labels", "positives"}
+    assert WeightedSum((LoggedReward(), RankAwareReward()), (1.0, 1.0)).requires == {"labels", "positives", "ranks"}
 
 
 def test_logged_reward_needs_labels():

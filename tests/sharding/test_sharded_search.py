@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from recpo.base.types import SamplingOptions
-from recpo.ops.row_shard import RowShard
+from recpo.ops.sharded_logprob import RowShard
 from recpo.policies import catalog_search, sampling
 from recpo.sharding import row_tables
 from tests.refusals import refused

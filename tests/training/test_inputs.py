@@ -7,11 +7,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Adam
 
 from recpo.base.errors import RecpoError
-from recpo.base.types import SlateTraits
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.objectives import DPO, GBPO, GRPO, PPO, Likelihood, PairwiseReward, QLearning, Reinforce, SoftmaxDPO
+from recpo.objectives import GBPO, GRPO, PPO, Likelihood, PairwiseReward, QLearning
 from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemValue, StateValue, states_at
@@ -20,7 +19,7 @@ from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Critic, Networks, next_visible
 from recpo.training.options import CriticOptions, LearningOptions
-from recpo.training.slate_edits import with_hard_negatives
+from recpo.training.rollout import with_hard_negatives
 
 SEQUENCES, IMPRESSIONS = SequenceLayout(history_length=12), ImpressionLayout(history_length=12, slate_length=6)
 LISTS = PreferenceListLayout(history_length=12, hard=2)
@@ -278,39 +277,29 @@ def test_heads_start_neutral_and_states_are_gathered():
     assert torch.equal(states_at(states, visible), states.gather(1, visible[..., None].expand(-1, -1, 8)))
 
 
-LIST_TRAITS = LISTS.traits
-CONTRADICTIONS = [
-    (GBPO(), {}, "set advantage, e.g. class_path: TernaryAdvantage"),
-    (GRPO(), {"advantage": GroupNormalizedAdvantage(), "old_policy": "snapshot"}, "set reward, e.g."),
-    (QLearning(), {}, "QLearning needs rewards: set reward"),
-    (GRPO(), {**GROUPS, "old_policy": "current"}, "set old_policy to snapshot"),
-    (Reinforce(off_policy=True), {**GROUPS, "old_policy": "current"}, "set old_policy to snapshot"),
-    (PPO(), GROUPS, "set advantage to class_path: GAEAdvantage"),
-    (GRPO(), GAE, "values of a critic, which objective GRPO does not train"),
-    (DPO(), {}, "set data.layout to class_path: PreferenceListLayout"),
-    (Likelihood(), {"slates": LIST_TRAITS}, "set data.layout to class_path: SequenceLayout"),
-    (SoftmaxDPO(), {"slates": LIST_TRAITS, "reference": "cached"}, "set reference to frozen"),
-    (SoftmaxDPO(), {"slates": LIST_TRAITS, "anchor_coef": 0.1}, "nll_coef instead"),
-    (SoftmaxDPO(gap_weighted=True), {"slates": LIST_TRAITS}, "set reward"),
-]
-
-
-@pytest.mark.parametrize(("objective", "module", "message"), CONTRADICTIONS)
-def test_contradictions_name_the_option_that_mends_them(objective, module, message):
-    slates = {name: module[name] for name in module if name == "slates"}
-    options = {name: module[name] for name in module if name != "slates"}
-    with pytest.raises(RecpoError, match=message):
-        PreferenceModule(new_policy(), LearningOptions(objective=objective, **options), **slates)
-
-
 @pytest.mark.parametrize("options", [{"gamma": 1.0}, {"target_rate": 0.0}, {"target_every": 0}, {"hidden": 0}])
 def test_impossible_critics_are_refused(options):
     with pytest.raises(RecpoError, match="critic"):
         CriticOptions(**options)
 
 
-def test_what_fits_is_accepted():
-    PreferenceModule(new_policy(), LearningOptions(objective=Reinforce(), advantage=TernaryAdvantage()))
-    PreferenceModule(new_policy(), LearningOptions(objective=PPO(value_coef=0.0), **GROUPS))
-    lists = LearningOptions(objective=DPO(), reference="cached")
-    PreferenceModule(new_policy(), lists, slates=SlateTraits(is_preference_list=True))
+class Halved(InputBuilder):
+    """All advantages count half."""
+
+    def advantages(self, learned, states):
+        found = super().advantages(learned, states)
+        return found._replace(advantages=0.5 * found.advantages)
+
+
+class HalvedModule(PreferenceModule):
+    builder = Halved
+
+
+def test_a_subclass_changes_one_step(prepared):
+    batch, num_items = batch_of(prepared, IMPRESSIONS)
+    options = LearningOptions(objective=GBPO(), advantage=TernaryAdvantage())
+    plain, halved = (
+        kind(new_policy(num_items), options).step_inputs(batch) for kind in (PreferenceModule, HalvedModule)
+    )
+    torch.testing.assert_close(halved.objective.advantages, 0.5 * plain.objective.advantages)
+    torch.testing.assert_close(halved.objective.logp, plain.objective.logp)

@@ -1,7 +1,5 @@
 """The module: exact denominators, exact resume, plain checkpoints, clear errors."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from lightning import Trainer
@@ -12,9 +10,9 @@ from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
 from recpo.objectives.advantages import GAEAdvantage, TernaryAdvantage
-from recpo.objectives.gbpo import GBPO
+from recpo.objectives.grpo import GBPO
 from recpo.objectives.likelihood import Likelihood
-from recpo.objectives.ppo import PPO
+from recpo.objectives.policy_gradient import PPO
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import logged_logp
@@ -206,29 +204,6 @@ def test_checkpoints_hold_plain_tensors_and_load_into_a_policy(prepared, tmp_pat
     wider = CatalogSoftmaxPolicy(model.num_items, dim=16, layers=1, heads=1, max_history=12)
     with pytest.raises(RecpoError, match=r"does not fit the policy.*\n.*\(61, 8\) in the checkpoint|in the checkpoint"):
         load_weights(wider, checkpoint_path(tmp_path))
-
-
-@dataclass(frozen=True)
-class NeedsCritic(GBPO):
-    """An objective that asks for state values."""
-
-    @property
-    def requires(self):
-        return super().requires | {"value"}
-
-
-@pytest.mark.parametrize(
-    ("objective", "options", "policy", "message"),
-    [
-        (GBPO(), {}, {}, "GBPO weighs by advantages"),
-        (NeedsCritic(), TERNARY, {}, "trains a critic, which TernaryAdvantage has no targets for: set advantage to"),
-        (GBPO(), TERNARY, {"normalizer": "sampled"}, "needs exact log-probabilities"),
-    ],
-)
-def test_contradictions_are_refused_at_once(prepared, objective, options, policy, message):
-    data = FeedbackDataModule(prepared, layout=LAYOUT)
-    with pytest.raises(RecpoError, match=message):
-        PreferenceModule(new_policy(data, **policy), LearningOptions(objective=objective, **options))
 
 
 def test_missing_propensities_are_counted_not_guessed(prepared):

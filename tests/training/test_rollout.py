@@ -12,8 +12,7 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.options import RolloutOptions
-from recpo.training.rollout import Rollouts, roll_out
-from recpo.training.slate_edits import Candidates, as_preference_list, first_occurrences, with_logged
+from recpo.training.rollout import Candidates, Rollouts, as_preference_list, first_occurrences, roll_out, with_logged
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
 

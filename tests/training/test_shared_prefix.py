@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO
 from recpo.training.contradictions import validate_shared_prefix
-from recpo.training.slate_edits import without_shared_prefix
+from recpo.training.rollout import without_shared_prefix
+from tests.refusals import refused
 
 
 def first(tokens):
@@ -41,5 +41,5 @@ def test_every_list_is_compared_with_its_own_chosen_item():
 @pytest.mark.parametrize(("num_tokens", "objective"), [(1, SoftmaxDPO()), (3, Likelihood())])
 def test_refused_where_nothing_can_be_shared(num_tokens, objective):
     policy = type("Policy", (), {"num_tokens": num_tokens})()
-    with pytest.raises(RecpoError, match="mask_shared_prefix"):
+    with refused("unused_option", "mask_shared_prefix"):
         validate_shared_prefix(policy, objective)

@@ -19,7 +19,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import Propensities
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, POLICY, OffPolicyResult, result_of
 from recpo.evaluation.off_policy.target_sums import TargetSums
-from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import is_member
 
 #: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
 Sampler = Callable[[Histories, int], Tensor]
