@@ -34,7 +34,7 @@ from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
 from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import check_golden
+from recpo.serving.golden import check_golden
 from recpo.serving.histories import ITEM_ID, EncodedHistories, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST, BundleFeatures

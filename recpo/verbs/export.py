@@ -97,7 +97,7 @@ class Export(Verb[Bundle | Refreshed]):
             overwrite=self.overwrite,
         )
         if self.compiled is not None:
-            from recpo.serving.export import write_compiled  # importing Inductor takes seconds
+            from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
 
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle

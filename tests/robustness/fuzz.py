@@ -519,7 +519,7 @@ def _factors(root: Path) -> str:
 
 def _bundle(root: Path) -> str:
     from recpo.serving.bundle import Bundle
-    from recpo.serving.export import check_golden
+    from recpo.serving.golden import check_golden
 
     bundle = Bundle.load(root / "bundle", threads=1)
     check_golden(bundle)

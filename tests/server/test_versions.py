@@ -10,9 +10,9 @@ import pytest
 
 from recpo.artifacts import write_json
 from recpo.server.bundles import LoadedBundle, Versions
-from recpo.serving import export as golden
+from recpo.serving import golden
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import GOLDEN, check_golden
+from recpo.serving.golden import GOLDEN, check_golden
 from recpo.serving.manifest import MANIFEST, BundleManifest
 from tests.refusals import refused
 from tests.server.conftest import answers, request, serving

@@ -28,7 +28,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import check_golden
+from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import BundleFeatures
