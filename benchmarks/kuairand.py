@@ -54,10 +54,8 @@ from recpo.cli.main import run
 from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.measures import Recommender
-from recpo.evaluation.new_items import NewItems, new_items
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import Recommender, exposure_auc, held_out_targets
+from recpo.evaluation.segments import NewItems, new_items
 from recpo.log.prepared import Prepared
 from recpo.ops.item_sets import first_places
 from recpo.rewards.rewards import EnsembleReward

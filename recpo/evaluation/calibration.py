@@ -19,7 +19,7 @@ from scipy.stats import rankdata
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.exposures import auc
+from recpo.evaluation.measures import auc
 
 if TYPE_CHECKING:
     import pandas as pd

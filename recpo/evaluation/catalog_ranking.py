@@ -15,10 +15,8 @@ from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.measures import Measure, Observed, Recommender
+from recpo.evaluation.measures import Measure, Observed, Recommender, Targets, exposure_auc, held_out_targets
 from recpo.evaluation.segments import ItemSegment, UserSegment
-from recpo.evaluation.targets import Targets, held_out_targets
 from recpo.ops.item_sets import first_places, is_member
 from recpo.ops.ranking import (
     accuracy,

@@ -16,14 +16,24 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.types import FeedbackBatch
-from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
-from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
+from recpo.evaluation.baselines import (
+    BaselineCache,
+    CooccurrenceBaseline,
+    CooccurrenceOptions,
+    EventChunk,
+    Popularity,
+    Recipe,
+    UniformlyRandom,
+    decayed_counts,
+    factors_recommender,
+    neighbors_of,
+    of_items,
+    recommender_of,
+)
 from recpo.evaluation.document import Kind
-from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender, of_items, recommender_of
-from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.true_rewards import TrueRewards
+from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.ease import EASE, EaseOptions, fit_ease
 from recpo.rewards.factors import Factors

@@ -15,19 +15,16 @@ from recpo.base.features import Reads
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EvaluationBatch
 from recpo.batches.datamodule import evaluation_batches
-from recpo.evaluation.behavior_rates import BehaviorRates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
-from recpo.evaluation.item_facts import ItemFacts
-from recpo.evaluation.measures import Direction, Further, Measure
-from recpo.evaluation.new_items import NewItems
+from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
+from recpo.evaluation.off_policy.measure import OffPolicySetting
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.off_policy.setting import OffPolicySetting
 from recpo.evaluation.reading import Document
-from recpo.evaluation.segments import ItemSegment, history_length
+from recpo.evaluation.segments import ItemSegment, NewItems, history_length
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.log.prepared import Prepared
 

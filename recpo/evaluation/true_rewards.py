@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import first_allowed
-from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
 from recpo.worlds.truth import Truth
+
+#: Name of the contender that knows the users' true preferences.
+ORACLE: Final = "oracle"
 
 
 @dataclass(frozen=True)

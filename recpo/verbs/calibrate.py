@@ -40,13 +40,10 @@ from recpo.evaluation.calibration import (
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.cautions import alike
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.measures import Observed, held_out_targets
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
+from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
-from recpo.evaluation.off_policy.setting import has_propensities
-from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Period, Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward

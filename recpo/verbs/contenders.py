@@ -1,9 +1,14 @@
-"""The contenders of ``evaluate``: runs, bundles, factors, lists and baselines, checked before any is loaded."""
+"""The contenders that are runs, bundles, factors, lists and baselines, checked before any is loaded.
+
+They are named for ``evaluate``, re-ranked (every run, bundle and factor model with every method), and served as
+runtimes, which rank for frames of histories with the ids and feedback of prepared data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import cast
 
@@ -12,17 +17,31 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts import kind_of
+from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.evaluation.contenders import BASELINES, Baseline, Contender, Loaded, validate_names
-from recpo.evaluation.fitted import factors_recommender
-from recpo.evaluation.lists import Lists, lists_contender
+from recpo.evaluation.baselines import factors_recommender
+from recpo.evaluation.contenders import (
+    BASELINES,
+    Baseline,
+    BaselineOptions,
+    Contender,
+    Loaded,
+    baseline,
+    validate_names,
+)
+from recpo.evaluation.lists import Lists, lists_contender, reranked_contender
 from recpo.evaluation.measures import Recommender
+from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.item_vectors import bundle_item_vectors
+from recpo.serving.program_inputs import ProgramReads
+from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
@@ -231,3 +250,87 @@ def _arrays(features: Features) -> FeatureArrays:
 
 def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:
     return torch.zeros_like(histories.item_ids) if values is None else values
+
+
+class ContenderRuntime(Runtime):
+    """A contender of an evaluation that reads items and feedback. Its scores need not be log-probabilities.
+
+    Args:
+        contender: factors, their directory, or the name of a baseline, which is fitted on the training events.
+        data: the prepared data with its items.
+
+    Raises:
+        RecpoError: the contender is none of these, or was fitted on other items.
+    """
+
+    def __init__(self, contender: Factors | str | PathLike[str], data: Prepared) -> None:
+        make_baseline = partial(baseline, data=data, options=BaselineOptions())
+        named = contender if isinstance(contender, Factors | str) else str(contender)
+        (found,) = contenders_of([named], data, [1], "best", torch.device("cpu"), (), make_baseline)
+        if found.kind not in ("factors", "baseline"):
+            raise RecpoError(f"{contender} is a {found.kind}: recommend from it without prepared")
+        loaded = found.load()
+        assert loaded.recommender.recommend is not None
+        self._lists = loaded.recommender.recommend
+        self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
+        self.reads = ProgramReads()
+        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history)
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, feedback = torch.from_numpy(inputs.item_ids), torch.from_numpy(inputs.feedback)
+        histories = Histories(ids, (ids != 0).sum(1), feedback)
+        with torch.inference_mode():
+            lists = self._lists(histories, k, torch.from_numpy(excluded(inputs, self.reads.repeats)))
+        return lists.item_ids.numpy(), lists.scores.numpy()
+
+
+_RERANKED = ("run", "bundle", "factors")
+
+
+def reranked_contenders(
+    contenders: Sequence[Contender],
+    methods: Sequence[Reranker],
+    options: RerankOptions,
+    data: Prepared,
+    ks: Sequence[int],
+) -> list[Contender]:
+    """Every run, bundle and factor model among the contenders, re-ranked by every method: slates of the first k.
+
+    Raises:
+        RecpoError: nothing can be re-ranked; an attribute or the file of attributes is missing; a shortlist below k.
+    """
+    if not methods:
+        return []
+    bases = [one for one in contenders if one.kind in _RERANKED]
+    if not bases:
+        raise RecpoError("rerank: no run, bundle or factor model is given whose lists can be re-ranked; name one")
+    if options.shortlist < ks[0]:
+        raise RecpoError(
+            f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more"
+        )
+    known = options.read([name for method in methods for name in method.attributes], data.item_ids())
+    found = []
+    for base in bases:
+        shortlist = min(options.shortlist, data.num_items, int(base.facts.get("k", data.num_items)))
+
+        def vectors_of(loaded: Loaded, base: Contender = base) -> FloatArray | None:
+            if base.kind == "bundle":
+                return bundle_item_vectors(Path(str(base.facts["path"])))
+            return None if loaded.policy is None else policy_item_vectors(loaded.policy)
+
+        found += [
+            reranked_contender(base, method, known, vectors_of, k=ks[0], shortlist=shortlist) for method in methods
+        ]
+    return found
+
+
+def policy_item_vectors(policy: Policy) -> FloatArray | None:
+    """The item vectors that the encoder of a policy reads, ``[V + 1, d]``; None if it has no such vectors."""
+    base = policy.base if isinstance(policy, TiltedPolicy | RerankedPolicy) else policy
+    if not isinstance(base, StatePolicy):
+        return None
+    device = next((parameter.device for parameter in base.parameters()), torch.device("cpu"))
+    with torch.inference_mode():
+        vectors = base.item_vectors(torch.arange(base.num_items + 1, device=device))
+    found: FloatArray = vectors.float().cpu().numpy()
+    return found

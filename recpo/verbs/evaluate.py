@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from recpo.artifacts import output_directory
 from recpo.base.frames import Frame
+from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
+from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
 from recpo.evaluation.candidates import CandidateTable, candidates_of, table_of
 from recpo.evaluation.contenders import (
     BASELINES,
@@ -22,23 +24,18 @@ from recpo.evaluation.contenders import (
     validate_names,
 )
 from recpo.evaluation.evaluation import SEALED, Evaluation
-from recpo.evaluation.fitted import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
-from recpo.evaluation.item_ages import item_age, item_ages
-from recpo.evaluation.item_facts import ItemFeatures, item_facts
 from recpo.evaluation.lists import Lists
-from recpo.evaluation.new_items import NewItems, new_items
+from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
-from recpo.evaluation.segments import item_segments
+from recpo.evaluation.segments import NewItems, item_age, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.learned_reward import Checkpoint
-from recpo.verbs.contenders import Named, contenders_of, directory_of
+from recpo.verbs.contenders import Named, contenders_of, directory_of, reranked_contenders
 from recpo.verbs.devices import compute_device
-from recpo.verbs.reranked import reranked_contenders
 from recpo.verbs.verb import Verb, function_of
 
 _NO_PROPENSITIES = (

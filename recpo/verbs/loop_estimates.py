@@ -15,8 +15,8 @@ from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.measure import rewarded
 from recpo.evaluation.off_policy.results import POLICY
-from recpo.evaluation.off_policy.setting import rewarded
 from recpo.evaluation.reading import Document
 from recpo.lists.exploration import Exploration, Pool
 from recpo.log.prepared import Prepared

@@ -19,12 +19,10 @@ from recpo.base.types import Recommendations
 from recpo.cli.main import main
 from recpo.evaluation.candidates import ALWAYS, NEVER, Candidates, CandidateTable, begin_of, candidates_of
 from recpo.evaluation.catalog_ranking import evaluate_ranking
-from recpo.evaluation.item_ages import item_age, item_ages
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.new_items import NewItems, new_items
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.segments import NewItems, item_age, item_ages, new_items
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.prepared import Prepared

@@ -16,8 +16,7 @@ from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowe
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.document import ContenderResult, metrics_document
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.measures import Recommender
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import Recommender, held_out_targets
 from tests.reference import ranking_loops
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.item_facts import ItemFeatures, item_facts
+from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.training.curves import training_curves

@@ -14,9 +14,7 @@ from sklearn.metrics import roc_auc_score
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import evaluate_ranking
-from recpo.evaluation.exposures import auc, exposure_auc, first_places
-from recpo.evaluation.measures import Recommender
-from recpo.evaluation.targets import Targets
+from recpo.evaluation.measures import Recommender, Targets, auc, exposure_auc, first_places
 
 rows = st.lists(
     st.lists(st.tuples(st.sampled_from([-3.0, -2.0, -1.5, -math.inf]), st.sampled_from("pn ")), min_size=9, max_size=9),

@@ -13,8 +13,7 @@ from recpo import RecpoError
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import exposure_auc, held_out_targets
 from recpo.log.prepared import Prepared
 from recpo.rewards.bounds import posterior_variance
 from recpo.rewards.ease import EaseOptions, fit_ease

@@ -11,14 +11,14 @@ import yaml
 
 import recpo
 from recpo.base.types import Histories, Recommendations
+from recpo.evaluation.beyond_accuracy import ItemFeatures
 from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.item_facts import ItemFeatures
+from recpo.evaluation.lists import reranked_contender
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.reranked import reranked_contender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared
 from recpo.serving.item_vectors import bundle_item_vectors
-from recpo.verbs.reranked import policy_item_vectors
+from recpo.verbs.contenders import policy_item_vectors
 
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 2}
 

@@ -10,11 +10,10 @@ import torch
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.document import ContenderResult, metrics_document
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments

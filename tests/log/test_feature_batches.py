@@ -12,8 +12,7 @@ from recpo.batches.held_out import HeldOutBatches
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.batches.train_batches import Rank, TrainBatches
-from recpo.evaluation.behavior_rates import BehaviorRates
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.measures import BehaviorRates, Observed
 from recpo.rewards.rewards import LoggedReward, WeightedSum
 from tests.log.test_features import prepare, rich_log
 

@@ -598,7 +598,7 @@ def _lists(root: Path) -> str:
 
 
 def _item_table(root: Path) -> str:
-    from recpo.evaluation.item_facts import ItemFeatures, item_facts
+    from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
     from recpo.items.sources import CodesFromFile, VectorsFromParquet
     from recpo.log.prepared import Prepared
 

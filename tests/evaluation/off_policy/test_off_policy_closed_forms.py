@@ -12,34 +12,39 @@ from scipy.special import ndtri
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import Slates
-from recpo.evaluation.off_policy import ratio_intervals
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy import results as ratio_intervals
+from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
     DM,
     DR,
     IPS,
     SNDR,
     SNIPS,
+    AdditiveRewardModel,
     ClippedIPS,
+    IndependentIPS,
     LoggedMean,
     NaiveAverage,
+    RewardedExposures,
     Rows,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
-from recpo.evaluation.off_policy.ratio_intervals import (
+from recpo.evaluation.off_policy.options import (
+    EstimatedPropensities,
+    LoggedPropensities,
+    OffPolicyOptions,
+    UniformPropensities,
+)
+from recpo.evaluation.off_policy.results import (
+    TargetSums,
     bootstrap_values,
     empirical_bernstein_interval,
     influence,
     normal_interval,
     percentile_interval,
+    result_of_rows,
     standard_error,
 )
-from recpo.evaluation.off_policy.results import result_of_rows
-from recpo.evaluation.off_policy.slate_estimators import IndependentIPS
-from recpo.evaluation.off_policy.target_sums import TargetSums
-from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size
 
 
 # ---------------------------------------------------------------- estimators

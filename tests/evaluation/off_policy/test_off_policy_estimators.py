@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo.evaluation.off_policy.diagnostics import effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
     DM,
     DR,
@@ -21,7 +22,6 @@ from recpo.evaluation.off_policy.estimators import (
     SwitchDR,
     sum_of_ratios,
 )
-from recpo.evaluation.off_policy.weights import effective_sample_size
 from tests.reference import off_policy_dense
 from tests.reference.bandit import Bandit
 

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.evaluation.off_policy.estimators import DR, IPS, SNDR, SNIPS, ClippedIPS, Rows, sum_of_ratios
-from recpo.evaluation.off_policy.ratio_intervals import (
+from recpo.evaluation.off_policy.results import (
+    ClusterSums,
     bootstrap_values,
     empirical_bernstein_interval,
     influence,
     normal_interval,
     percentile_interval,
 )
-from recpo.evaluation.off_policy.target_sums import ClusterSums
 from tests.reference.bandit import Bandit
 
 DATA_SETS, USERS = 500, 200

@@ -12,11 +12,14 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Observed, Recommender
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
-from recpo.evaluation.off_policy.estimators import Rows
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, Rows
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
+from recpo.evaluation.off_policy.options import (
+    EstimatedPropensities,
+    LoggedPropensities,
+    OffPolicyOptions,
+    UniformPropensities,
+)
 from recpo.evaluation.off_policy.results import result_of_rows
 
 ITEMS, PLACES = 12, 3

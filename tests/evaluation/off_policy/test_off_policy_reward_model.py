@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
 
 
 def exposures(users=300, items=50, rows=40_000, item_spread=0.3, user_spread=0.2, noise=0.5, seed=0):

@@ -5,8 +5,15 @@ from itertools import product
 import numpy as np
 import pytest
 
-from recpo.evaluation.off_policy.estimators import IPS, Rows, sum_of_ratios
-from recpo.evaluation.off_policy.slate_estimators import IndependentIPS, RewardInteractionIPS, SlateRows, StandardIPS
+from recpo.evaluation.off_policy.estimators import (
+    IPS,
+    IndependentIPS,
+    RewardInteractionIPS,
+    Rows,
+    SlateRows,
+    StandardIPS,
+    sum_of_ratios,
+)
 
 ITEMS, POSITIONS = 3, 3
 RNG = np.random.default_rng(0)

@@ -8,10 +8,9 @@ import pytest
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import Interval
-from recpo.evaluation.off_policy.diagnostics import Diagnostics, warnings_of
+from recpo.evaluation.off_policy.diagnostics import Diagnostics, WeightTail, warnings_of
 from recpo.evaluation.off_policy.estimators import DM, DR, IPS, SNDR, SNIPS, ClippedIPS, NaiveAverage, SwitchDR
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.weights import WeightTail
 
 CALM_TAIL = WeightTail(1.0, 2.0, 3.0, 0.01, 0.05, 0.0, 0.3)
 CALM = Diagnostics(1000, 100, 0, 0, 500.0, 80.0, 1.0, Interval(0.99, 1.01), CALM_TAIL, 0.0, 0.0)
