@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     )
     from recpo.items.tokenization import Codes as Codes
     from recpo.verbs.calibrate import calibrate as calibrate
-    from recpo.verbs.comparison import Comparison as Comparison
+    from recpo.evaluation.comparison import Comparison as Comparison
     from recpo.verbs.compare import compare as compare
     from recpo.verbs.evaluate import evaluate as evaluate
     from recpo.verbs.factorize import factorize as factorize
@@ -215,7 +215,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.items.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.items.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
-    "recpo.verbs.comparison": ("Comparison",),
+    "recpo.evaluation.comparison": ("Comparison",),
     "recpo.verbs.compare": ("compare",),
     "recpo.verbs.evaluate": ("evaluate",),
     "recpo.verbs.factorize": ("factorize",),

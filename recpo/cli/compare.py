@@ -11,8 +11,8 @@ from rich.table import Table
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, path_of
+from recpo.evaluation.comparison import Comparison
 from recpo.verbs.compare import Compare
-from recpo.verbs.comparison import Comparison
 
 _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")

@@ -536,7 +536,7 @@ def _evaluation(root: Path) -> str:
 
 
 def _comparison(root: Path) -> str:
-    from recpo.verbs.comparison import Comparison
+    from recpo.evaluation.comparison import Comparison
 
     return _text(json.dumps(Comparison.open(root / "comparison").document, sort_keys=True))
 

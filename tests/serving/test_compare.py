@@ -18,13 +18,13 @@ from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import evaluation_batches
 from recpo.batches.held_out import HeldOutHistories
 from recpo.cli.main import main
+from recpo.evaluation.comparison import gate
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
-from recpo.verbs.comparison import gate
 from tests.log.test_features import prepare
 
 K = 5
