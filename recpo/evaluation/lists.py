@@ -315,9 +315,9 @@ def _load_reranked(
         known = known.with_vectors(vectors)
 
     def recommend(histories: Histories, length: int, exclude: Tensor | None) -> Recommendations:
-        return recommend_with_past(histories, length, exclude, histories.item_ids if exclude is None else exclude)
+        return reranked(histories, length, exclude, histories.item_ids if exclude is None else exclude)
 
-    def recommend_with_past(histories: Histories, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
+    def reranked(histories: Histories, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
         assert ranked.recommend is not None
         lists = ranked.recommend(histories, max(length, shortlist), exclude)
         items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
@@ -329,6 +329,9 @@ def _load_reranked(
         return Recommendations(*chosen)
 
     recommender = Recommender(
-        recommend, name=ranked.name, scores_are_logp=ranked.scores_are_logp, recommend_with_past=recommend_with_past
+        recommend,
+        name=ranked.name,
+        scores_are_logp=ranked.scores_are_logp,
+        recommend_to_batch=lambda batch, *asked: reranked(batch.feedback.histories, *asked),
     )
     return loaded._replace(recommender=recommender, policy=None)

@@ -35,8 +35,8 @@ class Recommender:
             the user and not on a history: given lists, an oracle.
         score: ``batch -> [B, S]`` of the held-out slates, for a recommender without probabilities: any numbers, higher
             = better. Only for metrics of scores; None = not available.
-        recommend_with_past: ``(histories, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if
-            lists also depend on the rest of the user's past, as re-ranked lists do.
+        recommend_to_batch: ``(batch, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if lists
+            depend on more of the batch: on the rest of the user's past, as re-ranked lists do, or on a reward.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
@@ -45,7 +45,7 @@ class Recommender:
     scores_are_logp: bool = False
     recommend_to_users: Callable[[Tensor, int, Tensor | None], Recommendations] | None = None
     score: Callable[[FeedbackBatch], Tensor] | None = None
-    recommend_with_past: Callable[[Histories, int, Tensor | None, Tensor], Recommendations] | None = None
+    recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
 
     def lists(
         self, batch: EvaluationBatch, k: int, past: Tensor | None, unavailable: Tensor | None = None
@@ -63,9 +63,9 @@ class Recommender:
         """
         excluded = [part for part in (past, unavailable) if part is not None]
         exclude = torch.cat(excluded, 1) if excluded else None
-        if self.recommend_with_past is not None:
-            histories = batch.feedback.histories
-            return self.recommend_with_past(histories, k, exclude, histories.item_ids if past is None else past)
+        if self.recommend_to_batch is not None:
+            read = batch.feedback.histories.item_ids if past is None else past
+            return self.recommend_to_batch(batch, k, exclude, read)
         if self.recommend_to_users is not None:
             return self.recommend_to_users(batch.user_ids, k, exclude)
         if self.recommend is None:
