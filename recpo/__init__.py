@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from recpo.evaluation.candidates import CandidateTable as CandidateTable
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.rewards.factors import Factors as Factors
-    from recpo.evaluation.lists import Lists as Lists
+    from recpo.evaluation.contenders import Lists as Lists
     from recpo.evaluation.measures import Measure as Measure, Observed as Observed
     from recpo.lists.exploration import Exploration as Exploration, Pool as Pool
     from recpo.base.features import (
@@ -158,7 +158,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.evaluation.candidates": ("CandidateTable",),
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.rewards.factors": ("Factors",),
-    "recpo.evaluation.lists": ("Lists",),
+    "recpo.evaluation.contenders": ("Lists",),
     "recpo.evaluation.measures": ("Measure", "Observed"),
     "recpo.lists.exploration": ("Exploration", "Pool"),
     "recpo.base.features": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),

@@ -31,12 +31,14 @@ from recpo.evaluation.contenders import (
     Baseline,
     BaselineOptions,
     Contender,
+    Lists,
     Loaded,
     baseline,
+    lists_contender,
+    reranked_contender,
     validate_names,
 )
 from recpo.evaluation.held_out_pass import HeldOut
-from recpo.evaluation.lists import Lists, lists_contender, reranked_contender
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import Document
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions

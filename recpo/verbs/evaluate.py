@@ -16,6 +16,7 @@ from recpo.evaluation.contenders import (
     BASELINES,
     BaselineOptions,
     Contender,
+    Lists,
     baseline,
     default_baselines,
     oracle,
@@ -23,7 +24,6 @@ from recpo.evaluation.contenders import (
 )
 from recpo.evaluation.evaluation import SEALED, Evaluation
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
-from recpo.evaluation.lists import Lists
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, directory_of, reranked_contenders

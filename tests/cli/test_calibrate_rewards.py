@@ -16,9 +16,9 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
+from recpo.evaluation.reward_comparison import greedy_lists
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.prepared import Prepared
-from recpo.verbs.calibrate import greedy_lists
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ def test_errors_are_those_of_a_loop_over_the_prepared_events(prepared):
 def test_greedy_lists_are_those_of_a_loop(prepared):
     reward = SineReward(known=50)
     batch = next(evaluation_batches(prepared, "test", 20, 16))
-    lists = greedy_lists(reward, batch, 60, 7).item_ids
+    lists = greedy_lists(reward, batch, 60, 7, batch.exclude).item_ids
     for row, user in enumerate(batch.user_ids.tolist()):
         past = set(batch.exclude[row].tolist())
         worth = {item: float(torch.sin(torch.tensor(item * 1.7) + user)) for item in range(1, 51) if item not in past}
         best = sorted(worth, key=lambda item: -worth[item])[:7]
         assert lists[row].tolist() == best + [0] * (7 - len(best))
     absent = lists[:, :2]  # were no candidates
-    fewer = greedy_lists(reward, batch, 60, 5, absent).item_ids
+    fewer = greedy_lists(reward, batch, 60, 5, torch.cat([batch.exclude, absent], 1)).item_ids
     assert fewer.tolist() == lists[:, 2:].tolist()
 
 

@@ -14,7 +14,7 @@ import recpo
 from recpo import Lists, RecpoError
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity
-from recpo.evaluation.lists import read_lists
+from recpo.evaluation.contenders import read_lists
 from recpo.log.prepared import Prepared
 
 KS = [5, 10]

@@ -12,8 +12,7 @@ import yaml
 import recpo
 from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.beyond_accuracy import ItemFeatures
-from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.lists import reranked_contender
+from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared

@@ -587,7 +587,7 @@ def _histories(root: Path) -> str:
 
 
 def _lists(root: Path) -> str:
-    from recpo.evaluation.lists import Lists, read_lists
+    from recpo.evaluation.contenders import Lists, read_lists
     from recpo.log.prepared import Prepared
 
     data = Prepared.open(_BASE[0] / "prepared")
