@@ -72,7 +72,7 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     arguments |= {"options": options} if form in ("torch", "compiled") else {}
     exporting.export_bundle(policy, items, FeedbackDefinition(), out, k=K, **arguments)
     if form == "compiled":
-        from recpo.serving.compiled import write_compiled
+        from recpo.serving.export import write_compiled
 
         write_compiled(out, out.parent / COMPILED)
 
@@ -104,7 +104,7 @@ def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     manifest = BundleManifest.read(root)
     before = resident_mb()
     if form == "compiled":
-        from recpo.serving.compiled import load_compiled
+        from recpo.serving.export import load_compiled
 
         runtime = load_compiled(root, root.parent / COMPILED).runtime
     else:
@@ -134,7 +134,7 @@ def measure_search(items: int, precision: str, repeats: int) -> dict[str, Any]:
     import onnxruntime
     import torch
 
-    from recpo.policies.blocked_table import BlockedTable
+    from recpo.policies.catalog_search import BlockedTable
 
     torch.manual_seed(0)
     table = BlockedTable(torch.randn(items + 1, DIM) * 0.3, precision)

@@ -41,7 +41,7 @@ from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.types import Histories
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 from recpo.training.allocator import tune_allocator
 
 BATCH, HISTORY, K = 64, 50, 50

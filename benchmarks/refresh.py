@@ -24,8 +24,8 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
+from recpo.serving.manifest import BundleFeatures
 from recpo.verbs.export import refresh
 
 OPTIONS, AUTHORS, WIDTH = {"dim": 64, "max_history": 50}, 1000, 64

@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from recpo.serving.bundle import Bundle as Bundle
     from recpo.serving.item_index import IndexOptions as IndexOptions
     from recpo.worlds.log import Simulation as Simulation
-    from recpo.items.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
-    from recpo.items.feature_vectors import VectorsFromFeatures as VectorsFromFeatures
+    from recpo.items.sources import VectorsFromCooccurrence as VectorsFromCooccurrence
+    from recpo.items.sources import VectorsFromFeatures as VectorsFromFeatures
     from recpo.items.sources import (
         CodesFromFile as CodesFromFile,
         VectorsFromFrame as VectorsFromFrame,
@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from recpo.verbs.simulate import simulate as simulate
     from recpo.verbs.recommend import recommend as recommend
     from recpo.training.module import PreferenceModule as PreferenceModule
+    from recpo.training.optimizers import LinearDecay as LinearDecay
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.training.tilting import TiltResult as TiltResult
@@ -210,9 +211,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.serving.bundle": ("Bundle",),
     "recpo.serving.item_index": ("IndexOptions",),
     "recpo.worlds.log": ("Simulation",),
-    "recpo.items.cooccurrence": ("VectorsFromCooccurrence",),
-    "recpo.items.feature_vectors": ("VectorsFromFeatures",),
-    "recpo.items.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
+    "recpo.items.sources": (
+        "VectorsFromCooccurrence",
+        "VectorsFromFeatures",
+        "CodesFromFile",
+        "VectorsFromFrame",
+        "VectorsFromParquet",
+    ),
     "recpo.items.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
     "recpo.evaluation.comparison": ("Comparison",),
@@ -227,6 +232,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.simulate": ("simulate",),
     "recpo.verbs.recommend": ("recommend",),
     "recpo.training.module": ("PreferenceModule",),
+    "recpo.training.optimizers": ("LinearDecay",),
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),
     "recpo.verbs.tilt": ("tilt",),

@@ -6,19 +6,40 @@ own kind, which it may replace, from a foreign directory, which it may not. It c
 killed process from the work of a running one, which holds a lock on its working directory.
 """
 
-from recpo.artifacts.archives import validate_archive
-from recpo.artifacts.checksums import is_inside, seal, sha256, unseal, verify
-from recpo.artifacts.class_names import lies_in, named_class
-from recpo.artifacts.disk import flush
-from recpo.artifacts.documents import parse_json, parse_yaml, read_json, read_yaml, validate_configuration_files
-from recpo.artifacts.in_place import directory_in_place, directory_of_steps
-from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, other_kind, verify_sealed
-from recpo.artifacts.leavings import PARTIAL
-from recpo.artifacts.locks import locked_directory
-from recpo.artifacts.os_errors import describe_os_error
-from recpo.artifacts.outputs import output_directory, output_file, validate_output_directory
-from recpo.artifacts.tensors import write_tensors
-from recpo.artifacts.writing import write_json
+from recpo.artifacts.documents import (
+    describe_os_error,
+    flush,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_yaml,
+    validate_configuration_files,
+    write_tensors,
+)
+from recpo.artifacts.kinds import (
+    MARKER,
+    Kind,
+    is_inside,
+    kind_of,
+    marker,
+    other_kind,
+    seal,
+    sha256,
+    unseal,
+    verify,
+    verify_sealed,
+)
+from recpo.artifacts.outputs import (
+    PARTIAL,
+    directory_in_place,
+    directory_of_steps,
+    locked_directory,
+    output_directory,
+    output_file,
+    validate_output_directory,
+    write_json,
+)
+from recpo.artifacts.untrusted import lies_in, named_class, validate_archive
 
 __all__ = [
     "MARKER",

@@ -1,17 +1,105 @@
-"""Reads JSON and YAML files, with one error message for damaged ones."""
+"""JSON, YAML and tensor files: one error message for damaged ones, flushed to disk before they count as output.
+
+Python values in the form that YAML gives them: what a configuration records, and what another call reads again.
+"""
 
 from __future__ import annotations
 
+import errno
+import functools
+import inspect
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
+from jsonargparse._util import get_import_path
 
-from recpo.artifacts.os_errors import describe_os_error
 from recpo.base.errors import RecpoError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def flush_tree(directory: Path) -> None:
+    """Waits until all files below a directory, and their names, are on disk."""
+    for path in directory.rglob("*"):
+        if path.is_file() or path.is_dir():
+            flush(path)
+    flush(directory)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush directories
+            raise
+    finally:
+        os.close(handle)
+
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "the disk is full: free space, or write elsewhere",
+    errno.EDQUOT: "your disk quota is used up: free space, or write elsewhere",
+    errno.EACCES: "permission denied: change the permissions, or choose another path",
+    errno.EPERM: "not permitted: change the permissions, or choose another path",
+    errno.EROFS: "the file system is read-only: choose another path",
+    errno.ENAMETOOLONG: "the path is too long: choose a shorter one",
+    errno.ELOOP: "symbolic links run in a circle: choose another path",
+    errno.ENOTDIR: "a part of this path is a file: choose another path",
+    errno.EEXIST: "a file of this name is in the way: choose another path",
+    errno.ENOENT: "there is no such file or directory: check the path",
+    errno.EISDIR: "this is a directory where a file is expected: name a file",
+    errno.EIO: "the device reports an error: check the disk",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ENOMEM: "out of memory",
+}
+#: errors of writing; other errors may come from files that are read in the meantime
+WRITING: Final = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST),
+)
+
+
+def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
+    """Describes an error in one line: the path, what happened, and what to do about it.
+
+    Args:
+        error: the error of the operating system, or of a library that uses it.
+        path: the file that was read or written; used if ``error`` does not name it.
+    """
+    named = error.filename if isinstance(error.filename, (str, Path)) else path
+    place = "" if named is None else f"{named}: "
+    first = str(error.strerror or error).strip().partition("\n")[0][:300] or type(error).__name__
+    return place + _REMEDIES.get(error.errno or 0, first)
+
+
+@contextmanager
+def os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
+    """Turns ``errors`` that come from the operating system into a ``RecpoError`` that names ``path``."""
+    try:
+        yield
+    except Exception as error:
+        reported = error if isinstance(error, OSError) else _reported_by(error)
+        if reported is None or reported.errno not in errors:
+            raise
+        raise RecpoError(describe_os_error(reported, path), code="failed", field=str(path)) from error
+
+
+def _reported_by(error: Exception) -> OSError | None:
+    """The operating system's error behind an error of safetensors, which does not raise ``OSError``."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None or type(error).__name__ != "SafetensorError" else OSError(int(number[1]), "")
+
 
 _MOST_VALUES = 1_000_000
 
@@ -29,7 +117,7 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=str(file)) from error
     return parse_json(content, file, remedy)
 
 
@@ -46,11 +134,13 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
     try:
         content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}", code="missing_file", field=str(file)) from error
     except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML passes on all of these
-        raise RecpoError(f"{file} is damaged: not YAML ({' '.join(str(error).split())}); {remedy}") from error
+        raise RecpoError(
+            f"{file} is damaged: not YAML ({' '.join(str(error).split())}); {remedy}", code="damaged", field=str(file)
+        ) from error
     if not isinstance(content, dict):
-        raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}")
+        raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}", code="damaged", field=str(file))
     return content
 
 
@@ -89,9 +179,15 @@ def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RecpoError(f"{shown} is damaged: not JSON ({error}); {remedy}") from error
+        raise RecpoError(
+            f"{shown} is damaged: not JSON ({error}); {remedy}", code="damaged", field=str(shown)
+        ) from error
     if not isinstance(value, dict):
-        raise RecpoError(f"{shown} is damaged: expected a JSON object, not {type(value).__name__}; {remedy}")
+        raise RecpoError(
+            f"{shown} is damaged: expected a JSON object, not {type(value).__name__}; {remedy}",
+            code="damaged",
+            field=str(shown),
+        )
     return value
 
 
@@ -102,3 +198,73 @@ def validate_configuration_files(arguments: Sequence[str]) -> None:
         name = value if equals else next(iter(arguments[place + 1 : place + 2]), "")
         if flag == "--config" and os.path.isfile(name):
             read_yaml(Path(name), "expected a YAML mapping of options")
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes tensors as safetensors, with the permissions that a new file gets (umask, inherited ACL).
+
+    safetensors itself creates files that only their owner can read: a server under another account could not.
+
+    Args:
+        file: the file.
+        tensors: contiguous tensors by name.
+        metadata: text for the header of the file.
+    """
+    from safetensors.torch import save_file
+
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata)
+    file.chmod(mode & 0o777)
+
+
+def as_configuration(value: Any) -> Any:
+    """A Python value in the form that YAML would have.
+
+    Directories that recpo wrote become their paths. Classes, ``functools.partial`` of classes, and dataclasses that
+    derive from a base (objectives, rewards, layouts, methods) become class paths; others become their fields.
+
+    Raises:
+        RecpoError: an object that no configuration can name (code ``wrong_file``).
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)  # also those of a range
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(root := getattr(value, "root", None), PathLike):
+        return fspath(root)
+    if isinstance(value, Mapping):
+        return {str(name): as_configuration(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [as_configuration(part) for part in value]
+    if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or torch
+        return value.item()
+    return _of_object(value)
+
+
+def _of_object(value: Any) -> Any:
+    if isinstance(value, functools.partial) and not value.args:
+        return {"class_path": _import_path(value.func), "init_args": as_configuration(value.keywords)}
+    if inspect.isclass(value):
+        return {"class_path": _import_path(value)}
+    if is_dataclass(value):
+        arguments = {f.name: as_configuration(getattr(value, f.name)) for f in fields(value) if f.init}
+        by_class = type(value).__base__ is not object
+        return {"class_path": _import_path(type(value)), "init_args": arguments} if by_class else arguments
+    raise RecpoError(
+        f"{value!r} cannot be written into a configuration: give a class path with its init_args, e.g. "
+        '{"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 32}}, or functools.partial(Class, option=value)',
+        code="wrong_file",
+    )
+
+
+def _import_path(value: Any) -> str:
+    try:
+        return str(get_import_path(value))
+    except (ValueError, AttributeError) as error:
+        raise RecpoError(
+            f"{value!r} cannot be imported by name, so no configuration can name it: define it in a module",
+            code="wrong_file",
+        ) from error

@@ -1,23 +1,178 @@
-"""Outputs: a file or directory appears complete or not at all, and never replaces foreign files."""
+"""Outputs: a file or directory appears complete or not at all, and never replaces foreign files.
+
+Locks that allow one writer per output. They end with the process that holds them.
+
+Directories that are filled in place, such as a run during training.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from recpo.artifacts.checksums import seal, sha256
-from recpo.artifacts.disk import flush, flush_tree
-from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker
-from recpo.artifacts.leavings import REPLACED, UNFINISHED, remove_leavings, remove_tree, settle_leavings, unused
-from recpo.artifacts.locks import lock, locked_parent, try_lock, unlock
-from recpo.artifacts.os_errors import WRITING, describe_os_error, os_errors
+from recpo.artifacts.documents import WRITING, describe_os_error, flush, flush_tree, os_errors
+from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, seal, sha256
 from recpo.base.errors import RecpoError
+
+UNFINISHED: Final = ".recpo-unfinished-"
+REPLACED: Final = ".recpo-replaced-"
+ASIDE: Final = ".recpo-aside-"  # a replaced directory, until the new one in its place is worth keeping
+_LEAVINGS: Final = (REPLACED, ASIDE, UNFINISHED)
+#: suffix of temporary files beside their target whose writer chooses file names itself, such as Lightning
+PARTIAL: Final = ".partial"
+
+
+def unused(place: Path, suffix: str) -> Path:
+    """An unused name next to ``place``."""
+    return place.with_name(f"{place.name}{suffix}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def settle_leavings(place: Path) -> None:
+    """Restores what a killed process had set aside, removes its leftovers, and rejects a second writer."""
+    for entry in [*_siblings(place), place]:
+        if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
+            continue
+        handle = os.open(entry, os.O_RDONLY)
+        try:
+            if not try_lock(handle):
+                raise taken(place)
+            if entry == place:
+                continue
+            if REPLACED in entry.name and not place.exists():
+                entry.rename(place)
+            elif ASIDE in entry.name:
+                discard(place, place, entry) if place.exists() else entry.rename(place)
+            else:
+                remove_tree(entry)
+        finally:
+            unlock(handle)
+
+
+def _is_barely_begun(entry: Path) -> bool:
+    """Whether a process was killed before it had written the directory's ``recpo.json``."""
+    return entry.is_dir() and all(path.name == MARKER for path in entry.iterdir())
+
+
+def _siblings(place: Path) -> list[Path]:
+    """The files and directories beside ``place`` with temporary names, those that were set aside first."""
+    found = [entry for entry in place.parent.iterdir() if entry.name.startswith(place.name + ".recpo-")]
+    parts = [[entry for entry in found if entry.name.startswith(place.name + part)] for part in _LEAVINGS]
+    return [entry for part in parts for entry in part]
+
+
+def remove_leavings(place: Path, own: Path) -> None:
+    """Removes unfinished files of dead processes beside the file ``place``."""
+    for entry in _siblings(place):
+        if entry == own or entry.is_symlink() or not entry.is_file():
+            continue
+        with suppress(OSError):
+            handle = os.open(entry, os.O_RDONLY)
+            try:
+                if try_lock(handle):
+                    entry.unlink()
+            finally:
+                unlock(handle)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes unfinished files of a killed process in a locked directory."""
+    for entry in list(directory.rglob("*")):
+        if UNFINISHED in entry.name or entry.name.endswith(PARTIAL):
+            with suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def remove_tree(directory: Path) -> None:
+    """Removes a directory that recpo wrote, ``recpo.json`` last, so that a call after a kill still knows its kind."""
+    with suppress(OSError):
+        for entry in directory.iterdir():
+            if entry.name == MARKER:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def discard(directory: Path, place: Path, successor: Path | None = None) -> None:
+    """Replaces a directory by ``successor``. If the process is killed, no part of the old directory remains."""
+    unfinished = unused(place, UNFINISHED)
+    os.rename(directory, unfinished)
+    if successor is not None:
+        os.rename(successor, directory)
+    remove_tree(unfinished)
+
+
+@contextmanager
+def locked_directory(directory: Path) -> Iterator[None]:
+    """Keeps other processes that ask for this lock out of a directory that is written in place, such as a run.
+
+    Raises:
+        RecpoError: another process holds it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        if not try_lock(handle):
+            raise taken(directory)
+        yield
+    finally:
+        unlock(handle)
+
+
+@contextmanager
+def locked_parent(place: Path) -> Iterator[None]:
+    """Serializes processes that claim ``place``, so that each sees the changes of the other."""
+    parent = os.open(place.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        unlock(parent)
+
+
+def lock(path: Path, place: Path, locks: ExitStack) -> None:
+    """Locks a directory or a file until ``locks`` ends; ``place`` is its name for messages."""
+    handle = os.open(path, os.O_RDONLY)
+    locks.callback(unlock, handle)
+    if not try_lock(handle):
+        raise taken(place)
+
+
+def taken(place: Path) -> RecpoError:
+    """The error of a second writer."""
+    return RecpoError(
+        f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
+    )
+
+
+def try_lock(handle: int) -> bool:
+    """Locks an open file; False if another process holds it. A file system without locks excludes no process."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def unlock(handle: int) -> None:
+    """Releases the lock even if a forked child still holds the file open."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
 
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD: Final = -100
@@ -90,11 +245,11 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
     """
     place = Path(os.path.realpath(target))
     if place.is_dir():
-        raise RecpoError(f"{target} is a directory, expected a file: name a file in it")
+        raise RecpoError(f"{target} is a directory, expected a file: name a file in it", code="wrong_file")
     if place.exists() and not place.is_file():
-        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output")
+        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output", code="wrong_file")
     if place.exists() and not overwrite:
-        raise RecpoError(f"{target} exists already: choose another output, or remove it")
+        raise RecpoError(f"{target} exists already: choose another output, or remove it", code="exists")
     _check_inputs(place, target, inputs)
     with os_errors(place, WRITING), parents(place):
         working = unused(place, UNFINISHED)
@@ -117,21 +272,25 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
         if not os.path.lexists(place):
             return
         if not place.is_dir():
-            raise RecpoError(f"{target} is a file or a device, expected a directory: choose another output")
+            raise RecpoError(
+                f"{target} is a file or a device, expected a directory: choose another output", code="wrong_file"
+            )
         if not any(place.iterdir()):
             return
     except OSError as error:
-        raise RecpoError(describe_os_error(error, target)) from error
+        raise RecpoError(describe_os_error(error, target), code="failed") from error
     found = kind_of(place)
     if found != kind and overwrite:
         content = "files that recpo did not write" if found is None else f"a {found} directory"
         raise RecpoError(
             f"{target} contains {content}, and only a {kind} directory would be replaced: choose another output, or "
-            "remove it yourself"
+            "remove it yourself",
+            code="wrong_file",
+            field=kind,
         )
     if not overwrite:
         remedy = ", or pass --overwrite true (Python: overwrite=True)" if found == kind else ""
-        raise RecpoError(f"{target} exists already: choose another output, remove it{remedy}")
+        raise RecpoError(f"{target} exists already: choose another output, remove it{remedy}", code="exists")
 
 
 def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> None:
@@ -140,11 +299,18 @@ def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> 
             continue
         source = Path(os.path.realpath(given))
         if place == source:
-            raise RecpoError(f"{target} is an input and would be overwritten: choose another output")
+            raise RecpoError(
+                f"{target} is an input and would be overwritten: choose another output", code="conflicting_options"
+            )
         if place in source.parents:
-            raise RecpoError(f"{target} contains {given}, which is an input: choose another output")
+            raise RecpoError(
+                f"{target} contains {given}, which is an input: choose another output", code="conflicting_options"
+            )
         if source in place.parents:
-            raise RecpoError(f"{target} is inside {given}, which is an input: choose an output outside that directory")
+            raise RecpoError(
+                f"{target} is inside {given}, which is an input: choose an output outside that directory",
+                code="conflicting_options",
+            )
 
 
 @contextmanager
@@ -192,7 +358,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         kept = unused(place, ".recpo-kept-")
         os.rename(working, kept)
         raise RecpoError(
-            f"another process made {target} in the meantime; the complete new output is in {kept}"
+            f"another process made {target} in the meantime; the complete new output is in {kept}", code="in_use"
         ) from error
     if _exchange(working, place):
         flush(place.parent)
@@ -216,3 +382,115 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     names = os.fsencode(first), os.fsencode(second)
     return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_EXCHANGE)) == 0)
+
+
+@contextmanager
+def directory_in_place(
+    target: Path | str,
+    *,
+    kind: Kind,
+    start: Callable[[Path], None] | None,
+    check: Callable[[], object],
+) -> Iterator[Callable[[], None]]:
+    """Keeps other writers out of a directory that is filled in place, such as a run during training.
+
+    A new directory replaces the existing one, which is kept under another name. If the block fails before the yielded
+    function was called, the old directory is restored; if the process is killed, the next call for the same target
+    restores it.
+
+    Args:
+        target: the directory, or a symbolic link to it.
+        kind: what the directory will be.
+        start: writes the first files of a new directory; None = ``target`` exists and is continued.
+        check: raises if ``target`` may not be created, replaced or continued; called when no other process can write
+            it.
+
+    Yields:
+        A function to call when the new directory should be kept; it removes the replaced directory.
+
+    Raises:
+        RecpoError: another process writes the directory, or it cannot be written.
+    """
+    place = Path(os.path.realpath(target))
+    with os_errors(place, WRITING), parents(place), ExitStack() as locks:
+        with locked_parent(place):
+            settle_leavings(place)
+            check()
+            if start is None:
+                lock(place, place, locks)
+                remove_unfinished(place)
+                aside = None
+            else:
+                aside = _begin(place, kind, start, locks)
+        kept = False
+
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+            if aside is not None:
+                discard(aside, place)
+
+        try:
+            yield keep
+        except BaseException:
+            if start is not None and not kept:
+                with suppress(OSError):
+                    discard(place, place, aside)
+            raise
+
+
+@contextmanager
+def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> Iterator[None]:
+    """An empty directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
+
+    The lock is on its ``recpo.json`` instead of the directory, because those outputs lock their parent directory.
+
+    Args:
+        target: the directory; a symbolic link is followed.
+        kind: what the directory will be.
+        overwrite: replace a ``target`` of the same kind immediately.
+
+    Raises:
+        RecpoError: another process fills it, or it may not be created or replaced.
+    """
+    place = Path(os.path.realpath(target))
+    with ExitStack() as locks:
+        if (place / MARKER).is_file():
+            lock(place / MARKER, place, locks)
+        with output_directory(place, kind=kind, overwrite=overwrite):
+            pass
+        lock(place / MARKER, place, locks)
+        yield
+
+
+def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:
+    """Moves a new directory to ``place``. Returns where the existing directory was moved, None if there was none."""
+    working, aside = unused(place, UNFINISHED), None
+    working.mkdir()
+    try:
+        lock(working, place, locks)
+        (working / MARKER).write_text(marker(kind), encoding="utf-8")
+        start(working)
+        flush_tree(working)
+        if place.exists() and any(place.iterdir()):
+            lock(place, place, locks)  # so that it is not mistaken for the leftovers of a dead process
+            aside = unused(place, ASIDE)
+            os.rename(place, aside)
+        try:
+            os.rename(working, place)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, place)
+            raise
+        flush(place.parent)
+    except BaseException:
+        remove_tree(working)
+        raise
+    return aside
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Writes ``value`` as indented JSON with sorted keys, completely or not at all. Rejects nan and infinities."""
+    content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with output_file(target) as working:
+        working.write_text(content, encoding="utf-8")

@@ -45,17 +45,25 @@ class SemanticCodes:
         codes, sizes = self.codes, np.asarray(self.codebook_sizes)
         if codes.ndim != 2 or codes.shape[1] != len(sizes) or not len(codes) or not len(sizes):
             raise RecpoError(
-                f"codes have shape {codes.shape}, expected [items, {len(sizes)} levels], at least one each"
+                f"codes have shape {codes.shape}, expected [items, {len(sizes)} levels], at least one each",
+                code="wrong_shape",
+                field="codes",
             )
         outside = ((codes < 0) | (codes >= sizes)).any(1)
         if outside.any():
             raise RecpoError(
                 f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the "
-                f"first is item_index {int(outside.argmax()) + 1}: run `recpo tokenize` again"
+                f"first is item_index {int(outside.argmax()) + 1}: run `recpo tokenize` again",
+                code="out_of_range",
+                field="codes",
             )
         repeated = len(codes) - len(np.unique(codes, axis=0))
         if repeated:
-            raise RecpoError(f"{repeated} items share their codes with another one: run `recpo tokenize` again")
+            raise RecpoError(
+                f"{repeated} items share their codes with another one: run `recpo tokenize` again",
+                code="duplicate",
+                field="codes",
+            )
 
     @property
     def num_items(self) -> int:
@@ -71,14 +79,20 @@ class SemanticCodes:
         """
         root = Path(root)
         if other := other_kind(root, "codes"):
-            raise RecpoError(f"{root} has no codes{other}: create codes with `recpo tokenize`")
+            raise RecpoError(f"{root} has no codes{other}: create codes with `recpo tokenize`", code="wrong_file")
         if not (root / MANIFEST).is_file():
-            raise RecpoError(f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`")
+            raise RecpoError(
+                f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`",
+                code="wrong_file",
+                field=MANIFEST,
+            )
         manifest = read_json(root / MANIFEST, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
-                f"{_REMEDY}"
+                f"{_REMEDY}",
+                code="old_format",
+                field="format_version",
             )
         verify_sealed(root, [CODES, MANIFEST], _REMEDY)
         try:
@@ -87,7 +101,7 @@ class SemanticCodes:
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
             return cls(codes, sizes, str(manifest["catalog_checksum"]))
         except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}): {_REMEDY}") from error
+            raise RecpoError(f"{root} is damaged ({error!r}): {_REMEDY}", code="damaged", field="codes") from error
 
     def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
         """Writes ``codes.parquet`` and, last, ``manifest.json`` into the existing directory ``root``.

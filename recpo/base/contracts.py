@@ -187,7 +187,9 @@ class StatePolicy(Policy):
             RecpoError: this policy has no such method.
         """
         raise RecpoError(
-            f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
+            f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3",
+            code="conflicting_options",
+            field="objective.init_args.kl_kind",
         )
 
 

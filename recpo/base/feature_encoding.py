@@ -74,7 +74,9 @@ class Vocabulary:
         if not len(self):
             return codes
         if pa.types.is_string(values.type) != pa.types.is_string(self.values.type):
-            raise RecpoError(f"values are {values.type}, the vocabulary has {self.values.type}: cast them")
+            raise RecpoError(
+                f"values are {values.type}, the vocabulary has {self.values.type}: cast them", code="wrong_type"
+            )
         place = self._index.get_indexer(_hashable(values.filter(values.is_valid())))
         codes[known] = np.where(place >= 0, place + FIRST_CODE, UNKNOWN)
         return codes
@@ -133,15 +135,23 @@ class FittedFeatures:
             return pa.nulls(len(table), wanted)  # only empty lists, which a JSON request may contain
         expected = expected_type(feature, column.type)
         if expected is not None:
-            raise RecpoError(f"{name}: column {source!r} is {column.type}, expected {expected}")
+            raise RecpoError(
+                f"{name}: column {source!r} is {column.type}, expected {expected}", code="wrong_type", field=source
+            )
         plain, offenses = plain_column(feature, column)
         for offense in offenses:
             raise RecpoError(
                 f"{name}: column {source!r}: {offense.problem} in {len(offense.rows)} rows, the first is row "
-                f"{offense.rows[0]} ({offense.values[0]!r:.40}); {offense.fix}"
+                f"{offense.rows[0]} ({offense.values[0]!r:.40}); {offense.fix}",
+                code="bad_value",
+                field=source,
             )
         if plain.type != wanted and plain.null_count < len(plain):
-            raise RecpoError(f"{name}: column {source!r} is {column.type}, and it was {wanted} in training: cast it")
+            raise RecpoError(
+                f"{name}: column {source!r} is {column.type}, and it was {wanted} in training: cast it",
+                code="mismatch",
+                field=source,
+            )
         return plain.cast(wanted) if plain.null_count == len(plain) else plain
 
     def _plain_type(self, feature: Feature) -> pa.DataType:

@@ -132,9 +132,15 @@ class Categories(Feature):
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise RecpoError(f"feature {self.name}: length {self.length} must be at least 1")
+            raise RecpoError(
+                f"feature {self.name}: length {self.length} must be at least 1", code="out_of_range", field="length"
+            )
         if self.separator == "":
-            raise RecpoError(f"feature {self.name}: the separator is empty; null = the column holds lists")
+            raise RecpoError(
+                f"feature {self.name}: the separator is empty; null = the column holds lists",
+                code="bad_value",
+                field="separator",
+            )
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,11 @@ class FeatureSchema:
             names = [feature.name for feature in self.of(side)]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise RecpoError(f"features: two {side} features have the name {twice[0]!r}; rename one")
+                raise RecpoError(
+                    f"features: two {side} features have the name {twice[0]!r}; rename one",
+                    code="duplicate",
+                    field=twice[0],
+                )
 
     def of(self, side: Side) -> tuple[Feature, ...]:
         """The features of one side."""
@@ -228,7 +238,7 @@ class FeatureSchema:
         try:
             sides = {side: tuple(feature_from_json(one) for one in content[side]) for side in SIDES}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}") from error
+            raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}", code="damaged", field="features") from error
         return cls(**sides)
 
 

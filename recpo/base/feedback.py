@@ -54,11 +54,17 @@ class FeedbackRule:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.positive_threshold <= 1.0:
-            raise RecpoError(f"feedback.positive_threshold must lie in (0, 1], got {self.positive_threshold}")
+            raise RecpoError(
+                f"feedback.positive_threshold must lie in (0, 1], got {self.positive_threshold}",
+                code="out_of_range",
+                field="feedback.positive_threshold",
+            )
         if not 0.0 <= self.skip_threshold <= self.positive_threshold:
             raise RecpoError(
                 f"feedback.skip_threshold must lie between 0 and positive_threshold ({self.positive_threshold}); "
-                f"otherwise an event could be both positive and skipped; got {self.skip_threshold}"
+                f"otherwise an event could be both positive and skipped; got {self.skip_threshold}",
+                code="out_of_range",
+                field="feedback.skip_threshold",
             )
 
     def positive(self, label: _Column, dislike: _Column) -> _Column:
@@ -129,7 +135,9 @@ class FeedbackDefinition:
         if different:
             raise RecpoError(
                 f"{own}: made with another definition of feedback than {others}: {'; '.join(different)}. Name the "
-                "data that it was made from or an extension of them, or prepare the log with the same options"
+                "data that it was made from or an extension of them, or prepare the log with the same options",
+                code="mismatch",
+                field="feedback",
             )
 
     def _meaning(self) -> dict[str, object]:
@@ -197,17 +205,25 @@ class FeedbackDefinition:
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
             label = str(content["label"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}") from error
+            raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
         if not (math.isfinite(base) and base > 1.0):
-            raise RecpoError(f"{source}: duration_base {base} must be a number above 1: {_HINT}")
+            raise RecpoError(
+                f"{source}: duration_base {base} must be a number above 1: {_HINT}",
+                code="damaged",
+                field="duration_base",
+            )
         if not longest > 0.0:
-            raise RecpoError(f"{source}: max_watch_time {longest} must be above 0: {_HINT}")
+            raise RecpoError(
+                f"{source}: max_watch_time {longest} must be above 0: {_HINT}", code="damaged", field="max_watch_time"
+            )
         for bucket, limits in cutoffs.items():
             ascending = all(math.isfinite(limit) and limit >= 0 for limit in limits) and list(limits) == sorted(limits)
             if len(limits) != 3 or not ascending:
                 raise RecpoError(
                     f"{source}: cutoffs of bucket {bucket} are {list(limits)}, expected three ascending times in "
-                    f"seconds: {_HINT}"
+                    f"seconds: {_HINT}",
+                    code="damaged",
+                    field="cutoffs",
                 )
         return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as checked
 

@@ -58,16 +58,20 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
     if not isinstance(frame, ArrowStream | pa.RecordBatch | Mapping):
         raise RecpoError(
             f"{name}: expected a frame (pandas, polars, pyarrow, or a dictionary of columns), got "
-            f"{type(frame).__name__}; read a file first, for example with pandas.read_parquet"
+            f"{type(frame).__name__}; read a file first, for example with pandas.read_parquet",
+            code="wrong_type",
+            field=name,
         )
     try:
         table = pa.Table.from_batches([frame]) if isinstance(frame, pa.RecordBatch) else pa.table(frame)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise RecpoError(f"{name}: its columns do not form an Arrow table ({_one_line(error)})") from error
+        raise RecpoError(
+            f"{name}: its columns do not form an Arrow table ({_one_line(error)})", code="wrong_type", field=name
+        ) from error
     table = table.select([index for index, column in enumerate(table.column_names) if not _is_index(column)])
     twice = sorted(column for column, count in Counter(table.column_names).items() if count > 1)
     if twice:
-        raise RecpoError(f"{name}: two columns are called {twice[0]!r}: rename one")
+        raise RecpoError(f"{name}: two columns are called {twice[0]!r}: rename one", code="duplicate", field=twice[0])
     columns = [_plain(column) for column in table.columns]
     return pa.Table.from_arrays(columns, names=table.column_names)
 
@@ -83,7 +87,9 @@ def read_frame(source: FrameOrPath, name: str = "frame") -> pa.Table:
     try:
         return to_arrow(pq.read_table(source), str(source))
     except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{source}: expected a Parquet file or a directory of them ({_one_line(error)})") from error
+        raise RecpoError(
+            f"{source}: expected a Parquet file or a directory of them ({_one_line(error)})", code="wrong_file"
+        ) from error
 
 
 def require_columns(table: pa.Table | pa.Schema, columns: Iterable[str], name: str = "frame") -> None:
@@ -92,7 +98,9 @@ def require_columns(table: pa.Table | pa.Schema, columns: Iterable[str], name: s
     missing = [column for column in columns if column not in schema.names]
     if missing:
         raise RecpoError(
-            f"{name}: column {', '.join(map(repr, missing))} is missing; there are {', '.join(schema.names) or 'none'}"
+            f"{name}: column {', '.join(map(repr, missing))} is missing; there are {', '.join(schema.names) or 'none'}",
+            code="missing_column",
+            field=missing[0],
         )
 
 
@@ -107,11 +115,15 @@ def id_column(table: pa.Table, column: str, name: str = "frame") -> pa.Array:
     kind = values.type
     is_id = pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if not is_id and not (pa.types.is_null(kind) and not len(values)):
-        raise RecpoError(f"{name}: column {column!r} is {kind}, expected integers or strings")
+        raise RecpoError(
+            f"{name}: column {column!r} is {kind}, expected integers or strings", code="wrong_type", field=column
+        )
     if values.null_count:
         raise RecpoError(
             f"{name}: column {column!r} has {values.null_count} nulls, the first in row "
-            f"{int(np.flatnonzero(values.is_null())[0])}: drop these rows"
+            f"{int(np.flatnonzero(values.is_null())[0])}: drop these rows",
+            code="missing_value",
+            field=column,
         )
     return values
 
@@ -126,7 +138,7 @@ def number_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarr
         return None
     values, kind = table.column(column), table.schema.field(column).type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or _is_null(kind)):
-        raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers")
+        raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers", code="wrong_type", field=column)
     return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # large integers are rounded
 
 
@@ -142,7 +154,9 @@ def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
     if not pa.types.is_boolean(kind):
         numbers = number_column(table, column, name)
         if numbers is None or not np.isin(numbers[~np.isnan(numbers)], (0, 1)).all():
-            raise RecpoError(f"{name}: column {column!r} must hold true and false, or 1 and 0")
+            raise RecpoError(
+                f"{name}: column {column!r} must hold true and false, or 1 and 0", code="wrong_type", field=column
+            )
         return numbers == 1
     return _to_numpy(values, False)
 
@@ -158,13 +172,25 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         values = values.cast(pa.timestamp("ms", getattr(kind, "tz", None)), safe=False).cast(pa.int64())
     elif not (pa.types.is_integer(kind) or (_is_null(kind) and not len(values))):
-        raise RecpoError(f"{name}: column {column!r} is {kind}, expected times, or integer milliseconds since 1970")
+        raise RecpoError(
+            f"{name}: column {column!r} is {kind}, expected times, or integer milliseconds since 1970",
+            code="wrong_type",
+            field=column,
+        )
     if values.null_count:
-        raise RecpoError(f"{name}: column {column!r} has {values.null_count} nulls: every event needs a time")
+        raise RecpoError(
+            f"{name}: column {column!r} has {values.null_count} nulls: every event needs a time",
+            code="missing_value",
+            field=column,
+        )
     try:
         return _to_numpy(values.cast(pa.int64()), 0)
     except pa.ArrowInvalid as error:
-        raise RecpoError(f"{name}: column {column!r}: {_one_line(error)}; expected milliseconds since 1970") from error
+        raise RecpoError(
+            f"{name}: column {column!r}: {_one_line(error)}; expected milliseconds since 1970",
+            code="bad_value",
+            field=column,
+        ) from error
 
 
 def optional_times(table: pa.Table, column: str, missing: int, name: str = "frame") -> np.ndarray:

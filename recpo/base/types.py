@@ -55,7 +55,7 @@ class EventPlaces(NamedTuple):
 
     Attributes:
         places: ``[N]`` indices into the flattened ``[B, width]``, behind those of the events some of padding, which
-            make N a multiple (``recpo.policies.layers.event_places``); empty if skipping the padding would not be
+            make N a multiple (``recpo.policies.encoder.event_places``); empty if skipping the padding would not be
             faster.
         width: the number of places of each history.
     """
@@ -194,7 +194,7 @@ def catalog_slates(histories: Histories, num_items: int) -> Slates:
 
 
 class ScoringPlan(NamedTuple):
-    """The positions to score, and their states (``recpo.policies.plans``).
+    """The positions to score, and their states (``recpo.policies.sampling``).
 
     Attributes:
         needed: ``[B, S]`` bool.

@@ -70,12 +70,16 @@ class PreferenceListLayout(Layout):
         if negative or not any(counts.values()):
             raise RecpoError(
                 f"PreferenceListLayout: {negative[0] + ' is negative' if negative else 'every source is 0'}; "
-                f"give at least one of {', '.join(counts)} a number of rejected items"
+                f"give at least one of {', '.join(counts)} a number of rejected items",
+                code="out_of_range",
+                field=negative[0] if negative else None,
             )
         if self.exposed and (self.dislikes or self.skipped):
             raise RecpoError(
                 "PreferenceListLayout: exposed holds disliked and skipped items already, and no list holds an item "
-                "twice: set dislikes and skipped to 0"
+                "twice: set dislikes and skipped to 0",
+                code="conflicting_options",
+                field="exposed",
             )
 
     @property

@@ -143,10 +143,16 @@ class SequenceLayout(Layout):
 
     def __post_init__(self) -> None:
         if self.history_length < 1:
-            raise RecpoError(f"SequenceLayout: history_length {self.history_length} must be at least 1")
+            raise RecpoError(
+                f"SequenceLayout: history_length {self.history_length} must be at least 1",
+                code="out_of_range",
+                field="history_length",
+            )
         if self.overlap is not None and not 1 <= self.overlap <= self.history_length:
             raise RecpoError(
-                f"SequenceLayout: overlap {self.overlap} must lie between 1 and history_length {self.history_length}"
+                f"SequenceLayout: overlap {self.overlap} must lie between 1 and history_length {self.history_length}",
+                code="out_of_range",
+                field="overlap",
             )
 
     @property

@@ -30,7 +30,7 @@ from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import Catalog, Layout, Windows
-from recpo.log.locations import Location
+from recpo.log.engine import Location
 from recpo.log.prepared import Events, Prepared
 
 Assign = Literal["batches", "shards"]
@@ -136,7 +136,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         if self.num_contexts == 0:
             raise RecpoError(
                 f"{prepared.root}: the training split holds no "
-                + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
+                + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events"),
+                code="empty",
+                field="train",
             )
         batches = -(-self._windows // batch_size)
         by_size = older + np.argsort(-batches[older:], kind="stable")
@@ -155,7 +157,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             raise RecpoError(
                 f"{self.prepared.root}: {shards} training shards cannot be assigned to {self._num_parts} ranks: some "
                 "would get none, and never train; prepare the log again with a smaller --rows_per_shard, or set "
-                "data.assign to batches"
+                "data.assign to batches",
+                code="mismatch",
+                field="shards",
             )
 
     def _count_windows(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
@@ -174,11 +178,15 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         if len(prepared.segments) < 2:
             raise RecpoError(
                 f"data.segments newest: {prepared.root} was never extended, so all of it is one segment: set "
-                "data.segments to all"
+                "data.segments to all",
+                code="conflicting_options",
+                field="data.segments",
             )
         if assign == "shards":
             raise RecpoError(
-                "data.segments newest: the few shards of a segment are read by every rank: set data.assign to batches"
+                "data.segments newest: the few shards of a segment are read by every rank: set data.assign to batches",
+                code="conflicting_options",
+                field="data.assign",
             )
 
     @cached_property
@@ -391,12 +399,16 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             raise RecpoError(
                 f"{left} (assign: {before['assign']}); it cannot continue with batch_size {now['batch_size']} on "
                 f"{now['world_size']} (assign: {now['assign']}): where shards are assigned, which contexts are left "
-                "depends on all three, so keep them until the epoch ends"
+                "depends on all three, so keep them until the epoch ends",
+                code="mismatch",
+                field="data.assign",
             )
         consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
         if uneven or (consumed and before["batch_size"] != now["batch_size"]):
             raise RecpoError(
                 f"{left}; it cannot continue with batch_size {now['batch_size']} on {now['world_size']}: keep "
-                "batch_size, and let accumulate_grad_batches make up for other ranks"
+                "batch_size, and let accumulate_grad_batches make up for other ranks",
+                code="mismatch",
+                field="data.batch_size",
             )
         return int(consumed)

@@ -20,7 +20,7 @@ _EVENTS_SHOWN_FROM = 1 << 16
 def watch(verb: Recommend) -> dict[str, object]:
     """Lists of the command line go to a file."""
     if verb.out is None:
-        raise RecpoError("recommend: name the Parquet file to write with --out", field="out")
+        raise RecpoError("recommend: name the Parquet file to write with --out", field="out", code="missing_option")
     return {}
 
 

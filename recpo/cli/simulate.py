@@ -6,8 +6,7 @@ import dataclasses
 
 from recpo.cli.verb_results import VerbResult, command
 from recpo.verbs.simulate import Simulate
-from recpo.worlds.log import Simulation
-from recpo.worlds.served import ServedDays
+from recpo.worlds.log import ServedDays, Simulation
 
 
 def show(verb: Simulate, simulated: Simulation) -> VerbResult:

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration, path_of
-from recpo.items.report import MANY_MOVED
-from recpo.items.tokenization import Codes
+from recpo.items.tokenization import MANY_MOVED, Codes
 from recpo.verbs.tokenize import Tokenize
 
 

@@ -17,9 +17,9 @@ from recpo.evaluation.headroom import headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
-from recpo.log.label_summary import label_summary
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS
+from recpo.log.shaping import label_summary
 
 SCHEMA_VERSION = 5
 

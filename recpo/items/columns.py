@@ -81,26 +81,34 @@ def _collect(
         try:
             index = to_internal(batch.column(item_id))
         except RecpoError as error:
-            raise RecpoError(f"{file}, column {item_id}: {error}") from error
+            raise RecpoError(f"{file}, column {item_id}: {error}", code="bad_value", field=item_id) from error
         ignored += int((index == 0).sum())
         batch = batch.filter(pa.array(index > 0))
         rows = index[index > 0] - 1
         twice = found[rows] | (np.bincount(rows, minlength=num_items)[rows] > 1)
         if twice.any():
             first = batch.column(item_id)[int(twice.argmax())]
-            raise RecpoError(f"{file}: item {first} occurs twice in column {item_id}: keep one row for each item")
+            raise RecpoError(
+                f"{file}: item {first} occurs twice in column {item_id}: keep one row for each item",
+                code="duplicate",
+                field=item_id,
+            )
         if not len(rows):
             continue
         block = block_of(batch, columns, file)
         if not values.shape[1]:
             values = np.zeros((num_items, block.shape[1]), dtype)
         if block.shape[1] != values.shape[1]:
-            raise RecpoError(_unequal(file, columns[0], values.shape[1], block.shape[1]))
+            raise RecpoError(
+                _unequal(file, columns[0], values.shape[1], block.shape[1]), code="wrong_shape", field=columns[0]
+            )
         values[rows], found[rows] = block, True
     if not found.any():
         raise RecpoError(
             f"{file}: none of its {ignored} rows names an item of the catalog; does column {item_id} hold the item "
-            "ids of the log?"
+            "ids of the log?",
+            code="mismatch",
+            field=item_id,
         )
     return ItemRows(values, found, ignored)
 
@@ -113,17 +121,23 @@ def shown(source: Path | pa.Table) -> str:
 def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     file = shown(source)
     if len(columns) < 2:
-        raise RecpoError(f"{file}: name at least one column beside {columns[0]}")
+        raise RecpoError(
+            f"{file}: name at least one column beside {columns[0]}", code="missing_column", field=columns[0]
+        )
     try:
         from pyarrow import dataset as ds  # it imports pandas, which training does not need
 
         dataset = ds.dataset(source) if isinstance(source, pa.Table) else ds.dataset(source, format="parquet")
         absent = [name for name in columns if name not in dataset.schema.names]
         if absent:
-            raise RecpoError(f"{file} has no column {absent[0]}; it has {', '.join(dataset.schema.names)}")
+            raise RecpoError(
+                f"{file} has no column {absent[0]}; it has {', '.join(dataset.schema.names)}",
+                code="missing_column",
+                field=absent[0],
+            )
         yield from dataset.to_batches(columns=list(columns), batch_size=65_536)
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise RecpoError(f"{file} cannot be read as Parquet ({error})") from error
+        raise RecpoError(f"{file} cannot be read as Parquet ({error})", code="wrong_file", field=str(file)) from error
 
 
 def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.ndarray:
@@ -133,9 +147,13 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> n
         _validate_no_nulls(listed, columns[0], file)
         lengths = pc.list_value_length(listed).to_numpy()
         if (lengths != lengths[0]).any():
-            raise RecpoError(_unequal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()]))
+            raise RecpoError(
+                _unequal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()]),
+                code="wrong_shape",
+                field=columns[0],
+            )
         if not lengths[0]:
-            raise RecpoError(f"{file}, column {columns[0]}: the vectors are empty")
+            raise RecpoError(f"{file}, column {columns[0]}: the vectors are empty", code="empty", field=columns[0])
         block = _numbers(listed.flatten(), columns[0], file).reshape(len(batch), lengths[0])
     else:
         block = np.stack([_numbers(batch.column(name), name, file) for name in columns], 1)
@@ -143,7 +161,9 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> n
     if bad.any():
         raise RecpoError(
             f"{file}: vectors with nan or infinite values, the first is that of item "
-            f"{batch.column(0)[int(bad.argmax())]}: fix or remove them"
+            f"{batch.column(0)[int(bad.argmax())]}: fix or remove them",
+            code="bad_value",
+            field=columns[0],
         )
     return block
 
@@ -153,13 +173,21 @@ def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.
     block = np.stack([_whole_numbers(batch.column(name), name, file) for name in columns], 1)
     if block.min() < 0:
         level = int((block < 0).any(0).argmax())
-        raise RecpoError(f"{file}, column {columns[level]}: codes count from 0, found {block.min()}")
+        raise RecpoError(
+            f"{file}, column {columns[level]}: codes count from 0, found {block.min()}",
+            code="out_of_range",
+            field=columns[level],
+        )
     return block
 
 
 def _numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     if not (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
-        raise RecpoError(f"{file}, column {column}: expected numbers or lists of numbers, found {values.type}")
+        raise RecpoError(
+            f"{file}, column {column}: expected numbers or lists of numbers, found {values.type}",
+            code="wrong_type",
+            field=column,
+        )
     _validate_no_nulls(values, column, file)
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
 
@@ -169,17 +197,29 @@ def _whole_numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.int64)
     if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-        raise RecpoError(f"{file}, column {column}: expected integers, or text such as <a_183>, found {values.type}")
+        raise RecpoError(
+            f"{file}, column {column}: expected integers, or text such as <a_183>, found {values.type}",
+            code="wrong_type",
+            field=column,
+        )
     number = pc.extract_regex(values, r"^\D*(?P<code>\d{1,9})\D*$")
     if number.null_count:
         first = values.filter(number.is_null())[0].as_buffer().to_pybytes().decode(errors="replace")
-        raise RecpoError(f"{file}, column {column}: expected text with one number, such as <a_183>, found {first}")
+        raise RecpoError(
+            f"{file}, column {column}: expected text with one number, such as <a_183>, found {first}",
+            code="bad_value",
+            field=column,
+        )
     return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
 
 
 def _validate_no_nulls(values: pa.Array, column: str, file: str) -> None:
     if values.null_count:
-        raise RecpoError(f"{file}, column {column}: {values.null_count} values are missing: fill or remove them")
+        raise RecpoError(
+            f"{file}, column {column}: {values.null_count} values are missing: fill or remove them",
+            code="missing_value",
+            field=column,
+        )
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -1,17 +1,253 @@
-"""Residual k-means: one codebook for the vectors, one for the residuals of the first, and so on."""
+"""Residual k-means: one codebook for the vectors, one for the residuals of the first, and so on.
+
+Frozen codebooks, which encode the vectors of a catalog and of items that are added later.
+
+Assignment of items to codes, with a limit on the number of items per code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from recpo.artifacts import verify_sealed, write_tensors
+from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt, validate_ranges
-from recpo.items.capacity import settle
-from recpo.items.codebooks import Codebooks, Normalization, nearest, normalization, squared_distances, subtract
+
+Normalization = Literal["l2", "standardize", "none"]
+_BLOCK = 1 << 22  # floats of a block of distances
+
+
+@dataclass(frozen=True)
+class Codebooks:
+    """Residual codebooks: ``x ~ centroid_0[code_0] + ... + centroid_{T-1}[code_{T-1}]`` of a normalized vector ``x``.
+
+    Attributes:
+        centroids: ``[T, K, d]`` float32.
+        shift: ``[d]``, subtracted from every vector.
+        scale: ``[d]``, the divisor after the subtraction.
+        unit: scalar bool; if true, the result is scaled to length 1 (a zero vector stays zero).
+    """
+
+    centroids: Tensor
+    shift: Tensor
+    scale: Tensor
+    unit: Tensor
+
+    @property
+    def levels(self) -> int:
+        """T."""
+        return self.centroids.shape[0]
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """``K_t`` of every level."""
+        return (self.centroids.shape[1],) * self.levels
+
+    def normalize(self, vectors: Tensor) -> Tensor:
+        """``[n, d]`` normalized vectors, in the dtype and on the device of the codebooks.
+
+        Raises:
+            RecpoError: the width of the vectors differs from that of the codebooks.
+        """
+        if vectors.shape[1] != len(self.shift):
+            raise RecpoError(
+                f"item vectors have {vectors.shape[1]} dimensions and the codebooks {len(self.shift)}: "
+                "use vectors of the model that the codebooks were made from",
+                code="wrong_shape",
+                field="vectors",
+            )
+        return _normalize(vectors.to(self.shift), self.shift, self.scale, bool(self.unit))
+
+    def encode(self, points: Tensor, first_level: int = 0) -> Tensor:
+        """Nearest codes ``[n, T - first_level]`` of ``points``, the residuals ``[n, d]`` before ``first_level``."""
+        residual, codes = points.clone(), []
+        for centroids in self.centroids[first_level:]:
+            code = nearest(residual, centroids)[0]
+            subtract(residual, centroids, code)
+            codes.append(code)
+        return torch.stack(codes, 1) if codes else points.new_zeros(len(points), 0, dtype=torch.int64)
+
+    def reconstruct(self, codes: Tensor) -> Tensor:
+        """The points ``[n, d]`` that ``codes [n, T]`` represent: the sums of their centroids."""
+        points = self.shift.new_zeros(len(codes), len(self.shift))
+        for centroids, code in zip(self.centroids, codes.T, strict=True):
+            points += centroids[code]
+        return points
+
+    def save(self, root: Path) -> None:
+        """Writes ``codebooks.safetensors`` into the existing directory ``root``."""
+        tensors = {"centroids": self.centroids, "shift": self.shift, "scale": self.scale, "unit": self.unit}
+        write_tensors(root / CODEBOOKS, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+
+    @classmethod
+    def load(cls, root: Path) -> Codebooks:
+        """Reads them back.
+
+        Raises:
+            RecpoError: the directory has no codebooks (its codes came from a file), or the file is damaged.
+        """
+        file = Path(root) / CODEBOOKS
+        if not file.is_file():
+            raise RecpoError(
+                f"{root} has no {CODEBOOKS}: its codes were not made from vectors, so nothing encodes items",
+                code="missing_file",
+                field=CODEBOOKS,
+            )
+        verify_sealed(Path(root), [CODEBOOKS], "run `recpo tokenize` again")
+        try:
+            return cls(**load_file(file))
+        except (SafetensorError, TypeError) as error:
+            raise RecpoError(
+                f"{file} is damaged ({error}): run `recpo tokenize` again", code="damaged", field=CODEBOOKS
+            ) from error
+
+
+def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor, Tensor]:
+    """``shift [d]``, ``scale [d]`` and ``unit`` of ``kind``, fitted on ``vectors [n, d]``.
+
+    "l2" scales every vector to length 1. "standardize" gives every dimension mean 0 and variance 1 (0 if it is
+    constant). "none" leaves the vectors unchanged.
+    """
+    shift, scale = torch.zeros_like(vectors[0]), torch.ones_like(vectors[0])
+    if kind == "standardize":
+        variance, shift = torch.var_mean(vectors, 0, correction=0)
+        scale = torch.where(vectors.amin(0) == vectors.amax(0), scale, variance.sqrt())
+    return shift, scale, torch.tensor(kind == "l2", device=vectors.device)
+
+
+def _normalize(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Tensor:
+    points = (vectors - shift).div_(scale)
+    if unit:
+        points /= points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny)
+    return points
+
+
+def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:
+    """``|x_i - c_k|^2`` as ``[n, K]``, by one matrix product; at least 0."""
+    # two in-place sums are faster than one [n, K] offset, which would have to be written and read
+    table = torch.addmm(centroids.square().sum(1), points, centroids.T, alpha=-2)
+    return table.add_(points.square().sum(1, keepdim=True)).clamp_min_(0)
+
+
+def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the nearest centroid ``[n]`` int64 and the squared distance ``[n]``, in blocks of bounded memory."""
+    code = torch.empty(len(points), dtype=torch.int64, device=points.device)
+    distance = torch.empty_like(points[:, 0])
+    rows = max(1, _BLOCK // len(centroids))
+    for start in range(0, len(points), rows):
+        block = slice(start, start + rows)
+        distance[block], code[block] = squared_distances(points[block], centroids).min(1)
+    return code, distance
+
+
+def subtract(residual: Tensor, centroids: Tensor, code: Tensor) -> None:
+    """``residual[i] -= centroids[code[i]]`` in place, in blocks of bounded memory."""
+    rows = max(1, _BLOCK // residual.shape[1])
+    for part, chosen in zip(residual.split(rows), code.split(rows), strict=True):
+        part -= centroids[chosen]
+
+
+#: The distances ``[m, K]`` of the items ``[m]`` to every code.
+Distances = Callable[[Tensor], Tensor]
+
+_TABLE = 1 << 24  # entries of a table of free places, [groups, codes]
+_CAPACITY_BLOCK = 1 << 22  # entries of a block of distances, [items, codes]
+
+
+def settle(
+    code: Tensor, distance: Tensor, group: Tensor, *, num_codes: int, capacity: int, distances: Distances
+) -> Tensor:
+    """Moves as few items as possible, so that no code has more than ``capacity`` items of a group.
+
+    The nearest items of a crowded code keep it; of equally distant items, the first ones do. The other items, nearest
+    first, take the nearest code of their group that has a free place. They are placed in waves of at most ``capacity``
+    items per group, for all groups at once. A wave fits into one code unless that code is partly occupied, so the
+    distances of an item are computed about twice.
+
+    Args:
+        code: ``[n]`` int64, the nearest codes.
+        distance: ``[n]``, the distances to these codes.
+        group: ``[n]`` int64, any ids; a group has at most ``num_codes * capacity`` items.
+        num_codes: K.
+        capacity: number of items that may have a code, per group.
+        distances: gives the distances of items to all codes.
+
+    Returns:
+        Codes ``[n]``.
+    """
+    over = rank_within(group * num_codes + code, distance) >= capacity
+    movers = over.nonzero().squeeze(1)
+    code = code.clone()
+    if not len(movers):
+        return code
+    movers = movers[_lexicographic(group[movers], distance[movers])]
+    crowded = group[movers].unique()
+    for groups in crowded.split(max(1, _TABLE // num_codes)):
+        local = torch.searchsorted(groups, group).clamp_max(len(groups) - 1)
+        inside = (groups[local] == group) & ~over
+        taken = torch.bincount(local[inside] * num_codes + code[inside], minlength=len(groups) * num_codes)
+        queue = movers[torch.isin(group[movers], groups)]
+        _place(code, queue, local, capacity - taken.view(-1, num_codes), capacity, distances)
+    return code
+
+
+def _place(code: Tensor, queue: Tensor, group: Tensor, free: Tensor, capacity: int, distances: Distances) -> None:
+    """Gives the items of ``queue`` (sorted by group) places in ``free [G, K]``; writes ``code`` and ``free``."""
+    groups, num_codes = free.shape
+    left = torch.bincount(group[queue], minlength=groups)
+    start = left.cumsum(0) - left
+    active = left.nonzero().squeeze(1)
+    while len(active):
+        wave = left[active].clamp_max(capacity)
+        owner = active.repeat_interleave(wave)
+        positions = start[owner] + _count_up(wave)
+        items = queue[positions]
+        chosen, distance = _nearest_free(items, owner, free, distances)
+        key = owner * num_codes + chosen
+        accepted = rank_within(key, distance) < free.view(-1)[key]
+        code[items[accepted]] = chosen[accepted]
+        free.view(-1).sub_(torch.bincount(key[accepted], minlength=free.numel()))
+        # items that found their code full go to the front of their group's next wave
+        queue[positions] = items[(2 * owner + ~accepted).argsort(stable=True)]
+        done = torch.bincount(owner[accepted], minlength=groups)
+        start, left = start + done, left - done
+        active = active[left[active] > 0]
+
+
+def _nearest_free(items: Tensor, owner: Tensor, free: Tensor, distances: Distances) -> tuple[Tensor, Tensor]:
+    found = []
+    rows = max(1, _CAPACITY_BLOCK // free.shape[1])
+    for block, groups in zip(items.split(rows), owner.split(rows), strict=True):
+        found.append(distances(block).masked_fill(free[groups] <= 0, torch.inf).min(1))
+    return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])
+
+
+def rank_within(key: Tensor, value: Tensor) -> Tensor:
+    """Rank ``[n]`` of every element among those with its ``key``: 0 = the smallest value, the first where equal."""
+    order = _lexicographic(key, value)
+    _, lengths = key[order].unique_consecutive(return_counts=True)
+    return torch.empty_like(order).scatter_(0, order, _count_up(lengths))
+
+
+def _lexicographic(key: Tensor, value: Tensor) -> Tensor:
+    order = value.argsort(stable=True)
+    return order[key[order].argsort(stable=True)]
+
+
+def _count_up(lengths: Tensor) -> Tensor:
+    """``0 .. n_0 - 1, 0 .. n_1 - 1, ...``."""
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum()), device=lengths.device) - (ends - lengths).repeat_interleave(lengths)
+
 
 _POINTS_PER_CODE = 32
 _LARGEST = 1e15
@@ -36,7 +272,7 @@ class ResidualKMeans:
     codebook_size: PositiveInt = 256
     """K, number of codes per level"""
     normalize: Normalization = "l2"
-    """normalization of the vectors (``recpo.items.codebooks.normalization``)"""
+    """normalization of the vectors (``recpo.items.residual_kmeans.normalization``)"""
     capacity_slack: float | None = 2.0
     """at least 1. A code of a level is given to at most ``slack * items / K`` items, so that no code covers most of the
     catalog. null = every item gets its nearest code"""
@@ -74,7 +310,11 @@ class ResidualKMeans:
             RecpoError: values so large that their squares overflow in float32.
         """
         if float(vectors.abs().max()) > _LARGEST:
-            raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
+            raise RecpoError(
+                f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down",
+                code="out_of_range",
+                field="vectors",
+            )
         shift, scale, unit = normalization(vectors, self.normalize)
         empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
         residual = empty.normalize(vectors)

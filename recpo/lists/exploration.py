@@ -90,7 +90,11 @@ class Pool:
 def _ids(values: ArrayLike, name: str, smallest: int, largest: int) -> IntArray:
     found = np.unique(np.asarray(values, np.int64))
     if len(found) and (found[0] < smallest or found[-1] > largest):
-        raise RecpoError(f"pool: {name} has ids {found[0]}..{found[-1]}, expected {smallest}..{largest}")
+        raise RecpoError(
+            f"pool: {name} has ids {found[0]}..{found[-1]}, expected {smallest}..{largest}",
+            code="out_of_range",
+            field=name,
+        )
     return found
 
 
@@ -125,7 +129,9 @@ def inclusion_probabilities(logits: ArrayLike, k: int, chosen: ArrayLike | None 
     if logits.ndim != 2 or np.isnan(logits).any() or np.isposinf(logits).any() or k < 1:
         raise RecpoError(
             f"inclusion probabilities: expected log-weights [B, M] without nan and +inf, and k of at least 1; got "
-            f"shape {logits.shape} and k = {k}"
+            f"shape {logits.shape} and k = {k}",
+            code="wrong_shape",
+            field="logits",
         )
     columns = np.arange(logits.shape[1])[None] if chosen is None else np.asarray(chosen, np.int64)
     columns = np.broadcast_to(columns, (len(logits), columns.shape[1]))
@@ -376,7 +382,11 @@ class Exploration:
         }
         for name, (holds, expected) in checks.items():
             if not holds:
-                raise RecpoError(f"exploration: {name} is {getattr(self, name)!r}, expected {expected}")
+                raise RecpoError(
+                    f"exploration: {name} is {getattr(self, name)!r}, expected {expected}",
+                    code="out_of_range",
+                    field=name,
+                )
 
     def sample(
         self, items: ArrayLike, logp: ArrayLike, k: int, generator: np.random.Generator, allowed: Pool | None = None
@@ -477,7 +487,9 @@ class Exploration:
         if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
             raise RecpoError(
                 "exploration: uniform slates over the catalog need the items that may be listed (allowed); pass a "
-                "Pool, or set uniform_over: shortlist"
+                "Pool, or set uniform_over: shortlist",
+                code="missing_option",
+                field="allowed",
             )
         if allowed is not None:
             kept = np.stack([pool.contains(row) for pool, row in zip(allowed, ids, strict=True)])
@@ -519,16 +531,24 @@ def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, Flo
     if ids.ndim != 2 or ids.shape != scores.shape or not np.issubdtype(ids.dtype, np.integer):
         raise RecpoError(
             f"exploration: items {ids.shape} of {ids.dtype} and log-probabilities {scores.shape}; expected whole "
-            "numbers and numbers of one shape"
+            "numbers and numbers of one shape",
+            code="wrong_shape",
+            field="items",
         )
     if k < 1:
-        raise RecpoError(f"exploration: k is {k}, expected at least 1")
+        raise RecpoError(f"exploration: k is {k}, expected at least 1", code="out_of_range", field="k")
     if np.isnan(scores).any() or np.isposinf(scores).any():
-        raise RecpoError("exploration: a log-probability is nan or +inf, expected finite numbers, or -inf")
+        raise RecpoError(
+            "exploration: a log-probability is nan or +inf, expected finite numbers, or -inf",
+            code="bad_value",
+            field="logp",
+        )
     scores = np.where(ids > 0, scores, -np.inf)
     ordered = np.sort(np.where(scores > -np.inf, ids, -np.arange(ids.shape[1])), axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise RecpoError("exploration: an item occurs twice in a shortlist, expected distinct items")
+        raise RecpoError(
+            "exploration: an item occurs twice in a shortlist, expected distinct items", code="duplicate", field="items"
+        )
     return ids.astype(np.int64), scores
 
 

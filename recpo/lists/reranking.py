@@ -89,7 +89,9 @@ class ItemAttributes:
         index = items.to_internal(id_column(table, item_id, where))
         if not (index > 0).any():
             raise RecpoError(
-                f"{where}: column {item_id} names no item of the catalog; it holds the item ids of the log"
+                f"{where}: column {item_id} names no item of the catalog; it holds the item ids of the log",
+                code="mismatch",
+                field=item_id,
             )
         require_columns(table, names, where)
         tags = {name: _tags(table.column(name).combine_chunks(), index, len(items)) for name in names}
@@ -114,7 +116,9 @@ class ItemAttributes:
         if name not in self.tags:
             raise RecpoError(
                 f"re-ranking: no attribute {name!r} of the items is known, there are "
-                f"{', '.join(self.tags) or 'none'}; name a file with such a column (attributes)"
+                f"{', '.join(self.tags) or 'none'}; name a file with such a column (attributes)",
+                code="unknown_name",
+                field=name,
             )
         return self.tags[name]
 
@@ -137,9 +141,17 @@ class RerankOptions:
 
     def __post_init__(self) -> None:
         if self.shortlist < 1:
-            raise RecpoError(f"re-ranking: shortlist is {self.shortlist}, expected at least 1")
+            raise RecpoError(
+                f"re-ranking: shortlist is {self.shortlist}, expected at least 1",
+                code="out_of_range",
+                field="shortlist",
+            )
         if self.vectors is not None and self.attributes is None:
-            raise RecpoError(f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)")
+            raise RecpoError(
+                f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)",
+                code="missing_option",
+                field="attributes",
+            )
 
     def read(self, names: Iterable[str], items: IdMap) -> ItemAttributes:
         """The attributes ``names``, and the vectors if a column has them.
@@ -276,7 +288,9 @@ def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
     if known.vectors is None:
         raise RecpoError(
             "re-ranking by similarity needs item vectors: name a column of vectors in a file of item attributes, or "
-            "take a policy that has item vectors of its own"
+            "take a policy that has item vectors of its own",
+            code="missing_option",
+            field="vectors",
         )
     return np.asarray(known.vectors[items], np.float64)
 
@@ -284,7 +298,11 @@ def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
 def validate_weight(value: float) -> None:
     """Raises ``RecpoError`` unless ``value`` is a relevance weight."""
     if not 0 <= value <= 1:
-        raise RecpoError(f"re-ranking: relevance_weight is {value!r}, expected 0 to 1 (1 = relevance alone)")
+        raise RecpoError(
+            f"re-ranking: relevance_weight is {value!r}, expected 0 to 1 (1 = relevance alone)",
+            code="out_of_range",
+            field="relevance_weight",
+        )
 
 
 SMOOTHING = 0.01  # of the shares in the slate, so that the divergence is finite; that of the metric `miscalibration`
@@ -380,7 +398,9 @@ class AttributeCap(Reranker):
 
     def __post_init__(self) -> None:
         if self.at_most < 1:
-            raise RecpoError(f"re-ranking: at_most is {self.at_most}, expected at least 1")
+            raise RecpoError(
+                f"re-ranking: at_most is {self.at_most}, expected at least 1", code="out_of_range", field="at_most"
+            )
 
     @property
     def label(self) -> str:

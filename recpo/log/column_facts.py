@@ -1,16 +1,18 @@
-"""Facts about the values of a column: kind, share of nulls, range, and the units that fit them."""
+"""What the columns of an unknown log may be: facts about their values, common names, units, and texts of opinions."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recpo.log.schema import MILLISECONDS_PER_UNIT
+from recpo.log.schema import MILLISECONDS_PER_UNIT, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
 
@@ -179,3 +181,274 @@ def _short(value: float) -> str:
 def _text(value: object) -> str:
     text = str(value)
     return text if len(text) <= 24 else text[:21] + "..."
+
+
+#: of the shares: range of the median of those above 0, least 95th percentile, largest 99th percentile
+_MEDIAN: Final = (0.02, 1.5)
+_HIGH: Final = 0.3
+_MOST: Final = 5.0
+_WITHIN: Final = 0.75  # at least this part of the shares is at most 1 (with 5 % tolerance)
+_CORRELATION: Final = 0.1  # least correlation of watch times with durations
+_ENDS: Final = 0.02  # or: least part of plays that end exactly with the item
+_LEAST_ROWS: Final = 50
+
+
+class WatchShare(NamedTuple):
+    """A column whose values are shares of the duration in one unit.
+
+    Attributes:
+        column: its name.
+        unit: the unit of its values.
+        within: part of the values that are at most the duration.
+        is_certain: the values also follow the durations, or often equal them, and an item has many values.
+    """
+
+    column: str
+    unit: str
+    within: float
+    is_certain: bool
+
+
+def watch_shares(
+    table: pa.Table, columns: Sequence[str], duration: str, duration_unit: str, item: str | None
+) -> list[WatchShare]:
+    """The columns of a log that could be watch times, by their values beside the durations.
+
+    Args:
+        table: rows of the log.
+        columns: columns of numbers to consider.
+        duration: column of the durations.
+        duration_unit: their unit.
+        item: column of the items; a number that each item has once, such as its tempo, is no watch time.
+    """
+    seconds = _numbers(table[duration]) * MILLISECONDS_PER_UNIT[duration_unit] / 1000.0
+    found = []
+    for column in columns:
+        numbers = _numbers(table[column])
+        for unit in ("s", "ms", "us", "min"):
+            one = _share(column, unit, numbers * MILLISECONDS_PER_UNIT[unit] / 1000.0, seconds)
+            if one is not None and not _is_fixed(table, column, item):
+                found.append(one)
+    return found
+
+
+def _share(column: str, unit: str, watched: np.ndarray, duration: np.ndarray) -> WatchShare | None:
+    known = np.isfinite(watched) & np.isfinite(duration) & (duration > 0)
+    watched, duration = watched[known], duration[known]
+    if len(watched) < _LEAST_ROWS or watched.min() < 0 or not watched.any():
+        return None
+    shares = watched / duration
+    within, median = float((shares <= 1.05).mean()), float(np.median(shares[shares > 0]))
+    high, most = np.quantile(shares, [0.95, 0.99])
+    if not (_MEDIAN[0] <= median <= _MEDIAN[1] and high >= _HIGH and most <= _MOST and within >= _WITHIN):
+        return None
+    ends = float((np.abs(shares - 1.0) < 0.005).mean())
+    varied = watched.std() > 0 and duration.std() > 0
+    follows = varied and float(np.corrcoef(watched, duration)[0, 1]) >= _CORRELATION
+    return WatchShare(column, unit, within, bool(follows or ends >= _ENDS))
+
+
+def _is_fixed(table: pa.Table, column: str, item: str | None) -> bool:
+    """Whether nearly every item has one value."""
+    if item is None:
+        return False
+    pairs, items = (table.group_by(keys).aggregate([]).num_rows for keys in ([item, column], [item]))
+    return bool(items < table.num_rows / 2 and pairs <= 1.1 * items)
+
+
+def _numbers(values: pa.ChunkedArray) -> np.ndarray:
+    numbers: np.ndarray = values.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+    return numbers
+
+
+#: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.
+_ITEMS: Final = (
+    *("item", "video", "movie", "product", "article", "track", "song", "episode", "film", "book", "lesson", "lecture"),
+    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course"),
+)
+#: What items are called in an id only: alone these are other things as often, such as the text of a post.
+_ITEMS_WITH_ID: Final = (
+    *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
+    *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title"),
+)
+
+#: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
+_USES: Final = (
+    *("watch", "watched", "play", "played", "listen", "listened", "stream", "streamed", "view", "viewed", "read"),
+    *("dwell", "stay", "spent", "heard", "consumed", "engaged", "engagement", "attention"),
+)
+
+#: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    LogColumns.USER_ID: (
+        *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
+        *("listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
+        *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
+        *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid"),
+    ),
+    LogColumns.ITEM_ID: (
+        *("itemid", "iid", "item", "itemidx", "itemindex", *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID))),
+        *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
+        *_ITEMS,
+        *("artistid", "artist"),
+    ),
+    LogColumns.TIMESTAMP: (
+        *("timestamp", "ts", "time", "eventtime", "eventtimestamp", "datetime", "unixtime", "unixreviewtime"),
+        *("reviewtime", "createdat", "created", "showtime", "clicktime", "ratedat", "viewedat", "playedat"),
+        *("watchedat", "startedat", "listenedat", "purchasedat", "orderedat", "date", "eventdate"),
+        *("position", "pos", "order", "seq", "step"),
+    ),
+    LogColumns.WATCH_TIME: (
+        *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),
+        *("dwell", "staytime", "stayduration", "viewtime", "viewduration", "listeningtime", "listentime", "listened"),
+        *("readingtime", *(f"{use}time" for use in _USES), *(f"time{use}" for use in _USES)),
+    ),
+    LogColumns.DURATION: (
+        *("duration", "videoduration", "itemduration", "tracklength", "videolength", "length", "runtime"),
+        *(f"{name}{length}" for name in (*_ITEMS, *_ITEMS_WITH_ID) for length in ("duration", "length", "runtime")),
+    ),
+    LogColumns.DISLIKE: (
+        *("dislike", "disliked", "hate", "hated", "thumbsdown", "thumbdown", "downvote", "notinterested", "hide"),
+        *("hidden", "negativefeedback", "blocked", "reported", "dismissed", "uninterested"),
+    ),
+    LogColumns.LABEL: (
+        *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target"),
+        *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview"),
+    ),
+    LogColumns.PROPENSITY: (
+        *("propensity", "propensityscore", "pscore", "loggingprobability", "behaviorprobability", "probability"),
+        *("actionprob", "loggingprob"),
+    ),
+    LogColumns.IS_RANDOM: ("israndom", "israndomized", "rand", "israndomexposure", "random", "randomexposure"),
+    LogColumns.REQUEST_ID: ("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
+}
+
+#: What users do with items: name of the behavior -> names of flag columns.
+BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
+    "click": ("click", "clicked", "clk"),
+    "like": ("like", "liked", "thumbsup", "upvote"),
+    "follow": ("follow", "followed", "subscribe", "subscribed"),
+    "share": ("share", "shared", "forward", "forwarded"),
+    "comment": ("comment", "commented"),
+    "save": ("save", "saved", "favorite", "favorited", "bookmark", "bookmarked", "collect", "addtolist"),
+    "cart": ("cart", "addtocart", "addedtocart", "atc"),
+    "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "conversion", "converted"),
+    "download": ("download", "downloaded", "install", "installed"),
+    "profile": ("profileenter", "profilevisit"),
+}
+
+#: Columns that state the kind of event of a row.
+EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", "behaviortype", "type")
+
+_UNITS: Final[dict[str, str]] = {
+    **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),
+    **dict.fromkeys(("us", "micros", "microseconds"), "us"),
+    **dict.fromkeys(("ms", "msec", "msecs", "millis", "milliseconds"), "ms"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), "min"),
+}
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_TYPE: Final = re.compile(r":(token|float|token_seq|float_seq)$")  # type suffixes in RecBole's atomic files
+
+
+def words(name: str) -> list[str]:
+    """The words of a column name, in lower case: ``playedMs`` and ``played_ms`` give the same words."""
+    return [word.lower() for word in _WORD.findall(_TYPE.sub("", name))]
+
+
+def unit_of_name(name: str) -> str | None:
+    """The unit that a name states, such as ``ms`` for ``play_time_ms``; None = none or several."""
+    said = {_UNITS[word] for word in words(name) if word in _UNITS}
+    return said.pop() if len(said) == 1 else None
+
+
+def plain_name(name: str) -> str:
+    """A name without case, separators, units and a leading "is", as in the tables above."""
+    kept = [word for word in words(name) if word not in _UNITS]
+    joined = "".join(kept[1:] if kept[:1] == ["is"] and len(kept) > 1 else kept)
+    return joined or "".join(words(name))
+
+
+def rank_as(column: str, name: str) -> int | None:
+    """How well a name matches a standard column: 0 is best; None = not one of its names."""
+    names, full, plain = NAMES[column], "".join(words(name)), plain_name(name)
+    if column == LogColumns.WATCH_TIME:
+        plain = plain.removeprefix("total")
+    if column == LogColumns.DURATION and plain in _ITEMS and unit_of_name(name) is not None:
+        return len(names) + _ITEMS.index(plain)  # episode_minutes
+    if column == LogColumns.WATCH_TIME and plain in _USES and unit_of_name(name) is not None:
+        return len(names) + _USES.index(plain)  # play_seconds
+    is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
+    return next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
+
+
+def behavior_of(name: str) -> str | None:
+    """The behavior that the name of a flag column states; None = no known behavior."""
+    plain = plain_name(name)
+    return next((behavior for behavior, names in BEHAVIORS.items() if plain in names), None)
+
+
+_TRUE: Final = frozenset({"yes", "y", "true", "t", "on", "1"})
+_FALSE: Final = frozenset({"no", "n", "false", "f", "off", "0"})
+#: words that state an opinion in any column
+_LIKES: Final = frozenset(
+    {"like", "liked", "thumbsup", "thumbup", "upvote", "upvoted", "love", "loved", "favorite", "👍", "❤"}
+)
+_DISLIKES: Final = frozenset(
+    {"dislike", "disliked", "thumbsdown", "thumbdown", "downvote", "downvoted", "hate", "hated", "notinterested", "👎"}
+)
+#: words that state one only in a column that is called so: elsewhere "up" may be a direction
+_UPS: Final = frozenset({"up", "positive", "pos", "good"})
+_DOWNS: Final = frozenset(
+    {"down", "negative", "neg", "bad", "hide", "hidden", "block", "blocked", "report", "reported"}
+)
+_NEITHER: Final = frozenset(
+    {"", "none", "null", "nan", "na", "neutral", "nothing", "unknown", "nofeedback", "noreaction"}
+)
+_NAMES: Final = frozenset(
+    {"thumb", "thumbs", "feedback", "reaction", "vote", "rating", "sentiment", "opinion", "like", "dislike", "verdict"}
+)
+
+
+class Opinions(NamedTuple):
+    """The texts of a column that state an opinion.
+
+    Attributes:
+        likes: those that mean that the user liked the item.
+        dislikes: those that mean that the user disliked it.
+        is_certain: the others mean neither, and the words or the name of the column say that these are opinions.
+    """
+
+    likes: tuple[str, ...]
+    dislikes: tuple[str, ...]
+    is_certain: bool
+
+
+def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
+    """The opinions in a column; None if no text is one.
+
+    Args:
+        name: name of the column.
+        texts: its distinct texts.
+    """
+    plain = {text: _plain(text) for text in texts}
+    likes = tuple(text for text, word in plain.items() if word in _LIKES | _UPS)
+    dislikes = tuple(text for text, word in plain.items() if word in _DISLIKES | _DOWNS)
+    if not likes and not dislikes:
+        return None
+    rest = [word for text, word in plain.items() if text not in likes and text not in dislikes]
+    is_clear = any(plain[text] in _LIKES | _DISLIKES for text in (*likes, *dislikes)) or bool(_NAMES & set(words(name)))
+    return Opinions(likes, dislikes, is_clear and all(word in _NEITHER for word in rest))
+
+
+def true_texts(texts: Sequence[str]) -> tuple[str, ...]:
+    """The texts that mean true, such as "yes", if all texts mean true or false; else empty."""
+    plain = {text: _plain(text) for text in texts}
+    if not all(word in _TRUE | _FALSE | _NEITHER for word in plain.values()):
+        return ()
+    return tuple(text for text, word in plain.items() if word in _TRUE)
+
+
+def _plain(text: str) -> str:
+    """A text without case, spaces, separators, and the colors of emoji."""
+    return "".join(letter for letter in text.lower() if letter.isalnum() or letter in "👍👎❤")

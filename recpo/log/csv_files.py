@@ -22,10 +22,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.log.faults import Example, Fault
+from recpo.log.engine import Place, writable
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
-from recpo.log.locations import Place, writable
-from recpo.log.schema import LogColumns
+from recpo.log.schema import Example, Fault, LogColumns
 
 #: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
@@ -64,11 +63,21 @@ class CsvFormat:
 
     def __post_init__(self) -> None:
         if self.delimiter is not None and (not self.delimiter or set(self.delimiter) & set('\n\r"')):
-            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected characters other than quotes and line ends")
+            raise RecpoError(
+                f"csv.delimiter {self.delimiter!r}: expected characters other than quotes and line ends",
+                code="bad_value",
+                field="csv.delimiter",
+            )
         if self.delimiter is not None and not self.delimiter.isascii():
-            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected ASCII characters")
+            raise RecpoError(
+                f"csv.delimiter {self.delimiter!r}: expected ASCII characters", code="bad_value", field="csv.delimiter"
+            )
         if self.names is not None and (not self.names or len(set(self.names)) < len(self.names)):
-            raise RecpoError(f"csv.names {list(self.names)}: expected a name for every column, each once")
+            raise RecpoError(
+                f"csv.names {list(self.names)}: expected a name for every column, each once",
+                code="duplicate",
+                field="csv.names",
+            )
 
     def of(self, path: Place) -> str:
         """The delimiter of one file."""
@@ -212,11 +221,15 @@ def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
     """
     names = header(path)
     if names.count(column) != 1:
-        raise RecpoError(f"{path.name}: expected one column {column}; the file has {', '.join(names)}")
+        raise RecpoError(
+            f"{path.name}: expected one column {column}; the file has {', '.join(names)}",
+            code="missing_column",
+            field=column,
+        )
     reader = _Reader(path, names, [names.index(column)], CsvFormat())
     ids = pa.chunked_array([batch.column(0) for batch in reader.batches()], pa.string()).combine_chunks()
     if faults := _ragged_faults(path, names, reader.ragged):
-        raise RecpoError(str(faults[0]))
+        raise RecpoError(str(faults[0]), code="bad_value", field=path.name)
     if not pa.types.is_integer(kind):
         return ids
     ids = _trimmed(ids)
@@ -225,7 +238,9 @@ def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
         first = other[0].as_py()
         raise RecpoError(
             f"{path.name}, column {column}: {len(other):,} of {len(ids):,} ids are not integers as in the catalog, the "
-            f"first is {ids[first].as_py()!r} in row {first}: remove or correct them"
+            f"first is {ids[first].as_py()!r} in row {first}: remove or correct them",
+            code="wrong_type",
+            field=column,
         )
     return ids.cast(pa.int64())
 
@@ -338,9 +353,9 @@ def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
     try:
         split = line_values(lines[0], delimiter) if lines else []
     except csv.Error as error:
-        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})", code="wrong_file") from error
     if not any(name.strip() for name in split):
-        raise RecpoError("its first line, the column names, is empty")
+        raise RecpoError("its first line, the column names, is empty", code="empty")
     return split
 
 
@@ -360,12 +375,12 @@ def first_lines(path: Place, number: int) -> list[str]:
     with closing(open_text(path)) as source:
         start = source.read(_HEADER_BYTES)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
-        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8")
+        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8", code="wrong_file")
     lines = start.removeprefix(codecs.BOM_UTF8).splitlines()[:number] if start.strip() else []
     try:
         return [line.decode("utf-8") for line in lines]
     except UnicodeDecodeError as error:
-        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})", code="wrong_file") from error
 
 
 def _takes_flags(column: str) -> bool:

@@ -1,7 +1,14 @@
-"""The connection behind the Ibis expressions: DuckDB on one machine, or Spark on many.
+"""Where files are, and the engine behind the Ibis expressions that read them.
+
+Local files are plain paths. A name with a scheme (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``) is a
+``Location``. All access goes through Arrow's filesystems: they read columns of Parquet files in parallel without
+another package, and they wrap any filesystem that fsspec has for a scheme. These libraries find credentials themselves
+(environment variables, profiles, the machine's role); recpo does not handle them.
 
 Only the two implementations know which engine runs. Everything else reads files, and materializes, streams or reduces
 expressions, with the same result on both.
+
+The default engine: DuckDB inside this process, out of core.
 """
 
 from __future__ import annotations
@@ -10,15 +17,199 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Final, Literal
 
+import duckdb
+import ibis
 import ibis.expr.types as ir
 import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from recpo.base.errors import RecpoError
-from recpo.log.locations import Place
+
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_COLLAPSED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+#: schemes that Arrow's own filesystems read; all others use fsspec
+_ARROW: Final = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"})
+#: other tools' schemes for the same store
+_SAME: Final = {"s3a": "s3", "s3n": "s3"}
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or directory behind a URI.
+
+    Attributes:
+        root: URI of the store and of a path in it; its query has the store's options.
+        inside: path below ``root``, empty for ``root`` itself.
+    """
+
+    root: str
+    inside: str = ""
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.root, f"{self.inside}/{name}".strip("/"))
+
+    def __str__(self) -> str:
+        base = self.root.partition("?")[0].rstrip("/")
+        return f"{base}/{self.inside}" if self.inside else base
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(str(self)).name
+
+    @property
+    def suffix(self) -> str:
+        """The file extension, including the dot."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def filesystem(self) -> FileSystem:
+        """The store. Every process has its own client, because clients do not survive a fork."""
+        return _store(self.root, os.getpid())[0]
+
+    @property
+    def path(self) -> str:
+        """The path that ``filesystem`` understands."""
+        base = _store(self.root, os.getpid())[1]
+        return f"{base.rstrip('/')}/{self.inside}" if self.inside else base
+
+    def kind(self) -> FileType:
+        """File, directory, or not found."""
+        with _reported(self):
+            return self.filesystem.get_file_info(self.path).type
+
+    def is_file(self) -> bool:
+        """Whether the file exists."""
+        return self.kind() == FileType.File
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        with _reported(self):
+            return int(self.filesystem.get_file_info(self.path).size)
+
+    def files(self) -> list[Location]:
+        """Every file below this directory, ordered by path. Empty if the directory does not exist."""
+        return [Location(self.root, inside) for inside in self.sizes()]
+
+    def sizes(self) -> dict[str, int]:
+        """``inside`` and size in bytes of every file below this directory, ordered by path."""
+        with _reported(self):
+            base = self.path
+            found = self.filesystem.get_file_info(FileSelector(base, allow_not_found=True, recursive=True))
+        named = {_below(info.path, base): int(info.size) for info in found if info.type == FileType.File}
+        return {(self / name).inside: size for name, size in sorted(named.items())}
+
+    def open_input(self) -> pa.NativeFile:
+        """The file for random access.
+
+        Raises:
+            OSError: it does not exist, or cannot be read.
+        """
+        return self.filesystem.open_input_file(self.path)
+
+    def open_output(self) -> pa.NativeFile:
+        """A stream that writes the file. Its directory is created if the store has directories."""
+        self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
+        return self.filesystem.open_output_stream(self.path)
+
+    def read_bytes(self) -> bytes:
+        """The whole file."""
+        with _reported(self), self.open_input() as source:
+            content: bytes = source.read()
+        return content
+
+    def unlink(self) -> None:
+        """Removes the file if it exists."""
+        if self.is_file():
+            self.filesystem.delete_file(self.path)
+
+    def delete_directory(self) -> None:
+        """Removes everything below this directory if it exists."""
+        if self.kind() == FileType.Directory:
+            self.filesystem.delete_dir(self.path)
+
+    def check_writable(self) -> None:
+        """Writes and removes an empty file in this directory, so that missing permissions are found early."""
+        probe = self / ".writable"
+        with _reported(self):
+            probe.open_output().close()
+            probe.unlink()
+
+    def upload(self, file: Path) -> None:
+        """Copies a local file to this location."""
+        with _reported(self), file.open("rb") as source, self.open_output() as target:
+            while piece := source.read(1 << 22):
+                target.write(piece)
+
+
+Place = Path | Location
+
+
+def locate(name: str | Path | Location) -> Place:
+    """A plain path, or a ``Location`` if ``name`` has a scheme.
+
+    Raises:
+        RecpoError: a local path in which a scheme's ``//`` was collapsed to ``/``.
+    """
+    if isinstance(name, str) and _SCHEME.match(name):
+        scheme, _, rest = name.partition("://")
+        return Location(f"{_SAME.get(scheme.lower(), scheme.lower())}://{rest}")
+    if isinstance(name, Path) and _COLLAPSED.match(str(name)):
+        raise RecpoError(
+            f"{name}: only local paths are written or read here, not an object store", code="not_local", field=str(name)
+        )
+    return name if isinstance(name, Location) else Path(name)
+
+
+def readable(place: Place) -> Path | pa.NativeFile:
+    """The argument for pyarrow's readers that stands for ``place``."""
+    return place if isinstance(place, Path) else place.open_input()
+
+
+def writable(place: Place) -> pa.NativeFile:
+    """A stream that writes the file ``place``."""
+    return pa.OSFile(str(place), "wb") if isinstance(place, Path) else place.open_output()
+
+
+@lru_cache(maxsize=64)
+def _store(root: str, process: int) -> tuple[FileSystem, str]:
+    scheme = root.partition("://")[0]
+    try:
+        return FileSystem.from_uri(root if scheme in _ARROW else f"fsspec+{root}")
+    except (pa.ArrowException, OSError, ValueError, ImportError) as error:
+        raise RecpoError(
+            f"{root.partition('?')[0]}: {_first_error_line(error)}", code="failed", field=root.partition("?")[0]
+        ) from error
+
+
+def _below(path: str, base: str) -> str:
+    return path.strip("/").removeprefix(base.strip("/")).strip("/")
+
+
+@contextmanager
+def _reported(place: Location) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecpoError(
+            f"{place}: the store did not answer as expected ({_first_error_line(error)}); check the address, and the "
+            "credentials in the environment",
+            code="failed",
+            field=str(place),
+        ) from error
+
+
+def _first_error_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
 
 _MOST_THREADS: Final = 1024
 _MEMORY: Final = re.compile(r"0*[1-9]\d*(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
@@ -94,11 +285,160 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
-            raise RecpoError(f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core")
+            raise RecpoError(
+                f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core",
+                code="out_of_range",
+                field="threads",
+            )
         if not _MEMORY.fullmatch(self.memory_limit.strip()):
-            raise RecpoError(f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB")
+            raise RecpoError(
+                f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB",
+                code="bad_value",
+                field="memory_limit",
+            )
 
     @property
     def writers(self) -> int:
         """Number of threads of this process that encode shards."""
         return self.threads or os.cpu_count() or 1
+
+
+_BATCH_ROWS: Final = 1 << 17
+_PATTERN: Final = frozenset("*?[]{}")
+#: DuckDB's messages about a disk that it cannot write to, and recpo's message for each
+_DISK_FAULTS: Final = {
+    "No space left": "the disk is full: free space",
+    "Disk quota exceeded": "your disk quota is used up: free space",
+    "Read-only file system": "the file system is read-only: make it writable",
+    "Permission denied": "permission denied: change the permissions",
+}
+
+
+class DuckDBEngine(Engine):
+    """Runs Ibis expressions on DuckDB. Tables are in memory up to ``memory_limit``, and beyond it in ``work``.
+
+    Args:
+        work: an existing local directory for temporary files; the caller removes it.
+        memory_limit: how much memory the engine may use before it writes to ``work``, for example ``"4GB"``.
+        threads: number of worker threads; None = one per core.
+
+    Raises:
+        RecpoError: ``memory_limit`` cannot be parsed, or ``work`` is not local.
+    """
+
+    def __init__(self, work: Place, memory_limit: str = "4GB", threads: int | None = None) -> None:
+        if isinstance(work, Location):
+            raise RecpoError(
+                f"work {work}: DuckDB writes its temporary files to a local directory", code="not_local", field="work"
+            )
+        settings: dict[str, Any] = {
+            "memory_limit": memory_limit,
+            "temp_directory": str(work / "spill"),
+            # The expressions order their output where it matters. Keeping the input's order would cost memory.
+            "preserve_insertion_order": False,
+        }
+        if threads is not None:
+            settings["threads"] = threads
+        try:
+            # A database file would compress and write every table. An in-memory database writes only what exceeds
+            # memory_limit.
+            self._connection = ibis.duckdb.connect(**settings)
+        except duckdb.Error as error:
+            raise RecpoError(
+                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}",
+                code="resources",
+                field="memory_limit",
+            ) from error
+        self._work, self._given = work, dict[str, str]()
+        # Time strings without an offset are UTC, regardless of the machine's time zone.
+        self._connection.raw_sql("SET TimeZone = 'UTC'")
+        # In a notebook without ipywidgets, DuckDB has no progress bar and raises an error if it is turned off.
+        with suppress(duckdb.InvalidInputException):
+            self._connection.raw_sql("SET enable_progress_bar = false")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """See ``Engine.__exit__``."""
+        with suppress(duckdb.Error):
+            self._connection.disconnect()
+        # Ibis reads through Arrow. If pages are damaged, DuckDB interrupts Arrow with a bare RuntimeError.
+        interrupted = type(error) is RuntimeError and "interrupted" in str(error)
+        if not (interrupted or isinstance(error, duckdb.Error | pa.ArrowException)):
+            return
+        said = _first_line(error)
+        if fault := next((text for known, text in _DISK_FAULTS.items() if known in said), None):
+            raise RecpoError(
+                f"{self._work}: {fault}, or choose another --work ({said})", code="resources", field="work"
+            ) from error
+        if isinstance(error, duckdb.OutOfMemoryException):
+            raise RecpoError(
+                f"the engine ran out of memory: raise memory_limit ({said})", code="resources", field="memory_limit"
+            ) from error
+        raise RecpoError(
+            f"the engine could not read the log, a file of which may be damaged: {said}", code="damaged", field="log"
+        ) from error
+
+    def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
+        """See ``Engine.read_parquet``. Used columns of files in an object store are first copied into ``work``."""
+        first = len(self._given)  # the files of an earlier call keep their names
+        paths = [
+            self._linked(file, number)
+            if isinstance(file, Path)
+            else self._copied(file, columns, self._work / f"copy-{number}.parquet")
+            for number, file in enumerate(files, first)
+        ]
+        self._given |= {str(path): str(file) for path, file in zip(paths, files, strict=True)}
+        # Parquet's statistics ignore nan. Without this setting, DuckDB takes isnan as false if the statistics are
+        # finite.
+        options = {"filename": True, "file_row_number": True, "union_by_name": True, "can_have_nan": True}
+        options["hive_partitioning"] = False  # names of directories are not columns
+        log = self._connection.read_parquet([str(path) for path in paths], **options)
+        return log.rename({self.FILE: "filename", self.ROW: "file_row_number"})
+
+    def _linked(self, file: Path, number: int) -> Path:
+        """A path that DuckDB neither completes nor reads as a pattern."""
+        path = Path(os.path.realpath(file))
+        if not _PATTERN & set(str(path)):
+            return path
+        link = self._work / f"link-{number}.parquet"
+        link.symlink_to(path)
+        return link
+
+    def _copied(self, file: Location, columns: Sequence[str], copy: Path) -> Path:
+        """Copied because the log is read several times, and reading it over the network once is enough."""
+        with file.open_input() as source, pq.ParquetFile(source, pre_buffer=True) as parquet:
+            chosen = [name for name in parquet.schema_arrow.names if name in set(columns)]
+            schema = pa.schema([parquet.schema_arrow.field(name) for name in chosen])
+            with pq.ParquetWriter(copy, schema) as writer:
+                for batch in parquet.iter_batches(_BATCH_ROWS, columns=chosen):
+                    writer.write_batch(batch)
+        return copy
+
+    def file_of(self, value: str) -> str:
+        """See ``Engine.file_of``."""
+        return self._given[value]
+
+    def materialize(self, name: str, expression: ir.Table) -> ir.Table:
+        """See ``Engine.materialize``."""
+        return self._connection.create_table(name, expression)
+
+    def drop(self, *names: str) -> None:
+        """See ``Engine.drop``."""
+        for name in names:
+            # With recent versions of sqlglot, Ibis 12 writes a DROP without the table's name.
+            self._connection.raw_sql(f'DROP TABLE "{name}"')
+
+    def table(self, expression: ir.Table) -> pa.Table:
+        """See ``Engine.table``."""
+        return self._connection.to_pyarrow(expression)
+
+    def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
+        """See ``Engine.stream``."""
+        # Ibis 12 calls a method that DuckDB 2 renamed. The relation's own reader works in every version.
+        sql = self._connection.compile(expression)
+        yield from self._connection.con.sql(sql).to_arrow_reader(_BATCH_ROWS)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().splitlines()[0]

@@ -30,17 +30,12 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.catalog import count_dropped, item_indices, item_table, name_requests, user_indices
-from recpo.log.engine import Engine, EngineOptions
-from recpo.log.events import time_order
-from recpo.log.extension_options import kept_preparation, validate_sources
-from recpo.log.faults import Fault
+from recpo.log.engine import Engine, EngineOptions, Place, locate
+from recpo.log.events import count_dropped, item_indices, item_table, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
-from recpo.log.feature_files import describe_table, extend_table
-from recpo.log.feature_tables import ID, TableSide
+from recpo.log.feature_tables import ID, TableSide, describe_table, extend_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
-from recpo.log.locations import Place, locate
 from recpo.log.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, unit_warnings, write_directory
 from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
 from recpo.log.previous import (
@@ -54,8 +49,10 @@ from recpo.log.previous import (
     USERS,
     PreviousData,
     at_hand,
+    kept_preparation,
     merged_history,
     names_of_more,
+    validate_sources,
 )
 from recpo.log.schema import (
     PAST_SCHEMA,
@@ -64,6 +61,7 @@ from recpo.log.schema import (
     TIE_RULE,
     TRAIN,
     Derived,
+    Fault,
     LogColumns,
     item_schema,
     user_schema,
@@ -135,9 +133,17 @@ def extend(
     root = _local(data.root, "extends")
     validate_sources(data, {"item": items is not None, "user": users is not None})
     if HELD_OUT not in data.manifest["files"]:
-        raise RecpoError(f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that")
+        raise RecpoError(
+            f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that",
+            code="old_format",
+            field=HELD_OUT,
+        )
     if engine.engine != "duckdb":
-        raise RecpoError("engine: an extension runs on duckdb; the new files of a few days fit on one machine")
+        raise RecpoError(
+            "engine: an extension runs on duckdb; the new files of a few days fit on one machine",
+            code="unsupported",
+            field="engine",
+        )
     return write_directory(
         {"log": log, "items": items, "users": users},
         _local(locate(out), "out"),
@@ -153,7 +159,11 @@ def extend(
 def _local(place: Place, name: str) -> Path:
     if isinstance(place, Path):
         return place
-    raise RecpoError(f"{name} {place}: an extension links files, which an object store cannot; use a local directory")
+    raise RecpoError(
+        f"{name} {place}: an extension links files, which an object store cannot; use a local directory",
+        code="not_local",
+        field=name,
+    )
 
 
 class _ExtensionRun(PrepareRun):
@@ -272,7 +282,9 @@ class _ExtensionRun(PrepareRun):
     def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
         return RecpoError(
             f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
-            + "".join(f"\n  warning: {text}" for text in log.warnings)
+            + "".join(f"\n  warning: {text}" for text in log.warnings),
+            code="wrong_type",
+            field=log.columns[column],
         )
 
     def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
@@ -289,7 +301,9 @@ class _ExtensionRun(PrepareRun):
         if ends["first"] <= kept["last_ms"]:
             raise RecpoError(
                 f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
-                f"at {kept['last_ms']} ms: give the files of later days only, each once"
+                f"at {kept['last_ms']} ms: give the files of later days only, each once",
+                code="mismatch",
+                field=log.name,
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
         schema = self._held_out_schema(log)
@@ -420,7 +434,9 @@ class _ExtensionRun(PrepareRun):
         if len(unknown):
             raise RecpoError(
                 f"retire: {len(unknown)} of {len(found)} items are not in the catalog, the first is "
-                f"{self.retire[int(unknown[0])]!r}: leave them out"
+                f"{self.retire[int(unknown[0])]!r}: leave them out",
+                code="unknown_name",
+                field="retire",
             )
         return np.union1d(self.data.retired_items, found)
 

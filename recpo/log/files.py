@@ -18,11 +18,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import expected_type
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine
-from recpo.log.faults import Fault
+from recpo.log.engine import Engine, Location, Place, locate, readable, writable
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
-from recpo.log.locations import Location, Place, locate, readable, writable
-from recpo.log.schema import Columns, FlagColumn, LogColumns
+from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
 #: columns that the engines add when they read files
@@ -82,7 +80,7 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
     In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
-    as ``s3://``, refers to an object store (``recpo.log.locations``).
+    as ``s3://``, refers to an object store (``recpo.log.engine``).
 
     Raises:
         RecpoError: a name does not exist, or is a directory without such files.
@@ -93,7 +91,9 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
             raise RecpoError(
-                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
+                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob",
+                code="missing_file",
+                field=what,
             )
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -114,7 +114,7 @@ def _stored_files(name: str) -> Sequence[Place]:
     first = next((place for place, part in enumerate(parts) if "*" in part or "[" in part), len(parts))
     root = locate("/".join(parts[:first]) + query_mark + query)
     if not isinstance(root, Location):
-        raise RecpoError(f"log {name}: a pattern begins after the bucket or host")
+        raise RecpoError(f"log {name}: a pattern begins after the bucket or host", code="bad_value", field="log")
     if parts[first:]:
         return [file for file in root.files() if _matches(file.inside.split("/"), parts[first:])]
     if root.is_file():

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
+from recpo.log.engine import Place, readable
 from recpo.log.files import find_files, first_line
-from recpo.log.locations import Place, readable
 
 #: maximum number of inspected rows per table
 MOST_ROWS: Final = 500_000
@@ -73,16 +73,20 @@ def sample_tables(
     """
     files = find_files(log)
     if not files:
-        raise RecpoError("log: an empty list names no file; expected files, directories or patterns")
+        raise RecpoError(
+            "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
+        )
     share = max(_LEAST_ROWS, most_rows // len(files))
     groups: dict[tuple[str, ...], list[TableSample]] = {}
     for file in files:
         try:
             one = _text_sample(file, form, share) if csv_files.is_text_file(file) else _parquet_sample(file, share)
         except RecpoError as error:
-            raise RecpoError(f"{file}: {error}") from error
+            raise RecpoError(f"{file}: {error}", code="failed", field="log") from error
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise RecpoError(f"{file}: not readable as Parquet or CSV ({first_line(error)})") from error
+            raise RecpoError(
+                f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field="log"
+            ) from error
         groups.setdefault((*one.table.column_names, one.form.of(file)), []).append(one)
     return [_together(samples) for samples in groups.values()]
 

@@ -19,7 +19,9 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side, plain_type
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
-from recpo.log.catalog import (
+from recpo.log.csv_files import CsvFormat
+from recpo.log.engine import DuckDBEngine, Engine, EngineOptions, Place, locate
+from recpo.log.events import (
     CatalogScope,
     add_positions,
     available_from,
@@ -27,13 +29,12 @@ from recpo.log.catalog import (
     item_indices,
     item_table,
     place_events,
+    select_columns,
+    standardize,
+    time_order,
+    timestamp_ms,
     user_indices,
 )
-from recpo.log.csv_files import CsvFormat
-from recpo.log.duckdb_engine import DuckDBEngine
-from recpo.log.engine import Engine, EngineOptions
-from recpo.log.events import select_columns, standardize, time_order, timestamp_ms
-from recpo.log.faults import Fault, validate_no_faults
 from recpo.log.feature_columns import (
     CONTEXT,
     PRESET_FEATURES,
@@ -42,10 +43,18 @@ from recpo.log.feature_columns import (
     behaviors_to_json,
     event_columns,
 )
-from recpo.log.feature_files import describe_table, fit_context, write_table
-from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable, TableSide, open_table, table_faults
+from recpo.log.feature_tables import (
+    AVAILABLE,
+    ID,
+    FeatureTable,
+    TableSide,
+    describe_table,
+    fit_context,
+    open_table,
+    table_faults,
+    write_table,
+)
 from recpo.log.files import Log, find_files, open_log, write_frame
-from recpo.log.locations import Place, locate
 from recpo.log.prepared import (
     FORMAT_VERSION,
     HELD_OUT,
@@ -55,7 +64,6 @@ from recpo.log.prepared import (
     vocabulary_file,
     write_manifest,
 )
-from recpo.log.publishing import prepared_directory, work_directory
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -64,6 +72,7 @@ from recpo.log.schema import (
     TRAIN,
     Columns,
     Derived,
+    Fault,
     FlagColumn,
     LogColumns,
     PresetName,
@@ -71,6 +80,7 @@ from recpo.log.schema import (
     history_schema,
     item_schema,
     user_schema,
+    validate_no_faults,
 )
 from recpo.log.shaping import (
     Label,
@@ -92,7 +102,7 @@ from recpo.log.splits import (
     train_items,
 )
 from recpo.log.validate import check_rows, unmatched_flags
-from recpo.log.writing import without_repeats, write_past, write_rows, write_shards
+from recpo.log.writing import prepared_directory, without_repeats, work_directory, write_past, write_rows, write_shards
 
 #: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
@@ -142,7 +152,9 @@ class Preparation:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
-            raise RecpoError(f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}")
+            raise RecpoError(
+                f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}", code="unknown_name", field="preset"
+            )
         validate_ranges(self)
         self.more  # noqa: B018 checks the names of behaviors
 
@@ -220,10 +232,16 @@ class Preparation:
         for side in ("item", "user"):
             if self.features.of(side) and not given[side]:
                 raise RecpoError(
-                    f"features.{side} names features, but there is no table of {side}s: pass --{side}s FILE"
+                    f"features.{side} names features, but there is no table of {side}s: pass --{side}s FILE",
+                    code="missing_option",
+                    field=f"{side}s",
                 )
         if self.catalog == "items" and not given["item"]:
-            raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
+            raise RecpoError(
+                "catalog items takes the items of a table, and there is none: pass --items FILE",
+                code="missing_option",
+                field="items",
+            )
 
 
 def write_directory(
@@ -554,7 +572,9 @@ class PrepareRun:
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
                 f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
-                "a smaller min_item_events or min_user_events, or catalog log"
+                "a smaller min_item_events or min_user_events, or catalog log",
+                code="empty",
+                field=PERIODS[period],
             )
         if period == TRAIN:
             return shards

@@ -12,12 +12,25 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from recpo.log.column_facts import ColumnFacts, clock_units, is_plausible, length_units, read_as
-from recpo.log.column_names import EVENT_KINDS, behavior_of, plain_name, rank_as, unit_of_name
+from recpo.log.column_facts import (
+    EVENT_KINDS,
+    ColumnFacts,
+    Opinions,
+    WatchShare,
+    behavior_of,
+    clock_units,
+    is_plausible,
+    length_units,
+    opinions,
+    plain_name,
+    rank_as,
+    read_as,
+    true_texts,
+    unit_of_name,
+    watch_shares,
+)
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.opinion_words import Opinions, opinions, true_texts
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
-from recpo.log.watch_shares import WatchShare, watch_shares
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",

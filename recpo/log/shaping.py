@@ -14,15 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import ibis
 import ibis.expr.types as ir
+import numpy as np
 import pyarrow as pa
 
 from recpo.base.errors import RecpoError
-from recpo.base.feedback import DEFAULT_DURATION_BASE, FeedbackDefinition, FeedbackRule
+from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.log.events import bucket
+from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
 
 Ties = Literal["mid", "full"]
@@ -111,7 +113,11 @@ class WatchQuantiles(Label):
     def __post_init__(self) -> None:
         _check_base(self.base)
         if self.min_history < 1:
-            raise RecpoError(f"label WatchQuantiles: min_history {self.min_history} must be at least 1")
+            raise RecpoError(
+                f"label WatchQuantiles: min_history {self.min_history} must be at least 1",
+                code="out_of_range",
+                field="min_history",
+            )
 
     @property
     def duration_base(self) -> float:
@@ -170,7 +176,7 @@ class WatchRatio(Label):
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
-            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive")
+            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive", code="out_of_range", field="cap")
 
     def add(self, events: ir.Table) -> ir.Table:
         """Nothing is fitted."""
@@ -201,7 +207,7 @@ class D2Q(Label):
 
     def __post_init__(self) -> None:
         if self.groups < 1:
-            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1")
+            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1", code="out_of_range", field="groups")
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """See ``Label.extend``: not supported."""
@@ -329,12 +335,20 @@ class NumericColumn(Label):
         ends = self.low is not None or self.high is not None
         if ends and self.threshold is not None:
             raise RecpoError(
-                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given"
+                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given",
+                code="unused_option",
+                field="threshold",
             )
         if ends and (self.low is None or self.high is None):
-            raise RecpoError(f"label NumericColumn: low {self.low} and high {self.high} must be given together")
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} and high {self.high} must be given together",
+                code="missing_option",
+                field="high",
+            )
         if self.low is not None and self.high is not None and not self.low < self.high:
-            raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} must be below high {self.high}", code="out_of_range", field="low"
+            )
 
     @property
     def has_scale(self) -> bool:
@@ -359,7 +373,11 @@ class NumericColumn(Label):
         elif self.low is not None and self.high is not None:
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
-            raise RecpoError("label NumericColumn: low and high, or threshold, must be given")
+            raise RecpoError(
+                "label NumericColumn: low and high, or threshold, must be given",
+                code="missing_option",
+                field="threshold",
+            )
         return events.mutate(**{Derived.LABEL: label})
 
 
@@ -429,13 +447,17 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
 def _not_kept(label: Label) -> RecpoError:
     return RecpoError(
         f"label {type(label).__name__}: what it fits is not kept, so that a directory with it cannot be extended; "
-        "prepare the whole log again, or take another --label"
+        "prepare the whole log again, or take another --label",
+        code="unsupported",
+        field="label",
     )
 
 
 def _check_base(base: float) -> None:
     if not base > 1:
-        raise RecpoError(f"label: base {base} of the duration buckets must be greater than 1")
+        raise RecpoError(
+            f"label: base {base} of the duration buckets must be greater than 1", code="out_of_range", field="base"
+        )
 
 
 def bucket_counts(events: ir.Table, base: float) -> ir.Table:
@@ -487,3 +509,49 @@ def watch_ties(quantiles: ir.Table) -> ir.Table:
     return buckets.aggregate(
         **{name: buckets[name].sum().fill_null(0).cast("int64") for name in ("watched", "zero", "tied")}
     )
+
+
+_BINS = 10
+_COLUMNS = (Derived.LABEL, LogColumns.DISLIKE, LogColumns.DURATION, Derived.IS_TARGET)
+_KINDS = ("positive", "neutral", "negative", "unlabeled")
+_LAST_BUCKET = 1000  # longer than any item
+_GROUPS = _LAST_BUCKET - UNKNOWN_BUCKET + 1
+
+
+def label_summary(data: Prepared, split: Period) -> list[dict[str, Any]]:
+    """Counts the events of ``split``, shard by shard: all events, then by duration bucket.
+
+    Args:
+        data: the prepared directory.
+        split: the period; context events in its shards are not counted.
+
+    Returns:
+        For each group its ``name``, such as ``8 to 16 s``, and ``events``; ``positive``, ``neutral`` (skipped ones
+        included), ``negative`` (disliked) and ``unlabeled``, which sum to ``events``; ``histogram``: labels in 10 equal
+        bins over [0, 1]. A bin includes its upper end, because the longest watch of a group has a label on it.
+    """
+    signs, bins = np.zeros((_GROUPS, 4), np.int64), np.zeros((_GROUPS, _BINS), np.int64)
+    rule, base = data.feedback.rule, data.feedback.duration_base
+    for shard in range(data.num_shards(split)):
+        label, disliked, duration, is_target = data.columns(split, shard, _COLUMNS).values()
+        label, disliked, duration = (column[is_target] for column in (label, disliked, duration))
+        group = np.minimum(data.feedback.buckets(duration), _LAST_BUCKET) - UNKNOWN_BUCKET
+        kind = np.select([disliked, rule.unknown(label, disliked), rule.positive(label, disliked)], [2, 3, 0], 1)
+        signs += np.bincount(group * 4 + kind, minlength=_GROUPS * 4).reshape(_GROUPS, 4)
+        known = ~np.isnan(label)
+        place = np.clip(np.ceil(label[known] * _BINS - 1e-4).astype(np.int64) - 1, 0, _BINS - 1)
+        bins += np.bincount(group[known] * _BINS + place, minlength=_GROUPS * _BINS).reshape(_GROUPS, _BINS)
+    found = np.flatnonzero(signs.sum(1))
+    rows = [_row("all", signs.sum(0), bins.sum(0))]
+    if len(found) > 1:
+        rows += [_row(_name(int(group) + UNKNOWN_BUCKET, base), signs[group], bins[group]) for group in found]
+    return rows
+
+
+def _name(bucket: int, base: float) -> str:
+    return "unknown" if bucket == UNKNOWN_BUCKET else f"{base**bucket:.4g} to {base ** (bucket + 1):.4g} s"
+
+
+def _row(name: str, signs: np.ndarray, bins: np.ndarray) -> dict[str, Any]:
+    kinds = dict(zip(_KINDS, signs.tolist(), strict=True))
+    return {"name": name, "events": int(signs.sum()), **kinds, "histogram": bins.tolist()}

@@ -13,10 +13,9 @@ from recpo.base.features import Feature, Number
 from recpo.log.csv_files import row_in_file
 from recpo.log.engine import Engine
 from recpo.log.events import length_ms, number, timestamp_ms
-from recpo.log.faults import Example, Fault
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
-from recpo.log.schema import Columns, LogColumns
+from recpo.log.schema import Columns, Example, Fault, LogColumns
 from recpo.log.shaping import Label, NumericColumn
 
 #: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:

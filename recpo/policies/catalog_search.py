@@ -1,13 +1,22 @@
-"""Search in a softmax over the catalog, scored in blocks of items."""
+"""Search in a softmax over the catalog, scored in blocks of items, as a function and inside exported programs.
+
+A loop over the blocks keeps the largest score of every group of 16 rows and the log-sum-exp so far. The k best items
+are in the k groups with the largest of these scores (k + M groups if M items are excluded), which are scored again.
+Nothing of size ``[B, V]`` is allocated, and the table is stored once, for search and for lookups. Rows may be rounded
+to float16 or int8; they are converted back one block at a time, in the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
+from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations
 from recpo.ops.kernels import column_blocks, matmul_transposed
 
@@ -124,3 +133,229 @@ def ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
 def score_blocks(states: Tensor, table: Tensor, padding_rows: int = 1) -> list[slice]:
     """The item rows of a table, in blocks that bound the size of the scores for all ``states [B, d]``."""
     return list(column_blocks(len(table), padding_rows, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))
+
+
+#: Number format of an item matrix.
+Precision = Literal["float32", "float16", "int8"]
+
+BLOCK_ROWS: Final = 16_384
+"""Maximum rows in a block. At d = 64, the rows and the scores of 32 users stay in the caches of one core."""
+
+GROUP_ROWS: Final = 16
+"""Rows in a group, of which the search first keeps only the largest score."""
+
+_LARGEST_INT8: Final = 127
+
+
+class BlockedTable(nn.Module):
+    """Vectors of the items 1..V in blocks of equal size. Row 0 and the rows after V are not items.
+
+    With int8, row i is ``columns * scales_i * values_i``. Every column is first divided by its root mean square, so
+    that columns of different magnitude (vectors next to the factors of a tilted policy) lose equal relative precision.
+
+    Args:
+        vectors: ``[V + 1, d]``; row 0 is not an item.
+        precision: number format; float16 and int8 round.
+        rooted: see ``recpo.policies.catalog_search.scores_of``.
+        block_rows: maximum rows in a block, at least 2; rounded up to whole groups.
+
+    Attributes:
+        values: ``[n, R, d]`` in the number format.
+        scales: ``[n, R]`` float32; 1 except with int8.
+        columns: ``[d]`` float32; 1 except with int8.
+        bias: ``[n, R]`` float32; -inf for rows that are not items.
+        written_out: exported programs contain the blocks one after the other instead of a loop.
+
+    Raises:
+        RecpoError: an unknown precision, or values that it cannot represent.
+    """
+
+    values: Tensor
+    scales: Tensor
+    columns: Tensor
+    bias: Tensor
+
+    def __init__(
+        self, vectors: Tensor, precision: Precision = "float32", rooted: int = 0, block_rows: int = BLOCK_ROWS
+    ) -> None:
+        super().__init__()
+        validate_precision(precision)
+        size, dim = vectors.shape
+        blocks = -(-size // block_rows)
+        self.group = min(GROUP_ROWS, -(-size // blocks))
+        self.rows = -(-size // (blocks * self.group)) * self.group
+        self.num_items, self.rooted, self.precision = size - 1, rooted, precision
+        self.written_out = False
+        padded = F.pad(vectors.detach().float(), (0, 0, 0, blocks * self.rows - size))
+        columns, scales = torch.ones(dim), torch.ones(len(padded))
+        if precision == "int8":
+            columns, scales, padded = _rounded(padded)
+        elif precision == "float16":
+            padded = padded.half()
+            if not padded.isfinite().all():
+                raise RecpoError(
+                    "item_precision float16 holds numbers up to 65,504, the item vectors are larger",
+                    code="out_of_range",
+                    field="item_precision",
+                )
+        place = torch.arange(len(padded))
+        bias = torch.where((place > 0) & (place < size), 0.0, -torch.inf)
+        self.register_buffer("values", padded.view(blocks, self.rows, dim))
+        self.register_buffer("scales", scales.view(blocks, self.rows))
+        self.register_buffer("columns", columns)
+        self.register_buffer("bias", bias.view(blocks, self.rows))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors ``[..., d]`` float32 of the items ``[...]``, with rounding; zero for id 0."""
+        block, row = ids // self.rows, ids % self.rows
+        vectors = self.values[block, row].float()
+        if self.precision == "int8":
+            vectors = vectors * self.scales[block, row][..., None] * self.columns
+        return vectors
+
+    def top_k(self, states: Tensor, k: int, exclude: Tensor, allowed: Tensor | None = None) -> Recommendations:
+        """The ``k`` best items by log-probability. Ties are ordered by item id. See ``catalog_search.top_k``.
+
+        ``allowed [B, V + 1]`` bool selects the items that may be listed; None = all. The other items remain in the
+        normalizer.
+
+        Items of equal score are ordered by id within a list. If the last place is tied, ONNX chooses the smaller id
+        (its TopK guarantees this); a torch program may list another item of equal score.
+        """
+        states = states * self.columns if self.precision == "int8" else states
+        maxima, lse = self._pass(states, allowed)
+        groups, inside = _largest(maxima, k + exclude.shape[1])
+        ids = (groups[:, :, None] * self.group + torch.arange(self.group)).flatten(1)
+        listed = inside[:, :, None].expand(-1, -1, self.group).flatten(1)
+        if allowed is not None:
+            padded = F.pad(allowed, (0, self.bias.numel() - allowed.shape[1]))
+            listed = listed & padded.gather(1, ids)
+        scores = torch.where(listed, self._candidate_scores(states, groups), -torch.inf)
+        best, place = self._without(scores, groups, exclude).topk(k, 1)
+        ids = ties_to_smaller_id(best, ids.gather(1, place), self.bias.numel())
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+
+    def _pass(self, states: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The largest score ``[B, N]`` of every group, of rows that may be listed; and the log-sum-exp ``[B]``."""
+        blocks: tuple[Tensor, ...] = (self.values, self.scales, self.bias)
+        if allowed is not None:
+            users, (parts, rows) = allowed.shape[0], self.bias.shape
+            padded = F.pad(allowed, (0, parts * rows - allowed.shape[1]))
+            blocks = (*blocks, padded.view(users, parts, rows).transpose(0, 1))
+        lse = states.new_full((states.shape[0],), -torch.inf)
+
+        def step(lse: Tensor, block: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            scores = self._scores(states, *block[:3])
+            maxima = self._of_groups(scores)
+            lse = torch.logaddexp(lse, _log_sum_exp(scores, maxima))
+            if len(block) > 3:
+                maxima = self._of_groups(torch.where(block[3], scores, -torch.inf))
+            return lse, maxima
+
+        if torch.compiler.is_exporting() and not self.written_out:
+            lse, found = scan(step, lse, blocks)
+        else:
+            parts_ = []
+            for block in zip(*blocks, strict=True):
+                lse, maxima = step(lse, block)
+                parts_.append(maxima)
+            found = torch.stack(parts_)
+        return found.transpose(0, 1).flatten(1), lse
+
+    def _of_groups(self, scores: Tensor) -> Tensor:
+        """The largest score ``[B, R / G]`` of every group."""
+        return scores.view(scores.shape[0], -1, self.group).amax(2)
+
+    def _candidate_scores(self, states: Tensor, groups: Tensor) -> Tensor:
+        """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, each in the order of its rows."""
+        dim = self.values.shape[2]
+        users = groups.shape[0]
+        values, scales, bias = (  # whole groups end to end: runtimes copy them at once
+            part.view(-1, self.group * width).index_select(0, groups.flatten()).view(users, -1, width)
+            for part, width in ((self.values, dim), (self.scales, 1), (self.bias, 1))
+        )
+        scales, bias = scales.squeeze(2), bias.squeeze(2)
+        rows, own = values.float(), dim - self.rooted
+        scores = (rows[:, :, :own] @ states[:, :own, None]).squeeze(2)
+        scores = scores * scales if self.precision == "int8" else scores
+        if self.rooted:
+            variance = (rows[:, :, own:] @ states[:, own:, None]).squeeze(2)
+            variance = variance * scales if self.precision == "int8" else variance
+            scores = scores - variance.clamp_min(0.0).sqrt()
+        return scores + bias
+
+    def _without(self, scores: Tensor, groups: Tensor, exclude: Tensor) -> Tensor:
+        """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, -inf where an item is excluded."""
+        same = groups[:, None, :] == (exclude // self.group)[:, :, None]
+        place = same.long().argmax(2) * self.group + exclude % self.group
+        # an id of no group writes +inf, which a minimum ignores
+        barred = torch.where(same.any(2), -torch.inf, torch.inf).to(scores.dtype)
+        return scores.scatter_reduce(1, place, barred, "amin")
+
+    def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
+        """Scores ``[B, R]`` of one block; -inf for rows that are not items."""
+        rows, own = values.float(), values.shape[1] - self.rooted
+        if not self.rooted and self.precision != "int8":
+            return F.linear(states, rows, bias)
+        scores = F.linear(states[:, :own], rows[:, :own])
+        if self.precision == "int8":
+            scores = scores * scales
+        if self.rooted:
+            variance = F.linear(states[:, own:], rows[:, own:])
+            variance = variance * scales if self.precision == "int8" else variance
+            scores = scores - variance.clamp_min(0.0).sqrt()
+        return scores + bias
+
+
+class RoundedRows(nn.Module):
+    """The first columns of a ``BlockedTable`` as an item table: the vectors that an encoder looks up.
+
+    Args:
+        table: the rows.
+        width: number of columns.
+    """
+
+    def __init__(self, table: BlockedTable, width: int) -> None:
+        super().__init__()
+        self.table, self.width = table, width
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors ``[..., width]`` of the items ``[...]``; zero for id 0."""
+        vectors: Tensor = self.table(ids)
+        return vectors if vectors.shape[-1] == self.width else vectors[..., : self.width]
+
+
+def _largest(maxima: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The ``number`` groups of largest maxima ``[B, N]``, in the order of their rows, and which of them there are.
+
+    An item that is not in them is behind the first item of each of them, by score and then by id: so the best items
+    without ``M`` excluded ones are in ``k + M`` groups.
+    """
+    groups = F.pad(maxima, (0, number), value=-torch.inf).topk(number, 1).indices.sort(1).values
+    return groups.clamp_max(maxima.shape[1] - 1), groups < maxima.shape[1]
+
+
+def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
+    """Log-sum-exp ``[B]`` of scores ``[B, R]`` whose groups have these maxima, in operators that runtimes vectorize."""
+    largest = maxima.amax(1).clamp_min(torch.finfo(scores.dtype).min)  # a block of no items has -inf alone
+    return (scores - largest[:, None]).exp().sum(1).log() + largest
+
+
+def validate_precision(precision: object) -> None:
+    """Raises ``RecpoError`` if the precision is unknown."""
+    if precision not in get_args(Precision):
+        raise RecpoError(
+            f"item_precision is {precision!r}, expected one of: {', '.join(get_args(Precision))}",
+            code="unknown_name",
+            field="item_precision",
+        )
+
+
+def _rounded(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns ``[d]``, scales ``[N]`` and int8 values ``[N, d]`` whose product is closest to the vectors."""
+    columns = vectors.square().mean(0).sqrt()
+    columns = torch.where(columns > 0, columns, 1.0)
+    equalized = vectors / columns
+    scales = equalized.abs().amax(1) / _LARGEST_INT8
+    scales = torch.where(scales > 0, scales, 1.0)
+    return columns, scales, (equalized / scales[:, None]).round().to(torch.int8)

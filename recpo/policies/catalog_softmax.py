@@ -17,7 +17,7 @@ from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
-from recpo.policies.plans import planned_items, scoring_plan, spread
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
 class CatalogSoftmaxPolicy(FeaturePolicy):
@@ -91,15 +91,23 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
     ) -> None:
         if dim < 1 or not temperature > 0:
             raise RecpoError(
-                f"policy.dim must be at least 1 and policy.temperature above 0, got {dim} and {temperature}"
+                f"policy.dim must be at least 1 and policy.temperature above 0, got {dim} and {temperature}",
+                code="out_of_range",
+                field="policy.dim",
             )
         super().__init__()
         if num_items < 1:
-            raise RecpoError(f"the catalog is empty (num_items = {num_items}): a policy needs at least one item")
+            raise RecpoError(
+                f"the catalog is empty (num_items = {num_items}): a policy needs at least one item",
+                code="empty",
+                field="num_items",
+            )
         if sparse and normalizer == "full":
             raise RecpoError(
                 "policy.sparse: the exact softmax (policy.normalizer: full) gives every item a gradient, so none is "
-                "sparse: set policy.normalizer to sampled, or policy.sparse to false"
+                "sparse: set policy.normalizer to sampled, or policy.sparse to false",
+                code="conflicting_options",
+                field="policy.sparse",
             )
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.similarity, self.temperature = similarity, temperature
@@ -193,7 +201,9 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         if not self.has_exact_log_prob:
             raise RecpoError(
                 "log-probabilities of the whole catalog are exact, and policy.normalizer is sampled: set it to full (a "
-                "policy pre-trained with sampled negatives loads as it is)"
+                "policy pre-trained with sampled negatives loads as it is)",
+                code="conflicting_options",
+                field="policy.normalizer",
             )
         histories = batch.histories
         if states is None:
@@ -215,7 +225,11 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+            raise RecpoError(
+                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
+                code="out_of_range",
+                field="k",
+            )
         return self._output.top_k(self.last_states(histories), k, exclude, cosine=self._cosine)
 
     @torch.no_grad()
@@ -262,7 +276,11 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         generator = None if self._step_seed is None else torch.Generator(targets.device).manual_seed(self._step_seed)
         if self.cdf is not None:
             if self.cdf[-1] == 0:
-                raise RecpoError('proposal="popularity" needs the training counts of the items: call set_item_counts')
+                raise RecpoError(
+                    'proposal="popularity" needs the training counts of the items: call set_item_counts',
+                    code="missing_option",
+                    field="item_counts",
+                )
             negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives, generator)
         else:
             negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device, generator)

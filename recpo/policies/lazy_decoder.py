@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
-from recpo.policies.layers import ByteDropout, Linear
+from recpo.policies.encoder import ByteDropout, Linear
 
 #: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.
 Cache = list[tuple[Tensor, Tensor]]
@@ -80,10 +80,16 @@ class LazyDecoder(nn.Module):
         if dim % heads or heads % kv_groups:
             raise RecpoError(
                 f"heads must divide dim and kv_groups must divide heads, got dim {dim}, heads {heads}, "
-                f"kv_groups {kv_groups}"
+                f"kv_groups {kv_groups}",
+                code="mismatch",
+                field="heads",
             )
         if not 1 <= kv_layers <= layers:
-            raise RecpoError(f"kv_layers must be between 1 and the {layers} decoder layers, got {kv_layers}")
+            raise RecpoError(
+                f"kv_layers must be between 1 and the {layers} decoder layers, got {kv_layers}",
+                code="out_of_range",
+                field="kv_layers",
+            )
         self.groups, self.kv_layers, width = kv_groups, kv_layers, dim // heads
         self.context = Linear(dim, 2 * kv_layers * kv_groups * width, bias=False)
         self.key_norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(kv_layers))

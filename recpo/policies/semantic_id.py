@@ -22,7 +22,7 @@ from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
@@ -180,10 +180,14 @@ class SemanticIdPolicy(FeaturePolicy):
         if item_features is not None and not item_vectors:
             raise RecpoError(
                 "policy.item_features adds to the vectors of items, and policy.item_vectors is false: set it to true, "
-                "or leave item_features out"
+                "or leave item_features out",
+                code="conflicting_options",
+                field="policy.item_vectors",
             )
         if beam_width < 1:
-            raise RecpoError(f"beam_width must be at least 1, got {beam_width}")
+            raise RecpoError(
+                f"beam_width must be at least 1, got {beam_width}", code="out_of_range", field="beam_width"
+            )
         table = _codes_of_catalog(codes, num_items)
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
@@ -275,7 +279,11 @@ class SemanticIdPolicy(FeaturePolicy):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; a beam search, exact if the beams hold every prefix of the catalog."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+            raise RecpoError(
+                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
+                code="out_of_range",
+                field="k",
+            )
         states, width = self.encode(histories), max(self.beam_width, k)
         if torch.compiler.is_exporting():
             return self._beam_search(states, histories.lengths, k, width, exclude)
@@ -354,7 +362,9 @@ class SemanticIdPolicy(FeaturePolicy):
         saved = state_dict.get(prefix + "codes_checksum")
         if saved is not None and not torch.equal(saved.cpu(), self.codes_checksum.cpu()):
             raise RecpoError(
-                "the checkpoint was trained on other semantic ids: name the codes directory it was made with"
+                "the checkpoint was trained on other semantic ids: name the codes directory it was made with",
+                code="mismatch",
+                field="codes",
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -394,7 +404,9 @@ def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
     if table.num_items != num_items:
         raise RecpoError(
             f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "
-            "data with `recpo tokenize`"
+            "data with `recpo tokenize`",
+            code="mismatch",
+            field="codes",
         )
     return table
 

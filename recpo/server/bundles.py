@@ -29,10 +29,9 @@ from recpo.lists.reranking import ItemAttributes
 from recpo.server.feature_values import feature_kinds
 from recpo.server.reranking import Reranking
 from recpo.serving.bundle import Bundle
-from recpo.serving.bundle_features import BundleFeatures
-from recpo.serving.golden import check_golden
+from recpo.serving.export import check_golden
 from recpo.serving.histories import HistoryReader
-from recpo.serving.manifest import MANIFEST
+from recpo.serving.manifest import MANIFEST, BundleFeatures
 from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"

@@ -10,7 +10,7 @@ import pyarrow as pa
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Side, Vector
-from recpo.serving.bundle_features import BundleFeatures
+from recpo.serving.manifest import BundleFeatures
 
 _INT64: Final = 2**63
 _TYPES: Final[Mapping[str, pa.DataType]] = {

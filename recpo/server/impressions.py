@@ -21,8 +21,8 @@ from typing import Any, Final, Literal, NamedTuple
 import pyarrow as pa
 
 from recpo.artifacts import MARKER, kind_of, write_json
-from recpo.artifacts.locks import locked_parent
-from recpo.artifacts.os_errors import WRITING, os_errors
+from recpo.artifacts.documents import WRITING, os_errors
+from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
 from recpo.server.feature_values import arrow_type
 from recpo.server.segments import Address, SegmentWriter, Slot, read_record

@@ -11,7 +11,7 @@ from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reran
 from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, EncodedHistories
-from recpo.serving.item_vectors import bundle_item_vectors
+from recpo.serving.item_index import bundle_item_vectors
 
 
 @dataclass(frozen=True)

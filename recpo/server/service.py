@@ -19,7 +19,7 @@ from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker, Shown
 from recpo.server.settling import settle
 from recpo.server.wire import FeedbackRequest, RecommendRequest
-from recpo.serving.bundle_features import BundleFeatures
+from recpo.serving.manifest import BundleFeatures
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")

@@ -53,10 +53,14 @@ class _Attribute:
 
     def items_of(self, wanted: Sequence[Any], where: str) -> np.ndarray:
         if isinstance(wanted, str | bytes) or not isinstance(wanted, Sequence):
-            raise RecpoError(f"{where}: expected a list of values, such as [{wanted!r:.40}]")
+            raise RecpoError(
+                f"{where}: expected a list of values, such as [{wanted!r:.40}]", code="wrong_type", field=where
+            )
         if wrong := [value for value in wanted if not isinstance(value, str if self.is_text else int)]:
             kind = "strings" if self.is_text else "integers"
-            raise RecpoError(f"{where}: values of this attribute are {kind}, got {wrong[0]!r:.80}")
+            raise RecpoError(
+                f"{where}: values of this attribute are {kind}, got {wrong[0]!r:.80}", code="wrong_type", field=where
+            )
         known = [value for value in dict.fromkeys(wanted) if self.is_text or -_INT64 <= value < _INT64]
         place = self.values.get_indexer(pd.Index(known, dtype=object if self.is_text else np.int64))
         parts = [self.items[self.offsets[one] : self.offsets[one + 1]] for one in place[place >= 0].tolist()]
@@ -87,9 +91,17 @@ class ItemFilters:
         try:
             table = pq.read_table(root / ATTRIBUTES)
         except (OSError, pa.ArrowException) as error:
-            raise RecpoError(f"{root / ATTRIBUTES} cannot be read ({error}): export the bundle again") from error
+            raise RecpoError(
+                f"{root / ATTRIBUTES} cannot be read ({error}): export the bundle again",
+                code="damaged",
+                field=ATTRIBUTES,
+            ) from error
         if ITEM_ID not in table.column_names or len(table) != len(items):
-            raise RecpoError(f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again")
+            raise RecpoError(
+                f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again",
+                code="mismatch",
+                field=ATTRIBUTES,
+            )
         names = [name for name in table.column_names if name != ITEM_ID]
         return cls(len(items), {name: _Attribute.of(table[name].combine_chunks()) for name in names})
 
@@ -116,7 +128,11 @@ class ItemFilters:
 
     def _attribute(self, name: str, where: str) -> _Attribute:
         if name not in self.attributes:
-            raise RecpoError(f"{where}.{name:.80}: attributes of this bundle are {', '.join(self.attributes)}")
+            raise RecpoError(
+                f"{where}.{name:.80}: attributes of this bundle are {', '.join(self.attributes)}",
+                code="unknown_name",
+                field=where,
+            )
         return self.attributes[name]
 
 
@@ -130,7 +146,9 @@ def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | N
         return filters.allowed(allow, deny)
     if allow or deny:
         raise RecpoError(
-            f"{'allow' if allow else 'deny'}: this bundle knows no attributes of its items: export it with --attributes"
+            f"{'allow' if allow else 'deny'}: this bundle knows no attributes of its items: export it with --attributes",
+            code="missing_option",
+            field="attributes",
         )
     return None
 
@@ -146,7 +164,11 @@ def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
     index = items.to_internal(id_column(table, ITEM_ID, where))
     known = np.flatnonzero(index > 0)
     if not len(known) or len(np.unique(index[known])) < len(known):
-        raise RecpoError(f"{where}: expected one row for each item of the catalog, found {len(known)} of {len(items)}")
+        raise RecpoError(
+            f"{where}: expected one row for each item of the catalog, found {len(known)} of {len(items)}",
+            code="mismatch",
+            field=where,
+        )
     place = np.full(len(items), -1, np.int64)
     place[index[known] - 1] = known
     rows = pa.array(place, mask=place < 0)
@@ -156,7 +178,11 @@ def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
         if plain is not None:
             columns[name] = plain.take(rows)
     if len(columns) == 1:
-        raise RecpoError(f"{where} has no attributes: columns of integers, strings or booleans, or lists of them")
+        raise RecpoError(
+            f"{where} has no attributes: columns of integers, strings or booleans, or lists of them",
+            code="empty",
+            field=where,
+        )
     return pa.table(columns)
 
 

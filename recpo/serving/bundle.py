@@ -26,10 +26,9 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving.attributes import ItemFilters, Wanted, filtered
-from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
 from recpo.serving.recommending import (
     BATCH_SIZE,
     Moment,
@@ -80,7 +79,11 @@ class Bundle:
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
-            raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
+            raise RecpoError(
+                f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again",
+                code="mismatch",
+                field=ITEMS,
+            )
         bundle = cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
         _ = bundle.features, bundle.filters  # read now, while the files are still the verified ones
         return bundle
@@ -277,7 +280,11 @@ def load_runtime(
 ) -> Runtime:
     """The engine of a bundle whose files are already verified."""
     if engine != "onnx" and provider != CPU_PROVIDER:
-        raise RecpoError(f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out")
+        raise RecpoError(
+            f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out",
+            code="unused_option",
+            field="provider",
+        )
     if engine == "torch":
         from recpo.serving.runtimes import PolicyRuntime
         from recpo.serving.saved_policy import load_policy

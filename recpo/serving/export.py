@@ -1,46 +1,62 @@
-"""Writes a trained policy as a bundle and verifies it against the policy before publishing it."""
+"""Writes a trained policy as a bundle and verifies it against the policy before publishing it.
+
+Golden requests are requests with known answers that are part of a bundle. ``recpo export`` sends them to the finished
+program and stores the answers. A server sends them again before it accepts requests. A checksum shows that the files
+are the exported ones. Golden requests show that this machine, with its versions of ONNX Runtime and recpo, computes the
+same lists from raw events.
+
+The program may also be machine code from AOTInductor, in a separate file for machines of the same kind. Loading such a
+file runs the code in it. A bundle contains only data, so the file is not part of the bundle. Load only files that you
+compiled.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from shutil import copyfile
+from typing import Any, Final
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import nn
+from torch._inductor.package import load_package
 from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, output_file, parse_json, sha256, validate_archive
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import Category, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
 from recpo.log.id_map import IdMap
-from recpo.policies.blocked_table import Precision, validate_precision
+from recpo.policies.catalog_search import BLOCK_ROWS, Precision, validate_precision
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
-from recpo.serving.bundle_features import BundleFeatures
-from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
-from recpo.serving.item_encoders import save_item_encoders
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleFeatures, BundleManifest
 from recpo.serving.model_card import MODEL_CARD, model_card
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
-from recpo.serving.program_inputs import EXCLUDE, ProgramInput, program_inputs
+from recpo.serving.program_inputs import EXCLUDE, ProgramInput, ProgramReads, program_inputs
 from recpo.serving.recommending import validate_k
-from recpo.serving.runtimes import OUTPUTS
-from recpo.serving.saved_policy import describe_policy, save_policy
+from recpo.serving.runtimes import OUTPUTS, PolicyRuntime, TorchProgramRuntime
+from recpo.serving.saved_policy import describe_policy, save_item_encoders, save_policy
 from recpo.serving.verification import random_inputs, verify_rounded, verify_runtime
 
 _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
@@ -100,7 +116,11 @@ def export_bundle(
             policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
-        raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items")
+        raise RecpoError(
+            f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items",
+            code="mismatch",
+            field="items",
+        )
     _validate_features(policy, features)
     known = None if attributes is None else attribute_columns(read_frame(attributes, "attributes"), items, "attributes")
     k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
@@ -195,7 +215,9 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
         if read != bool(known):
             raise RecpoError(
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)"
+                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)",
+                code="mismatch",
+                field="features",
             )
 
 
@@ -212,7 +234,11 @@ def _validate_options(policy: Policy, precision: Precision, index: IndexOptions 
     if index is None:
         return
     if precision != "float32":
-        raise RecpoError("index: its exact scores are float32: leave item_precision at float32")
+        raise RecpoError(
+            "index: its exact scores are float32: leave item_precision at float32",
+            code="conflicting_options",
+            field="item_precision",
+        )
     import_faiss()
     validate_indexable(policy)
 
@@ -301,3 +327,233 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+GOLDEN: Final = "golden.json"
+TOLERANCE: Final = 1e-4
+"""Allowed difference of natural-log probabilities. Items this close may swap places."""
+
+_REQUESTS, _LISTED = 8, 10
+_LEFT_OUT: Final = 0.2  # share of the features that are missing in a request
+_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 86_400_000
+_REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
+
+
+def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
+    """Sends requests to ``bundle`` and writes them with its answers.
+
+    The first request has no history, and the last history is longer than the policy reads. Some events lack their
+    outcome, and every request has items to exclude.
+    """
+    generator = np.random.default_rng(seed)
+    lengths = np.linspace(0, bundle.manifest.max_history + 2, _REQUESTS).round().astype(int)
+    requests = [_request(bundle, int(length), generator) for length in lengths]
+    k = min(_LISTED, bundle.k)
+    content = [{**request, "k": k, "answer": _answer(bundle, request, k)} for request in requests]
+    path.write_text(json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def check_golden(bundle: Bundle) -> int:
+    """Sends the golden requests of a bundle again.
+
+    Returns:
+        The number of requests; 0 for a bundle that was exported without them.
+
+    Raises:
+        RecpoError: an answer differs from the answer at export.
+    """
+    path = bundle.root / GOLDEN
+    if GOLDEN not in bundle.manifest.files:
+        return 0
+    content = parse_json(path.read_bytes(), path, _REMEDY)
+    try:
+        requests = content["requests"]
+        for number, request in enumerate(requests):
+            expected = [(item, float(score)) for item, score in request["answer"]]
+            found = _answer(bundle, request, request["k"])
+            _compare(expected, found, f"{path}: request {number}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
+    return len(requests)
+
+
+def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dict[str, Any]:
+    items: list[Any] = bundle.items.to_external(generator.integers(1, len(bundle.items) + 1, length + 2)).to_pylist()
+    times = _FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
+    history = [{"item_id": item, "timestamp": int(time)} for item, time in zip(items[2:], times, strict=True)]
+    known = bundle.features
+    for event in history:
+        event |= _outcome(bundle.feedback, generator)
+        event |= {name: bool(generator.random() < 0.3) for name in known.behaviors}
+        event |= {} if known.context is None else _features(known.context, generator, by_name=True)
+    request: dict[str, Any] = {"history": history, "exclude": items[:2]}
+    if known.user is not None:
+        request["user"] = _features(known.user, generator)
+    if known.context is not None:
+        request["context"] = _features(known.context, generator, by_name=True)
+    return request
+
+
+def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[Any, float]]:
+    """The answer at any time: items that are not available yet, or no longer, are ranked as well."""
+    parts = request["history"], request["exclude"], request.get("user"), request.get("context")
+    return bundle.ranked(bundle.reader.read_request(*parts), k)
+
+
+def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:
+    """Raw values of some features: values of the vocabulary and unknown values; other features are left out."""
+    found: dict[str, Any] = {}
+    for feature in fitted.features:
+        if generator.random() < _LEFT_OUT:
+            continue
+        name = feature.name if by_name else feature.source
+        if isinstance(feature, Number):
+            found[name] = round(float(abs(generator.normal(feature.mean or 0.0, feature.std or 1.0))), 3)
+        elif isinstance(feature, Vector):
+            found[name] = generator.normal(size=feature.width or 0).round(3).tolist()
+        else:
+            drawn = _of_vocabulary(fitted.vocabularies[feature.name].values, generator)
+            if isinstance(feature, Category):
+                found[name] = drawn
+            else:
+                found[name] = [drawn] if getattr(feature, "separator", None) is None else str(drawn)
+    return found
+
+
+def _of_vocabulary(values: pa.Array, generator: np.random.Generator) -> Any:
+    place = int(generator.integers(len(values) + 1))
+    strange = "?" if pa.types.is_string(values.type) else -(2**31)
+    return strange if place == len(values) else values[place].as_py()
+
+
+def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> dict[str, Any]:
+    """The outcome of an event. All feedback levels occur, including unknown."""
+    if generator.random() < 0.1:
+        return {}
+    disliked = {"dislike": bool(generator.random() < 0.1)}
+    if not feedback.cutoffs:
+        return {"label": round(float(generator.random()), 3), **disliked}
+    bucket = list(feedback.cutoffs)[int(generator.integers(len(feedback.cutoffs)))]
+    duration = float(feedback.duration_base) ** (bucket + 0.5)
+    longest = 2 * max(feedback.cutoffs[bucket][-1], 0.5)
+    return {
+        "watch_time": round(float(generator.random()) * longest, 3),
+        "duration": round(duration, 3),
+        **disliked,
+    }
+
+
+def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, float]], where: str) -> None:
+    gaps = [abs(mine - theirs) for (_, mine), (_, theirs) in zip(found, expected, strict=False)]
+    if len(found) != len(expected) or any(not gap <= TOLERANCE for gap in gaps):
+        raise RecpoError(
+            f"{where}: {len(found)} items whose scores differ by up to {max(gaps, default=0.0):.2g} from those of the "
+            f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}",
+            code="mismatch",
+            field="scores",
+        )
+    score_of = dict(expected)
+    last = expected[-1][1] if expected else 0.0  # an item outside the list scores at most as much as its last place
+    moved = [
+        item
+        for (item, score), (other, _) in zip(found, expected, strict=True)
+        if item != other and abs(score_of.get(item, last) - score) > TOLERANCE
+    ]
+    if moved:
+        raise RecpoError(
+            f"{where}: other items than at the export, {moved[0]!r} among them: {_REMEDY}",
+            code="mismatch",
+            field="items",
+        )
+
+
+MOST_BLOCKS: Final = 16
+"""The loop over blocks of items is unrolled, and every block is code to compile."""
+
+_CHECKSUM: Final = "recpo_bundle"
+
+
+def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = False) -> None:
+    """Compiles the policy of a bundle, compares it with the policy, and writes one file, by convention ``.pt2``.
+
+    The program ranks the complete catalog in float32, even if the bundle rounds the item vectors or has an index.
+    Compiling needs a C++ compiler and takes ten seconds or more.
+
+    Args:
+        bundle: directory written by ``recpo export``, with weights for the torch engine.
+        out: the file to write.
+        overwrite: replace an existing file.
+
+    Raises:
+        RecpoError: no bundle, a bundle without the torch engine, no compiler, a program whose lists differ from the
+            policy's, or ``out`` already exists.
+    """
+    loaded = Bundle.load(bundle, engine="torch")
+    assert isinstance(loaded.runtime, PolicyRuntime)
+    policy, manifest = loaded.runtime.policy, loaded.manifest
+    with (
+        output_file(out, overwrite=overwrite, inputs=[loaded.root]) as working,
+        tempfile.TemporaryDirectory(prefix="recpo-compiled-") as work,
+    ):
+        file = _compiled(policy, manifest.k, loaded.runtime.reads, Path(work), sha256(loaded.root / MANIFEST))
+        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
+        copyfile(file, working)
+
+
+def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
+    """The bundle with its compiled program as the engine. This runs the code in the file.
+
+    Raises:
+        RecpoError: no bundle, or a file that was not compiled from it.
+    """
+    loaded = Bundle.load(bundle)
+    try:
+        validate_archive(Path(file), contents=True)  # a damaged library could end the process
+        program: Any = load_package(str(file))
+        found = program.get_metadata().get(_CHECKSUM)
+    except Exception as error:  # errors of the loader, the linker, or zip
+        raise RecpoError(
+            f"{file} is no compiled program ({error}): compile the bundle again", code="damaged", field=Path(file).name
+        ) from error
+    if found != sha256(loaded.root / MANIFEST):
+        raise RecpoError(
+            f"{file} was compiled from another bundle than {bundle}: compile this one",
+            code="mismatch",
+            field=Path(file).name,
+        )
+    return replace(loaded, runtime=TorchProgramRuntime(program, loaded.manifest))
+
+
+def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum: str) -> Path:
+    with traces_forgotten():
+        exported = exported_program(policy, ServingProgram(_ranker(policy), k, reads))
+        settings = {"aot_inductor.metadata": {_CHECKSUM: checksum}}
+        with _in_this_process():
+            try:
+                made = torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(work / "program.pt2"), inductor_configs=settings
+                )
+            except Exception as error:  # errors of Inductor's own classes and of the compiler
+                raise RecpoError(
+                    f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or "
+                    "name it in CXX), or serve the bundle with ONNX Runtime",
+                    code="not_installed",
+                    field="compile",
+                ) from error
+    return Path(made)
+
+
+def _ranker(policy: Policy) -> Policy | CatalogSearch:
+    """Inductor cannot lower the loop over blocks, so it is unrolled into a few blocks."""
+    rows = max(BLOCK_ROWS, math.ceil((policy.num_items + 1) / MOST_BLOCKS))
+    ranker = ranker_of(policy, "float32", rows)
+    if isinstance(ranker, CatalogSearch):
+        ranker.table.written_out = True
+    return ranker
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Compiles without a process pool, which would outlive the call."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield

@@ -356,7 +356,7 @@ class HistoryReader:
             return self.items.to_internal(id_column(table, ITEM_ID, name))
         except (RecpoError, OverflowError, pa.ArrowException) as error:
             shown = str(error) if str(error).startswith(name) else f"{name}: column {ITEM_ID!r}: {error}"
-            raise RecpoError(shown) from error
+            raise RecpoError(shown, code="missing_column") from error
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -384,7 +384,9 @@ class HistoryReader:
         if lacking:
             raise RecpoError(
                 f"the policy reads columns that are not there ({'; '.join(lacking)}): add them, with nulls where a "
-                "value is not known"
+                "value is not known",
+                code="missing_column",
+                field=lacking[0],
             )
 
     @property
@@ -436,7 +438,9 @@ class HistoryReader:
             raise RecpoError(
                 f"histories: {int(outside.sum())} labels lie outside [0, 1], the first is {label[outside.argmax()]:g} "
                 f"in row {int(outside.argmax())}: a label says how good an event was, from 0 to 1; drop the column "
-                "where watch times say it"
+                "where watch times say it",
+                code="out_of_range",
+                field="label",
             )
         watch_time, duration = (_numbers(table, name, missing) for name in ("watch_time", "duration"))
         longest = self.feedback.max_watch_time, _LONGEST_S
@@ -475,11 +479,19 @@ def _column_names(frame: Frame | None, name: str) -> set[str]:
 def _asked_for(users: Iterable[Any]) -> pa.Array:
     """The users to serve as an array of ids."""
     if isinstance(users, str | bytes) or not isinstance(users, Iterable):
-        raise RecpoError(f"users: expected ids of users, such as a list, got {type(users).__name__}")
+        raise RecpoError(
+            f"users: expected ids of users, such as a list, got {type(users).__name__}",
+            code="wrong_type",
+            field="users",
+        )
     values = users if isinstance(users, pa.Array | pa.ChunkedArray | np.ndarray | pd.Series) else list(users)
     asked = id_column(to_arrow({USER_ID: values}, "users"), USER_ID, "users")
     if len(asked.unique()) < len(asked):
-        raise RecpoError(f"users: {len(asked) - len(asked.unique())} users are named twice; name each once")
+        raise RecpoError(
+            f"users: {len(asked) - len(asked.unique())} users are named twice; name each once",
+            code="duplicate",
+            field="users",
+        )
     return asked
 
 
@@ -500,7 +512,7 @@ def _of_users(
     owner = rows_of_users(id_column(table, USER_ID, name), served, name)
     known = np.flatnonzero(owner >= 0)
     if len(np.unique(owner[known])) < len(known):
-        raise RecpoError(f"{name}: a user has several rows; give one row for each")
+        raise RecpoError(f"{name}: a user has several rows; give one row for each", code="duplicate", field="user_id")
     place = np.zeros(len(served), np.int64)
     place[owner[known]] = known + 1
     return nothing.joined(fitted.read(table, name, by_name)).rows(place)
@@ -511,12 +523,18 @@ def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
     if not len(owner) or not len(served):
         return np.full(len(owner), -1, np.int64)
     if pa.types.is_integer(owner.type) != pa.types.is_integer(served.type):
-        raise RecpoError(f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them")
+        raise RecpoError(
+            f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them",
+            code="wrong_type",
+            field="user_id",
+        )
     kind = pa.int64() if pa.types.is_integer(owner.type) else pa.large_string()
     try:
         rows = pc.index_in(owner.cast(kind), value_set=served.cast(kind))
     except pa.ArrowInvalid as error:
-        raise RecpoError(f"{name}: user_id does not fit 64 bits with a sign ({error})") from error
+        raise RecpoError(
+            f"{name}: user_id does not fit 64 bits with a sign ({error})", code="out_of_range", field="user_id"
+        ) from error
     return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -534,6 +552,8 @@ def _times(table: pa.Table) -> np.ndarray:
     if wrong.any():
         raise RecpoError(
             f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
-            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds"
+            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds",
+            code="out_of_range",
+            field="timestamp",
         )
     return times

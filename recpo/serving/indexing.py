@@ -52,11 +52,17 @@ class StateProgram(nn.Module):
 def validate_indexable(policy: Policy) -> None:
     """Raises ``RecpoError`` where the score of an item is no product of a state and the item's vector."""
     if not has_item_matrix(policy):
-        raise RecpoError(f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog")
+        raise RecpoError(
+            f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog",
+            code="unsupported",
+            field="index",
+        )
     if item_matrix(policy)[1]:
         raise RecpoError(
             "index: with a lower bound the score of an item is no product of two vectors, so an index would search for "
-            "something else: tilt with lower_bound 0, or export without an index"
+            "something else: tilt with lower_bound 0, or export without an index",
+            code="unsupported",
+            field="lower_bound",
         )
 
 
@@ -91,7 +97,9 @@ def build_index(
             raise RecpoError(
                 f"index: {probes // 2} of {index.nlist} lists give a recall of {found[0]:.3f}, {options.recall:g} is "
                 "asked for, and probing more of them is no faster than scoring the whole catalog: export without an "
-                "index, or ask for a lower index.recall"
+                "index, or ask for a lower index.recall",
+                code="out_of_range",
+                field="recall",
             )
     recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
     faiss.write_index(index, str(root / INDEX))
@@ -123,7 +131,11 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
         for ours, theirs in ((torch.from_numpy(runtime.states(inputs)), states), (scores, expected))
     ]
     if not max(gaps) <= TOLERANCE:
-        raise RecpoError(f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest")
+        raise RecpoError(
+            f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest",
+            code="mismatch",
+            field="index",
+        )
 
 
 class _Sample:

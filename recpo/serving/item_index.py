@@ -14,12 +14,48 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from recpo.base.errors import RecpoError
 from recpo.serving.histories import EncodedHistories
-from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, BundleManifest
+from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, WEIGHTS, BundleManifest
 from recpo.serving.program_inputs import program_inputs
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
+
+_TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
+_CODES = ("code_table.weight", "base.code_table.weight")
+
+
+def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> np.ndarray:
+    """The vectors that the bundle's encoder reads for its items, ``[V + 1, d]`` float32; row 0 is not an item.
+
+    They are in ``policy.safetensors``, whose checksum is in the manifest, so the bundle needs no further file.
+
+    Args:
+        root: the bundle.
+        manifest: its manifest, already verified; None = read and verify it here.
+
+    Raises:
+        RecpoError: no bundle, or its policy has no table of item vectors (semantic ids, a class that is not recpo's).
+    """
+    manifest = BundleManifest.read(root) if manifest is None else manifest
+    if manifest.options is not None:
+        try:
+            with safe_open(str(root / WEIGHTS), framework="numpy") as weights:
+                names = set(weights.keys())
+                if not names & set(_CODES) and (found := [name for name in _TABLES if name in names]):
+                    return np.asarray(weights.get_tensor(found[0]), np.float32)
+        except (SafetensorError, OSError) as error:
+            raise RecpoError(
+                f"{root / WEIGHTS} cannot be read ({error}): export the bundle again", code="damaged", field=WEIGHTS
+            ) from error
+    raise RecpoError(
+        f"{root}: its policy, {manifest.policy['class']}, has no table of item vectors; re-rank with vectors of a file "
+        "(rerank_options.attributes and rerank_options.vectors)",
+        code="unsupported",
+        field="vectors",
+    )
+
 
 STATES: Final = "states"
 # Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
@@ -44,11 +80,15 @@ class IndexOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.recall <= 1:
-            raise RecpoError(f"index: recall is {self.recall}, expected a share above 0 and at most 1")
+            raise RecpoError(
+                f"index: recall is {self.recall}, expected a share above 0 and at most 1",
+                code="out_of_range",
+                field="recall",
+            )
         for name in ("lists", "oversampling"):
             value = getattr(self, name)
             if value is not None and not value >= 1:
-                raise RecpoError(f"index: {name} is {value}, expected at least 1")
+                raise RecpoError(f"index: {name} is {value}, expected at least 1", code="out_of_range", field=name)
 
 
 @dataclass(frozen=True)
@@ -80,14 +120,22 @@ class ItemIndex:
                 index = faiss.read_index(str(root / INDEX))
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            raise RecpoError(f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}") from error
+            raise RecpoError(
+                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}", code="damaged", field=INDEX
+            ) from error
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
-            raise RecpoError(f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}")
+            raise RecpoError(
+                f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}", code="mismatch", field=VECTORS
+            )
         if index.ntotal != manifest.num_items:
-            raise RecpoError(f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}")
+            raise RecpoError(
+                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}",
+                code="mismatch",
+                field=INDEX,
+            )
         if not _lists_every_item(faiss, index):
-            raise RecpoError(f"{root / INDEX} does not list every item once: {_REMEDY}")
+            raise RecpoError(f"{root / INDEX} does not list every item once: {_REMEDY}", code="damaged", field="lists")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
     def search(
@@ -222,5 +270,7 @@ def import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise RecpoError(f"an index needs faiss ({error}): pip install recpo[index]") from error
+        raise RecpoError(
+            f"an index needs faiss ({error}): pip install recpo[index]", code="not_installed", field="faiss"
+        ) from error
     return faiss

@@ -1,23 +1,123 @@
-"""The manifest of a bundle: its contents, its origin, and a checksum of every file and of itself."""
+"""The manifest of a bundle: its contents, its origin, its features, and a checksum of every file and of itself.
+
+::
+
+    bundle/vocabularies/item_author.parquet   the values of a category, in the order of their codes
+    bundle/item_encoders.safetensors          weights that compute vectors from the features of new items
+
+NumPy and Arrow only; nothing is unpickled, and nothing names code.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recpo.artifacts import MARKER, is_inside, other_kind, read_json, sha256, verify, write_json
 from recpo.base.errors import RecpoError
-from recpo.base.features import SIDES, FeatureSchema
+from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side
 from recpo.base.feedback import FeedbackDefinition
-from recpo.serving.bundle_features import ITEM_ENCODERS, vocabulary_files
 from recpo.serving.program_inputs import ProgramReads, program_inputs
 
 if TYPE_CHECKING:
-    from recpo.policies.blocked_table import Precision
+    from recpo.policies.catalog_search import Precision
+
+
+ITEM_ENCODERS: Final = "item_encoders.safetensors"
+_FEATURE_REMEDY: Final = "copy or export the bundle again"
+
+
+@dataclass(frozen=True)
+class BundleFeatures:
+    """The fitted features of each side that a bundle reads.
+
+    Attributes:
+        item: for the vectors of new items; None = the bundle has no item encoder.
+        user: of the users; None = its policy does not read them.
+        context: of the requests; None = its policy does not read them.
+        behaviors: names of the behaviors that its policy reads, in the order of their bits.
+    """
+
+    item: FittedFeatures | None = None
+    user: FittedFeatures | None = None
+    context: FittedFeatures | None = None
+    behaviors: tuple[str, ...] = ()
+
+    @property
+    def schema(self) -> FeatureSchema:
+        """The features of these sides."""
+        sides = ((self.of(side) or FittedFeatures((), {})).features for side in SIDES)
+        return FeatureSchema(*sides)
+
+    def of(self, side: Side) -> FittedFeatures | None:
+        """The fitted features of one side."""
+        found: FittedFeatures | None = getattr(self, side)
+        return found
+
+    def save(self, root: Path) -> None:
+        """Writes the vocabularies into the directory of a bundle."""
+        for side in SIDES:
+            for name, vocabulary in (fitted.vocabularies if (fitted := self.of(side)) else {}).items():
+                file = root / vocabulary_file(side, name)
+                file.parent.mkdir(exist_ok=True)
+                pq.write_table(pa.table({"value": vocabulary.values}), file)
+
+    @classmethod
+    def load(cls, root: Path, schema: FeatureSchema, behaviors: tuple[str, ...] = ()) -> BundleFeatures:
+        """Reads the vocabularies of a bundle whose files are already verified.
+
+        Raises:
+            RecpoError: a vocabulary is missing or damaged.
+        """
+        found = {side: _fitted(root, side, schema.of(side)) for side in SIDES if schema.of(side)}
+        return cls(found.get("item"), found.get("user"), found.get("context"), behaviors)
+
+
+def vocabulary_files(schema: FeatureSchema) -> Iterator[str]:
+    """The files of all vocabularies of a schema, relative to the directory."""
+    return (vocabulary_file(side, name) for side in SIDES for name in _coded(schema.of(side)))
+
+
+def vocabulary_file(side: Side, name: str) -> str:
+    """The file of a vocabulary, relative to the directory, as in prepared data."""
+    return f"vocabularies/{side}_{name}.parquet"
+
+
+def _fitted(root: Path, side: Side, features: tuple[Feature, ...]) -> FittedFeatures:
+    values = {}
+    for feature in features:
+        if isinstance(feature, Category | Categories):
+            file = root / vocabulary_file(side, feature.name)
+            try:
+                values[feature.name] = pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+            except (OSError, pa.ArrowException) as error:
+                raise RecpoError(
+                    f"{file} cannot be read ({error}): {_FEATURE_REMEDY}", code="damaged", field=file.name
+                ) from error
+    fitted = of_side(features, values)
+    for feature in features:
+        if not isinstance(feature, Category | Categories):
+            continue
+        if fitted.vocabularies[feature.name].num_codes != feature.num_codes:
+            raise RecpoError(
+                f"{root / vocabulary_file(side, feature.name)} is no vocabulary of its schema: {_FEATURE_REMEDY}",
+                code="damaged",
+                field=feature.name,
+            )
+    return fitted
+
+
+def _coded(features: Iterable[Feature]) -> list[str]:
+    return [feature.name for feature in features if isinstance(feature, Category | Categories)]
+
 
 MANIFEST = "manifest.json"
 ITEMS = "items.parquet"
@@ -129,7 +229,11 @@ class BundleManifest:
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, _REMEDY)
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
-            raise RecpoError(f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it")
+            raise RecpoError(
+                f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it",
+                code="untrusted",
+                field=min(unlisted),
+            )
         return manifest
 
     @classmethod
@@ -137,23 +241,37 @@ class BundleManifest:
         def value(key: str, kind: type[_T]) -> _T:
             found = content.get(key)
             if type(found) is not kind:
-                raise RecpoError(f"{path} is damaged: {key} is {found!r}, expected {kind.__name__}; {_REMEDY}")
+                raise RecpoError(
+                    f"{path} is damaged: {key} is {found!r}, expected {kind.__name__}; {_REMEDY}",
+                    code="damaged",
+                    field=key,
+                )
             return found
 
         sizes = {key: value(key, int) for key in ("num_items", "max_history", "k")}
         if min(sizes.values()) < 1 or sizes["k"] > sizes["num_items"]:
-            raise RecpoError(f"{path} is damaged: {sizes} make no sense; {_REMEDY}")
+            raise RecpoError(f"{path} is damaged: {sizes} make no sense; {_REMEDY}", code="damaged", field="sizes")
         policy = value("policy", dict)
         if type(policy.get("class")) is not str or not isinstance(policy.get("options", 0), dict | None):
-            raise RecpoError(f"{path} is damaged: policy has no class, or options that are none; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: policy has no class, or options that are none; {_REMEDY}",
+                code="damaged",
+                field="policy",
+            )
         files = value("files", dict)
         precision = value("item_precision", str)
         if precision not in _PRECISIONS:
-            raise RecpoError(f"{path} is damaged: item_precision is {precision!r}; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: item_precision is {precision!r}; {_REMEDY}", code="damaged", field="item_precision"
+            )
         index = None if content.get("index") is None else value("index", dict)
         counts = [index.get(key) for key in ("probes", "oversampling")] if index is not None else []
         if not all(type(count) is int and count >= 1 for count in counts):
-            raise RecpoError(f"{path} is damaged: index has probes and oversampling {counts}; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: index has probes and oversampling {counts}; {_REMEDY}",
+                code="damaged",
+                field="index",
+            )
         required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
         required += [INDEX, VECTORS] * (index is not None)
         features = FeatureSchema.from_json(value("features", dict), f"{path}: features")
@@ -161,11 +279,21 @@ class BundleManifest:
         behaviors = value("behaviors", list)
         unfitted = [one for side in SIDES for one in features.of(side) if not one.is_fitted]
         if unfitted or not all(type(name) is str for name in behaviors):
-            raise RecpoError(f"{path} is damaged: features or behaviors are none that were fitted; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: features or behaviors are none that were fitted; {_REMEDY}",
+                code="damaged",
+                field="features",
+            )
         if lacking := [name for name in required if name not in files]:
-            raise RecpoError(f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}", code="damaged", field=lacking[0]
+            )
         if strange := [name for name, checksum in files.items() if not is_inside(name) or type(checksum) is not str]:
-            raise RecpoError(f"{path} is damaged: {strange[0]!r} is no file of a bundle; {_REMEDY}")
+            raise RecpoError(
+                f"{path} is damaged: {strange[0]!r} is no file of a bundle; {_REMEDY}",
+                code="untrusted",
+                field=strange[0],
+            )
         return cls(
             **sizes,
             reads_timestamps=value("reads_timestamps", bool),
@@ -187,19 +315,29 @@ class BundleManifest:
 def _content(path: Path) -> dict[str, Any]:
     """The JSON object of a manifest of this format version, exactly as written."""
     if other := other_kind(path.parent, "bundle"):
-        raise RecpoError(f"{path.parent} is not a bundle{other}: make a bundle with `recpo export`")
+        raise RecpoError(f"{path.parent} is not a bundle{other}: make a bundle with `recpo export`", code="wrong_file")
     if not path.is_file():
-        raise RecpoError(f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`")
+        raise RecpoError(
+            f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`",
+            code="wrong_file",
+            field=MANIFEST,
+        )
     content = read_json(path, _REMEDY)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise RecpoError(
             f"{path}: format_version {version!r}, this recpo reads {FORMAT_VERSION}; export the bundle again from its "
-            "run"
+            "run",
+            code="old_format",
+            field="format_version",
         )
     checksum = content.pop("checksum", None)
     if checksum != _checksum(content):
-        raise RecpoError(f"{path} is not the manifest that was written (its checksum differs): {_REMEDY}")
+        raise RecpoError(
+            f"{path} is not the manifest that was written (its checksum differs): {_REMEDY}",
+            code="damaged",
+            field=MANIFEST,
+        )
     return content
 
 

@@ -14,7 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Feature
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.policies.blocked_table import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
+from recpo.policies.catalog_search import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.program_inputs import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
@@ -76,7 +76,9 @@ class CatalogSearch(nn.Module):
         if not has_item_matrix(policy):
             raise RecpoError(
                 f"{type(policy).__name__} has no item matrix: item_precision {precision} is for a softmax over the "
-                "catalog, alone or tilted; leave it at float32"
+                "catalog, alone or tilted; leave it at float32",
+                code="unsupported",
+                field="item_precision",
             )
         self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
         self.reads_timestamps = policy.reads_timestamps

@@ -74,13 +74,17 @@ class ProgramInput:
         found = self.value(inputs)
         if found is None:
             raise RecpoError(
-                f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories"
+                f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories",
+                code="missing_value",
+                field=self.name,
             )
         sizes = [size if isinstance(size, int) else found.shape[-1] for size in self.shape]
         expected = (len(inputs.item_ids), *sizes)
         if found.dtype != self.type or found.shape != expected:
             raise RecpoError(
-                f"{self.name}: expected {self.type} {list(expected)}, got {found.dtype} {list(found.shape)}"
+                f"{self.name}: expected {self.type} {list(expected)}, got {found.dtype} {list(found.shape)}",
+                code="wrong_shape",
+                field=self.name,
             )
         return found
 

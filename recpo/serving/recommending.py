@@ -171,7 +171,9 @@ def milliseconds(at: Moment | None) -> int:
         moment = datetime.fromisoformat(str(at))  # also of a datetime
     except ValueError as error:
         raise RecpoError(
-            f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970"
+            f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970",
+            code="bad_value",
+            field="at",
         ) from error
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
@@ -179,15 +181,23 @@ def milliseconds(at: Moment | None) -> int:
 def validate_k(k: object, longest: int) -> int:
     """Returns ``k``; raises ``RecpoError`` if it is not an integer from 1 to ``longest``."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
-        raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}")
+        raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}", code="wrong_type", field="k")
     if not 1 <= k <= longest:
-        raise RecpoError(f"k is {k}, expected 1 to {longest}; of a bundle, export one with a larger --k for more")
+        raise RecpoError(
+            f"k is {k}, expected 1 to {longest}; of a bundle, export one with a larger --k for more",
+            code="out_of_range",
+            field="k",
+        )
     return int(k)
 
 
 def _validate_batch_size(batch_size: object) -> int:
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise RecpoError(f"batch_size is {batch_size!r}, expected a whole number of at least 1")
+        raise RecpoError(
+            f"batch_size is {batch_size!r}, expected a whole number of at least 1",
+            code="out_of_range",
+            field="batch_size",
+        )
     return batch_size
 
 

@@ -24,11 +24,10 @@ from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
-from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures
-from recpo.serving.golden import GOLDEN, check_golden, write_golden
+from recpo.serving.export import GOLDEN, check_golden, write_golden
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.manifest import CODES, ITEMS, MANIFEST, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleFeatures, BundleManifest
 from recpo.serving.model_card import refreshed_card
 from recpo.serving.recommending import milliseconds
 
@@ -112,7 +111,11 @@ class _Today:
             table[ITEM_ID]
         except (OSError, KeyError, pa.ArrowException) as error:
             names_of_ids = " or ".join(dict.fromkeys([item_column, ITEM_ID]))
-            raise RecpoError(f"items: {file} is no Parquet file with a column {names_of_ids} ({error})") from error
+            raise RecpoError(
+                f"items: {file} is no Parquet file with a column {names_of_ids} ({error})",
+                code="wrong_file",
+                field="items",
+            ) from error
         rows = np.arange(len(table))
         if RETIRED in table.column_names:
             kept = pc.invert(table[RETIRED].combine_chunks().fill_null(False))
@@ -146,7 +149,9 @@ def _times(table: pa.Table, file: Path) -> dict[str, np.ndarray]:
         if (wrong := (times >= SECONDS_FROM) & (times < SECONDS_UNTIL)).any():
             raise RecpoError(
                 f"items: {file}, column {name}: {int(wrong.sum())} times are no plausible milliseconds since 1970, the "
-                f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds"
+                f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds",
+                code="out_of_range",
+                field=name,
             )
     return found
 
@@ -188,11 +193,17 @@ def refresh_bundle(
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         raise RecpoError(
             f"{items}: {len(today.new):,} items are new, and items of a policy of semantic ids need codes: `recpo "
-            "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them"
+            "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them",
+            code="unsupported",
+            field="items",
         )
     retired = np.union1d(np.setdiff1d(np.arange(1, len(known) + 1), today.found), known.retired)
     if len(retired) == len(known) and not grows:
-        raise RecpoError(f"{items}: none of its items is a candidate of {root}: name the table of the same catalog")
+        raise RecpoError(
+            f"{items}: none of its items is a candidate of {root}: name the table of the same catalog",
+            code="mismatch",
+            field="items",
+        )
     origin = {**manifest.origin, "refreshed": {"bundle": root.resolve().name, "manifest": sha256(root / MANIFEST)}}
     manifest = replace(manifest, origin=origin)
     old = known.to_external(np.arange(1, len(known) + 1))
@@ -239,9 +250,13 @@ def _write_grown(
     """The program of the policy with more items."""
     try:
         from recpo.serving.export import versions, write_bundle
-        from recpo.serving.item_encoders import grown_policy
+        from recpo.serving.saved_policy import grown_policy
     except ImportError as error:
-        raise RecpoError(f"refresh: items are new, and their vectors take torch ({error}): install torch") from error
+        raise RecpoError(
+            f"refresh: items are new, and their vectors take torch ({error}): install torch",
+            code="not_installed",
+            field="torch",
+        ) from error
     policy = grown_policy(root, manifest, *features)
     known = [ITEM_ENCODERS, *(name for name in manifest.files if name.startswith("vocabularies/"))]
 
@@ -261,12 +276,16 @@ def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:
     ids = today.table[ITEM_ID].combine_chunks().take(pa.array(today.new))
     if ids.null_count or len(ids.unique()) < len(ids):
         raise RecpoError(
-            f"items: {file} has rows without an item_id, or several rows of an item: give one row for each"
+            f"items: {file} has rows without an item_id, or several rows of an item: give one row for each",
+            code="duplicate",
+            field="item_id",
         )
     try:
         return ids.cast(kind)
     except pa.ArrowInvalid as error:
-        raise RecpoError(f"items: {file}: item_id does not fit the bundle's {kind} ({error})") from error
+        raise RecpoError(
+            f"items: {file}: item_id does not fit the bundle's {kind} ({error})", code="wrong_type", field="item_id"
+        ) from error
 
 
 def _attribute_names(root: Path, manifest: BundleManifest) -> list[str]:
@@ -285,7 +304,9 @@ def _grown_attributes(
     if missing := [name for name in names if name not in today.table.column_names]:
         raise RecpoError(
             f"items: {file} names new items and has no column {', '.join(missing)}, by which requests to the bundle "
-            "may filter: add it, with nulls where it is not known"
+            "may filter: add it, with nulls where it is not known",
+            code="missing_column",
+            field=missing[0],
         )
     old, table = pq.read_table(root / ATTRIBUTES), today.table.take(pa.array(today.new)).select([ITEM_ID, *names])
     fresh = attribute_columns(table, IdMap(ids), f"items: {file}")
@@ -293,7 +314,11 @@ def _grown_attributes(
     try:
         return pa.concat_tables([old, pa.table(columns).cast(old.schema)])
     except pa.ArrowInvalid as error:
-        raise RecpoError(f"items: {file}: attributes are of other types than the bundle's ({error})") from error
+        raise RecpoError(
+            f"items: {file}: attributes are of other types than the bundle's ({error})",
+            code="wrong_type",
+            field="attributes",
+        ) from error
 
 
 def _new_features(
@@ -306,14 +331,18 @@ def _new_features(
         if not fitted.agrees(encoded.fitted):
             raise RecpoError(
                 f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name "
-                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before"
+                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before",
+                code="mismatch",
+                field="features",
             )
         return fitted, encoded.features.rows(today.rows[today.new])
     if missing := [one.source for one in fitted.features if one.source not in today.table.column_names]:
         raise RecpoError(
             f"items: {file} names {len(today.new):,} new items and has no column {', '.join(missing)}, which the "
             f"bundle reads of them: give the columns {', '.join(one.source for one in fitted.features)}, or leave the "
-            "new items out"
+            "new items out",
+            code="missing_column",
+            field=missing[0],
         )
     return fitted, fitted.read(today.table.take(pa.array(today.new)), _TABLE)
 

@@ -90,7 +90,11 @@ class Runtime(ABC):
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        raise RecpoError("this engine ranks the catalog and scores no candidates: load the bundle with engine=torch")
+        raise RecpoError(
+            "this engine ranks the catalog and scores no candidates: load the bundle with engine=torch",
+            code="unsupported",
+            field="engine",
+        )
 
     def _check(self, inputs: EncodedHistories) -> None:
         users = len(inputs.item_ids)
@@ -164,12 +168,16 @@ class OnnxSession:
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         except Exception as error:  # ONNX Runtime's own exceptions, which have no common base class
             raise RecpoError(
-                f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again"
+                f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again",
+                code="damaged",
+                field=path.name,
             ) from error
         if provider not in self._session.get_providers():  # ONNX Runtime only warns
             raise RecpoError(
                 f"provider {provider} does not start here (its libraries or its device are missing): see the warning "
-                f"of ONNX Runtime above, or use {CPU_PROVIDER}"
+                f"of ONNX Runtime above, or use {CPU_PROVIDER}",
+                code="resources",
+                field="provider",
             )
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
         widths = {one.name: list(one.shape) for one in inputs} | dict(outputs)
@@ -179,7 +187,11 @@ class OnnxSession:
             for name, shape in widths.items()
         }
         if found != expected:
-            raise RecpoError(f"{path} reads and gives {found}, expected {expected}: export the bundle again")
+            raise RecpoError(
+                f"{path} reads and gives {found}, expected {expected}: export the bundle again",
+                code="mismatch",
+                field=path.name,
+            )
 
     def run(self, inputs: EncodedHistories) -> list[np.ndarray]:
         """The outputs, in their order."""
@@ -287,7 +299,9 @@ def validate_engine(name: object) -> EngineName:
     for known in get_args(EngineName):
         if name == known:
             return name  # type: ignore[return-value]  # it is one of them
-    raise RecpoError(f"engine is {name!r}, expected one of: {', '.join(get_args(EngineName))}")
+    raise RecpoError(
+        f"engine is {name!r}, expected one of: {', '.join(get_args(EngineName))}", code="unknown_name", field="engine"
+    )
 
 
 def validate_provider(name: object) -> None:
@@ -298,15 +312,23 @@ def validate_provider(name: object) -> None:
     if name not in available:
         raise RecpoError(
             f"provider is {name!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, or "
-            "install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)"
+            "install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
+            code="unknown_name",
+            field="provider",
         )
 
 
 def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, ...] | None = None) -> None:
     if values.dtype != np.int64 or values.ndim != 2 or (shape is not None and values.shape != shape):
-        raise RecpoError(f"{name}: expected int64 {list(shape or ('B', 'C'))}, got {values.dtype} {list(values.shape)}")
+        raise RecpoError(
+            f"{name}: expected int64 {list(shape or ('B', 'C'))}, got {values.dtype} {list(values.shape)}",
+            code="wrong_shape",
+            field=name,
+        )
     if values.size and (values.min() < 0 or values.max() > largest):
-        raise RecpoError(f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}")
+        raise RecpoError(
+            f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}", code="out_of_range", field=name
+        )
 
 
 def _validate_own_files(path: Path) -> None:
@@ -319,10 +341,14 @@ def _validate_own_files(path: Path) -> None:
             entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"
         }
     except Exception as error:  # protobuf's own exceptions
-        raise RecpoError(f"{path} is no ONNX program ({error}): export the bundle again") from error
+        raise RecpoError(
+            f"{path} is no ONNX program ({error}): export the bundle again", code="damaged", field=path.name
+        ) from error
     if foreign := places - {f"{path.name}.data"}:
         raise RecpoError(
-            f"{path} reads weights from {min(foreign)!r}, expected {path.name}.data beside it: recpo does not load it"
+            f"{path} reads weights from {min(foreign)!r}, expected {path.name}.data beside it: recpo does not load it",
+            code="untrusted",
+            field=min(foreign),
         )
 
 

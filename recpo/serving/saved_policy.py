@@ -3,30 +3,39 @@
 The torch engine is built from these. No entry can name code: the class is looked up in ``_OWN``, the options are
 numbers, booleans and words that its signature allows, the base of a tilted policy is described in the same way, and
 safetensors contains only tensors.
+
+Vectors of items that a bundle does not know, computed from their features, and the policy with these items added.
+
+Uses torch but no training code: the weights are in safetensors, the features in the manifest.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from recpo.artifacts import write_tensors
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.features import FeatureArrays
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
+from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.serving.manifest import CODES, WEIGHTS, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest
 from recpo.serving.program_inputs import ProgramReads
 
 _OWN: dict[str, type[Policy]] = {
@@ -93,12 +102,16 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
         weights = load_file(root / WEIGHTS)
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
-        raise RecpoError(f"{root}: weights and options of {name} do not fit ({error}): export it again") from error
+        raise RecpoError(
+            f"{root}: weights and options of {name} do not fit ({error}): export it again", code="damaged", field=name
+        ) from error
     reads = ProgramReads(policy.reads_timestamps, policy.reads_behaviors)
     told = ProgramReads(manifest.reads.timestamps, manifest.reads.behaviors)
     sides = (policy.reads_user, policy.reads_context) == (bool(manifest.reads.user), bool(manifest.reads.context))
     if policy.max_history != manifest.max_history or reads != told or not sides:
-        raise RecpoError(f"{root}: options of {name} do not fit the manifest: export it again")
+        raise RecpoError(
+            f"{root}: options of {name} do not fit the manifest: export it again", code="mismatch", field=name
+        )
     return policy.eval()
 
 
@@ -112,7 +125,9 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
     if options is None or name not in _OWN:
         raise RecpoError(
             f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
-            "options; load it with engine=onnx"
+            "options; load it with engine=onnx",
+            code="unsupported",
+            field="engine",
         )
     policy = _factory(name, options, root)(num_items)
     policy.set_schema(manifest.features, manifest.behaviors)
@@ -143,7 +158,7 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             _validate_base(name, value)
         elif key not in hints or not _is_of(value, hints[key]):
             expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
-            raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}")
+            raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}", code="damaged", field=key)
     return dict(options)
 
 
@@ -152,7 +167,11 @@ def _validate_base(name: str, entry: object) -> None:
     untilted = [known for known, own in _OWN.items() if not issubclass(own, _TILTED)]
     known = isinstance(entry, Mapping) and entry.keys() == {"class", "options"} and entry["class"] in untilted
     if not known or not isinstance(entry["options"], Mapping):  # type: ignore[index]  # it is a mapping then
-        raise RecpoError(f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}")
+        raise RecpoError(
+            f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}",
+            code="damaged",
+            field=_BASE,
+        )
     _validated(entry["class"], entry["options"])  # type: ignore[index]
 
 
@@ -162,3 +181,127 @@ def _is_of(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return any(type(value) is type(known) and value == known for known in get_args(kind))
     return type(value) is kind or (kind is float and type(value) is int)
+
+
+_TOLERANCE: Final = 1e-5  # tolerance between vectors from the same weights and features
+_REMEDY: Final = "copy or export the bundle again"
+
+
+def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> None:
+    """Writes the encoders of item features into the directory of a bundle, then reads and compares them.
+
+    Args:
+        policy: with item features, as trained.
+        fitted: the fitted features.
+        root: the directory.
+
+    Raises:
+        RecpoError: the encoders that were read compute other vectors.
+    """
+    weights = {
+        f"{name}.{part}": value.detach().contiguous()
+        for name, table in _tables(policy)
+        if table.features is not None
+        for part, value in table.features.encoder.state_dict().items()
+    }
+    write_tensors(root / ITEM_ENCODERS, weights)
+    loaded = load_item_encoders(root, fitted)
+    ids = torch.arange(1, min(policy.num_items + 1, BLOCK_ITEMS))
+    with torch.no_grad():
+        for name, table in _tables(policy):
+            if table.features is None:
+                continue
+            gap = table.features.encoded_by(loaded[name], ids) - table.features(ids)
+            if not gap.abs().max() <= _TOLERANCE:
+                raise RecpoError(
+                    f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})",
+                    code="mismatch",
+                    field=name,
+                )
+
+
+def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureEncoder]:
+    """The encoders by the names of their item tables, in evaluation mode. The files are already verified.
+
+    Raises:
+        RecpoError: they are missing, damaged, or belong to other features.
+    """
+    try:
+        weights = load_file(root / ITEM_ENCODERS)
+        names = sorted({name.rpartition(".output.weight")[0] for name in weights} - {""})
+        encoders = {}
+        for name in names:
+            own = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+            dim, hidden = own["output.weight"].shape
+            encoders[name] = FeatureEncoder(fitted.features, dim, hidden=hidden).eval()
+            encoders[name].load_state_dict(own)
+    except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
+        raise RecpoError(
+            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {_REMEDY}",
+            code="damaged",
+            field=ITEM_ENCODERS,
+        ) from error
+    return encoders
+
+
+@torch.no_grad()
+def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, features: FeatureArrays) -> Policy:
+    """The policy of a bundle with more items appended, whose vectors come from their features.
+
+    Below a tilted policy, a new item has the factors and bias of an item without events, zero; its grade is the mean.
+
+    Args:
+        root: the bundle, whose files are already verified.
+        manifest: its manifest.
+        fitted: the fitted item features.
+        features: features of the new items ``[N]``.
+
+    Raises:
+        RecpoError: the bundle's policy cannot take more items.
+    """
+    encoders, added = load_item_encoders(root, fitted), len(features.codes)
+    vectors = {f"{name}.weight": _encoded(encoder, features) for name, encoder in encoders.items()}
+    policy = policy_of_size(root, manifest, manifest.num_items + added)
+    if isinstance(policy, TiltedPolicy) and policy.factors.rooted:
+        raise RecpoError(
+            f"{root}: its policy is tilted with a lower bound, which is not known of items without events: train and "
+            "tilt with today's items, or tilt with lower_bound 0",
+            code="unsupported",
+            field="lower_bound",
+        )
+    own, weights = policy.state_dict(), load_file(root / WEIGHTS)
+    grown = {name: _grown(name, weights[name], value, vectors.get(name)) for name, value in own.items()}
+    policy.load_state_dict(grown)
+    return policy.eval()
+
+
+def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Tensor:
+    """A saved tensor, extended by rows for the new items if it has one row per item."""
+    if saved.shape == own.shape:
+        return saved
+    more = own.shape[0] - saved.shape[0]
+    if vectors is not None:
+        rows = vectors
+    elif name.endswith("factors.factor_variance"):
+        rows = saved.amax(0).expand(more, -1)  # as uncertain as the least known item
+    elif ".factors." in f".{name}":
+        rows = saved.new_zeros(more, *saved.shape[1:])
+    elif name.rpartition(".")[2] == "cdf":  # the proposal of training, which never proposes new items
+        rows = saved[-1:].expand(more)
+    else:
+        raise RecpoError(
+            f"refresh: nothing says what {name} is of a new item: train with today's items and export",
+            code="unsupported",
+            field=name,
+        )
+    return torch.cat([saved, rows.to(saved.dtype)])
+
+
+def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:
+    tensors = features.tensors()
+    blocks = torch.arange(len(tensors.codes)).split(BLOCK_ITEMS)
+    return torch.cat([encoder(tensors.rows(block)) for block in blocks])
+
+
+def _tables(policy: Policy) -> Iterator[tuple[str, ItemTable]]:
+    return ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))

@@ -13,7 +13,7 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
-from recpo.policies.blocked_table import Precision
+from recpo.policies.catalog_search import Precision
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.program import CatalogSearch, ServingProgram
 from recpo.serving.program_inputs import ProgramReads
@@ -58,12 +58,18 @@ def verify_runtime(
         gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, if the list is short
         if scores.isnan().any() or gap.max() > TOLERANCE:
             raise RecpoError(
-                f"the exported program's scores are nan or differ from the policy's, by {gap.max().item():.2g}"
+                f"the exported program's scores are nan or differ from the policy's, by {gap.max().item():.2g}",
+                code="mismatch",
+                field="scores",
             )
         moved = top_items != expected_items
         own = _score_of(top_items, expected_items, expected_scores)
         if bool((moved & ((own - scores).abs() > TOLERANCE)).any()):
-            raise RecpoError(f"the exported program recommends other items than the policy ({int(moved.sum())} places)")
+            raise RecpoError(
+                f"the exported program recommends other items than the policy ({int(moved.sum())} places)",
+                code="mismatch",
+                field="items",
+            )
 
 
 def verify_rounded(
@@ -95,7 +101,9 @@ def verify_rounded(
             f"item_precision {precision}: log-probabilities differ from the policy's by up to "
             f"{agreement['largest_difference']:.2g}, {ROUNDING[precision]:g} is allowed (overlap of the first "
             f"{_SHORT} items {agreement[f'overlap_{_SHORT}']:.3f}): export with "
-            f"{'float16 or ' if precision == 'int8' else ''}float32"
+            f"{'float16 or ' if precision == 'int8' else ''}float32",
+            code="mismatch",
+            field="item_precision",
         )
     return agreement
 

@@ -164,7 +164,7 @@ def trie_levels(num_items: int, codebooks: Sequence[int]) -> list[int]:
 
 
 def trie_bytes(levels: Sequence[int], codebooks: Sequence[int]) -> int:
-    """Bytes of the trie of ``recpo.policies.trie``, which every rank holds, given the nodes of the levels 0..T.
+    """Bytes of the trie of ``policies.semantic_search``, which every rank holds, given the nodes of the levels 0..T.
 
     Each node takes 4 bytes and its last code (1, 2 or 4 bytes), plus 4 bytes if it has children. Each item takes 8
     bytes. On levels where that is small, there is one bit per node and code.

@@ -13,7 +13,7 @@ from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
 from recpo.objectives.health import masked_mean
 from recpo.ops.kl import kl_shaped_rewards
-from recpo.policies.plans import plan_of_candidates
+from recpo.policies.sampling import plan_of_candidates
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence

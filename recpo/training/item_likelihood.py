@@ -9,7 +9,7 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.types import Slates
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_logprob
-from recpo.policies.plans import shared_states
+from recpo.policies.sampling import shared_states
 
 
 def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from recpo.base.contracts import AdvantageEstimator, Policy, TokenAdvantageEstimator
 from recpo.base.types import BatchPlan, FeedbackBatch, Histories
+from recpo.policies.encoder import event_places
 from recpo.policies.feature_policy import FeaturePolicy
-from recpo.policies.layers import event_places
-from recpo.policies.plans import check_visible, plan_of
+from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
 from recpo.training.options import LearningOptions
 from recpo.training.slate_edits import items_of

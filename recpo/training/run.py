@@ -47,7 +47,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame, FrameOrPath
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-from recpo.policies.blocked_table import Precision
+from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader

@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Side, read_features
 from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
-from recpo.serving.bundle_features import BundleFeatures
+from recpo.serving.manifest import BundleFeatures
 
 SCHEMA: Final = "features.json"
 FEATURE_FILES: Final = (SCHEMA, ITEM_FEATURES)

@@ -48,7 +48,7 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, EncodedHistories, HistoryReader, ServingCounts
-from recpo.serving.item_vectors import bundle_item_vectors
+from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded

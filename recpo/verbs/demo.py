@@ -107,7 +107,9 @@ class Demo(Verb[DemoSummary]):
         SimulationParameters(users=self.users, items=self.items, events=self.events)  # what would end the first step
         if self.seeds < 2:
             raise RecpoError(
-                f"seeds is {self.seeds}; the table gives intervals over seeds, which need at least 2", field="seeds"
+                f"seeds is {self.seeds}; the table gives intervals over seeds, which need at least 2",
+                field="seeds",
+                code="out_of_range",
             )
 
     def execute(self) -> DemoSummary:
@@ -119,6 +121,7 @@ class Demo(Verb[DemoSummary]):
                     raise RecpoError(
                         f"{configs / name} is missing: leave --configs out, or name a directory that has it",
                         field="configs",
+                        code="missing_file",
                     )
         with directory_of_steps(self.out, kind="demo", overwrite=self.overwrite):
             log, prepared, factors = self.out / "log", self.out / "prepared", self.out / "factors"

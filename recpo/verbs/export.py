@@ -14,7 +14,7 @@ from recpo.base.frames import Frame
 from recpo.base.ranges import PositiveInt
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.prepared import ITEM_FEATURES, Prepared
-from recpo.policies.blocked_table import Precision
+from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
@@ -78,13 +78,17 @@ class Export(Verb[Bundle | Refreshed]):
         if self.refresh is not None and self.items is not None and self.run is None:
             return refresh(self.refresh, self.items, self.out, overwrite=self.overwrite)
         if self.run is None or self.refresh is not None or self.items is not None:
-            raise RecpoError("export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run")
+            raise RecpoError(
+                "export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run", code="missing_option"
+            )
         run = Run.open(self.run, self.trust)
         if self.triton is not None:
             validate_triton(self.triton, has_index=self.index is not None, overwrite=self.overwrite)
         if self.compiled is not None and Path(self.compiled).exists() and not self.overwrite:
             raise RecpoError(
-                f"{self.compiled} exists already: name another file for compiled, or set overwrite", field="compiled"
+                f"{self.compiled} exists already: name another file for compiled, or set overwrite",
+                field="compiled",
+                code="exists",
             )
         bundle = run.export(
             self.out,
@@ -100,7 +104,7 @@ class Export(Verb[Bundle | Refreshed]):
         if self.triton is not None:
             write_triton(bundle.root, Path(self.triton), overwrite=self.overwrite, inputs=[run.root])
         if self.compiled is not None:
-            from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
+            from recpo.serving.export import write_compiled  # importing Inductor takes seconds
 
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle

@@ -156,7 +156,7 @@ def inspect_log(
     sample, recognition = samples[best], found[best]
     _validate_names(columns, sample)
     if not sample.table.num_rows:
-        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events")
+        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
     others = tuple(one for number, one in enumerate(samples) if number != best)
     tables = _tables(recognition, others)
     recognition = replace(
@@ -177,7 +177,9 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
     for role, name in given.named().items():
         if name not in sample.table.column_names:
             raise RecpoError(
-                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}"
+                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
+                code="unknown_name",
+                field=f"columns.{role}",
             )
 
 
@@ -306,12 +308,18 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
         one = len(found.questions) == 1
         raise RecpoError(
             f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
-            f"the log, nothing written\n{asked}"
+            f"the log, nothing written\n{asked}",
+            code="missing_option",
+            field="columns",
         )
     steps = ["pretrain", *found.objectives]
     files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
     if existing := [str(file) for file in files.values() if file.exists()]:
-        raise RecpoError(f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written")
+        raise RecpoError(
+            f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written",
+            code="exists",
+            field="out",
+        )
     texts = {"prepare": _prepare_text(found, files), **{step: _training_text(found, step, files) for step in steps}}
     for step, file in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from recpo.artifacts import MARKER, kind_of
 from recpo.base.errors import RecpoError
-from recpo.log.locations import locate
+from recpo.log.engine import locate
 
 if TYPE_CHECKING:
     from recpo.evaluation.comparison import Comparison
@@ -78,7 +78,7 @@ def load(
         from recpo.worlds.log import Simulation
 
         return Simulation.open(fspath(path))
-    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}")
+    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}", code="wrong_file")
 
 
 def _found(place: Path) -> str:

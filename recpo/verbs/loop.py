@@ -76,14 +76,20 @@ class LoopResult:
         """
         file = Path(root) / LOOP
         if not file.is_file():
-            raise RecpoError(f"{root} is not a loop: {LOOP} is missing; make one with `recpo loop`")
+            raise RecpoError(
+                f"{root} is not a loop: {LOOP} is missing; make one with `recpo loop`", code="wrong_file", field=LOOP
+            )
         content = unseal(read_json(file, _REMEDY), file, _REMEDY)
         if (found := content.get("format_version")) != FORMAT_VERSION:
-            raise RecpoError(f"{file}: format version {found}, this recpo reads {FORMAT_VERSION}: {_REMEDY}")
+            raise RecpoError(
+                f"{file}: format version {found}, this recpo reads {FORMAT_VERSION}: {_REMEDY}",
+                code="old_format",
+                field="format_version",
+            )
         try:
             return cls(Path(root), content["options"], tuple(Round.from_json(one) for one in content["rounds"]))
         except (KeyError, TypeError) as error:
-            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}") from error
+            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=LOOP) from error
 
     @property
     def bundle(self) -> Bundle:
@@ -93,7 +99,9 @@ class LoopResult:
             RecpoError: no round is complete.
         """
         if not self.rounds:
-            raise RecpoError(f"{self.root}: no round is complete: continue with resume")
+            raise RecpoError(
+                f"{self.root}: no round is complete: continue with resume", code="unfinished", field="resume"
+            )
         return Bundle.load(round_directory(self.root, self.rounds[-1].number) / BUNDLE)
 
     @property
@@ -198,14 +206,20 @@ class Loop(SimulationParameters, Verb[LoopResult]):
         super().__post_init__()
         validate_ranges(self)
         if self.world not in WORLDS:
-            raise RecpoError(f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}", field="world")
+            raise RecpoError(
+                f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
+                field="world",
+                code="unknown_name",
+            )
         if self.seed > _MAX_SEED:
             raise RecpoError(
                 f"loop: seed is {self.seed}, expected at most {_MAX_SEED}", code="out_of_range", field="seed"
             )
         if self.days < _LEAST_DAYS:
             raise RecpoError(
-                f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test", field="days"
+                f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test",
+                field="days",
+                code="out_of_range",
             )
 
     def execute(self) -> LoopResult:
@@ -254,7 +268,9 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(content, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise RecpoError(f"loop: an option is not a plain value ({error}): name classes by their class_path") from error
+        raise RecpoError(
+            f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
+        ) from error
 
 
 def _content(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +285,9 @@ def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: b
         if changed:
             raise RecpoError(
                 f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
-                "(rounds may be more), or choose another output"
+                "(rounds may be more), or choose another output",
+                code="conflicting_options",
+                field=changed[0],
             )
         return
     with output_directory(root, kind="loop", overwrite=overwrite) as working:

@@ -63,12 +63,18 @@ class Recipe:
         if isinstance(named, str | Path | Mapping) or not named:
             raise RecpoError(
                 f"loop: recipe is {named!r}, expected a list of training configurations, such as "
-                "[configs/pretrain.yaml, configs/mpo.yaml]"
+                "[configs/pretrain.yaml, configs/mpo.yaml]",
+                code="wrong_type",
+                field="recipe",
             )
         if tilt is not None and tilt != "auto":
             validate_beta(float(tilt))
         if warm_epochs is not None and warm_epochs < 1:
-            raise RecpoError(f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null")
+            raise RecpoError(
+                f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null",
+                code="out_of_range",
+                field="warm_epochs",
+            )
         configs = tuple(_own_part(one) for one in named)
         for number, config in enumerate(configs):
             _validate(number, config)
@@ -173,7 +179,9 @@ def _validate(number: int, config: Mapping[str, Any]) -> None:
         arguments = [*as_arguments(_with_factors(config, Path(FACTORS))), "--out", "run", "--data.prepared", "prepared"]
         train_parser().parse_args(arguments, defaults=False)
     except ArgumentError as error:
-        raise RecpoError(f"loop: recipe, configuration {number} ({_objective(config)}): {error}") from error
+        raise RecpoError(
+            f"loop: recipe, configuration {number} ({_objective(config)}): {error}", code="bad_value", field="recipe"
+        ) from error
 
 
 def _objective(config: Mapping[str, Any]) -> str:

@@ -28,9 +28,8 @@ from recpo.verbs.loop_estimates import NEXT, NextEstimate, as_served, logged_rew
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
-from recpo.worlds.log import Simulation
+from recpo.worlds.log import DayReport, Simulation
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
-from recpo.worlds.served import DayReport
 from recpo.worlds.truth import Truth
 
 LOG: Final = "log"

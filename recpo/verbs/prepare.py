@@ -15,9 +15,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
-from recpo.log.engine import EngineOptions
+from recpo.log.engine import EngineOptions, locate
 from recpo.log.extension import extend
-from recpo.log.locations import locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
@@ -130,6 +129,7 @@ class Prepare(Preparation, EngineOptions, Verb[Prepared]):
                 raise RecpoError(
                     "retire: items can be retired only when a catalog is extended: name the directory with --extends",
                     field="retire",
+                    code="unused_option",
                 )
             choice.run(log, place, **common)
         else:
@@ -152,9 +152,13 @@ def _item_ids(given: list[int] | list[str] | str | Path, data: Prepared) -> list
         found = read_ids(file, column, known.type) if is_text_file(file) else pq.read_table(file)[column]
         known.to_internal(found)  # refuses ids of another type
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise RecpoError(f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})") from error
+        raise RecpoError(
+            f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})",
+            code="wrong_file",
+            field="retire",
+        ) from error
     except RecpoError as error:
-        raise RecpoError(f"retire: {file}: {error}") from error
+        raise RecpoError(f"retire: {file}: {error}", code="missing_file", field="retire") from error
     ids: list[Any] = found.to_pylist()
     return ids
 
@@ -165,10 +169,14 @@ def _source(log: str | Path | Sequence[str | Path] | Frame, what: str) -> list[s
         return [fspath(log)]
     if isinstance(log, Sequence):
         if not all(isinstance(name, str | PathLike) for name in log):
-            raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
+            raise RecpoError(
+                f"{what}: a list may hold only file names; give a frame without a list", code="wrong_type", field=what
+            )
         if not log:
             raise RecpoError(
-                f"{what}: an empty list names no file; expected files, directories or patterns", field=what
+                f"{what}: an empty list names no file; expected files, directories or patterns",
+                field=what,
+                code="empty",
             )
         return [fspath(name) for name in log]
     return to_arrow(log, what)

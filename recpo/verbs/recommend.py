@@ -124,6 +124,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
                 "recommend: histories are a frame, expected a file where out is given: leave out out, and write the "
                 "frame that you get",
                 field="histories",
+                code="unused_option",
             )
         with tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False) as bar:
             counts = self._write(server, Path(self.histories), Path(self.out), bar.update)
@@ -207,7 +208,11 @@ def _server(
         elif kind != "factors":
             opened = Bundle.load(Path(source), engine, provider=provider)
     if not hasattr(opened, "runtime"):
-        raise RecpoError("factors hold no item ids: name the prepared data that they were fitted on (prepared)")
+        raise RecpoError(
+            "factors hold no item ids: name the prepared data that they were fitted on (prepared)",
+            code="missing_option",
+            field="prepared",
+        )
     return Server(opened.runtime, opened.reader, opened.filters if isinstance(opened, Bundle) else None)
 
 
@@ -218,21 +223,33 @@ def _contender(source: Source, prepared: PreparedData) -> Server:
     from recpo.verbs.contenders import ContenderRuntime
 
     if not isinstance(source, str | PathLike | Factors):
-        raise RecpoError("prepared is for factors and baselines: leave it out for a run or a bundle")
+        raise RecpoError(
+            "prepared is for factors and baselines: leave it out for a run or a bundle",
+            code="unused_option",
+            field="prepared",
+        )
     runtime = ContenderRuntime(source, Prepared.open(prepared))
     return Server(runtime, runtime.reader)
 
 
 def _open(histories: Path) -> ds.Dataset:
     if not histories.exists():
-        raise RecpoError(f"{histories} does not exist; expected a Parquet file of histories")
+        raise RecpoError(
+            f"{histories} does not exist; expected a Parquet file of histories", code="missing_file", field="histories"
+        )
     if kind_of(histories) == "prepared":
-        raise RecpoError(f"{histories} is prepared data, expected histories: name {histories / 'histories.parquet'}")
+        raise RecpoError(
+            f"{histories} is prepared data, expected histories: name {histories / 'histories.parquet'}",
+            code="wrong_file",
+            field="histories",
+        )
     try:
         source = ds.dataset(histories, format="parquet")
     except (pa.ArrowException, OSError) as error:
         remedy = "name a Parquet file, or pass a data frame in Python"
-        raise RecpoError(f"{histories} cannot be read as Parquet ({error}): {remedy}") from error
+        raise RecpoError(
+            f"{histories} cannot be read as Parquet ({error}): {remedy}", code="damaged", field="histories"
+        ) from error
     require_columns(source.schema, [USER_ID, ITEM_ID, TIMESTAMP], str(histories))
     id_column(_no_events(source, histories), USER_ID, str(histories))
     return source
@@ -257,7 +274,9 @@ def _blocks(
         if again := served.intersection(users.to_pylist()):
             raise RecpoError(
                 f"{path}: the rows of user_id {min(again)!r} are not adjacent ({len(again)} such users): sort the "
-                "file by user_id, or pass a frame in memory"
+                "file by user_id, or pass a frame in memory",
+                code="bad_value",
+                field="user_id",
             )
         served.update(users.to_pylist())
         yield block, users if asked is None else users.filter(pc.is_in(users, value_set=asked.cast(users.type)))
@@ -280,7 +299,7 @@ def _batches(
                 if progress is not None:
                     progress(batch.num_rows)
     except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{path} cannot be read as Parquet: {error}") from error
+        raise RecpoError(f"{path} cannot be read as Parquet: {error}", code="damaged", field="histories") from error
 
 
 def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -79,7 +79,11 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     def execute(self) -> Simulation:
         """Draws a world and its log, or lets a policy serve the next days of one."""
         if self.world not in WORLDS:
-            raise RecpoError(f"simulate: world is {self.world!r}, expected one of {', '.join(WORLDS)}", field="world")
+            raise RecpoError(
+                f"simulate: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
+                field="world",
+                code="unknown_name",
+            )
         if self.policy is not None and self.after is not None:
             return self._serve(self.policy, _opened(self.after))
         for name in ("policy", "after", "exploration", "repeat_after"):
@@ -88,6 +92,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
                     f"simulate: {name} is given, expected policy and after together: a bundle, and the world that it "
                     "serves",
                     field=name,
+                    code="missing_option",
                 )
         preferences = Preferences.draw(self.part(SimulationParameters))
         return write_simulation(
@@ -131,6 +136,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
                 f"simulate: world is {self.world}, {stands.root} is {truth.world}: leave world out when a policy is "
                 "given",
                 field="world",
+                code="conflicting_options",
             )
         for name, known in dataclasses.asdict(truth.preferences.parameters).items():
             value = getattr(self, name)
@@ -147,13 +153,16 @@ class Simulate(SimulationParameters, Verb[Simulation]):
                     f"simulate: {name} is {value!r}, {stands.root} has {known!r}: a policy serves an existing world; "
                     "give only days and seed",
                     field=name,
+                    code="conflicting_options",
                 )
 
 
 def _opened(after: Path | str | Simulation | Sequence[Path | str | Simulation]) -> list[Simulation]:
     named = [after] if isinstance(after, Path | str | Simulation) else list(after)
     if not named:
-        raise RecpoError("simulate: after is an empty list, expected the world to continue", field="after")
+        raise RecpoError(
+            "simulate: after is an empty list, expected the world to continue", field="after", code="empty"
+        )
     return [one if isinstance(one, Simulation) else Simulation.open(one) for one in named]
 
 

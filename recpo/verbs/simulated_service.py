@@ -52,23 +52,33 @@ class BundleService:
         if not known.all():
             raise RecpoError(
                 f"simulate: {bundle.root} lists items that the simulation does not have, such as "
-                f"{items[int(known.argmin())].as_py()!r}: name a bundle that was trained on logs of this simulation"
+                f"{items[int(known.argmin())].as_py()!r}: name a bundle that was trained on logs of this simulation",
+                code="mismatch",
+                field="items",
             )
         size = min(truth.preferences.parameters.request_size, len(items))
         needed = size if self.exploration is None else max(size, min(self.exploration.shortlist, len(items)))
         if bundle.k < needed:
             raise RecpoError(
                 f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request needs {needed}: export with "
-                "a larger --k, or set a smaller --exploration.shortlist"
+                "a larger --k, or set a smaller --exploration.shortlist",
+                code="out_of_range",
+                field="k",
             )
 
     def _validate_repeats(self, repeat_after: float | None) -> None:
         if repeat_after is not None and not (math.isfinite(repeat_after) and repeat_after >= 0):
-            raise RecpoError(f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never")
+            raise RecpoError(
+                f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never",
+                code="out_of_range",
+                field="repeat_after",
+            )
         if repeat_after is not None and not self.bundle.manifest.repeats:
             raise RecpoError(
                 f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
-                "history: export it with --repeats true, or leave repeat_after out"
+                "history: export it with --repeats true, or leave repeat_after out",
+                code="conflicting_options",
+                field="repeat_after",
             )
 
     def _validate_reads(self) -> None:
@@ -82,14 +92,18 @@ class BundleService:
             raise RecpoError(
                 f"simulate: the policy of {self.bundle.root} reads {' and '.join(asked)}, which this simulation does "
                 "not have: use a bundle whose policy reads histories and item features alone, or, in a living world, "
-                "user features too"
+                "user features too",
+                code="unsupported",
+                field="policy",
             )
         columns = () if self.users is None else self.users.column_names
         wanted = [feature.source for feature in self.bundle.manifest.features.user]
         if lacking := [name for name in wanted if name not in columns]:
             raise RecpoError(
                 f"simulate: the policy of {self.bundle.root} reads the user features {', '.join(lacking)}, the world's "
-                f"table of users has {', '.join(columns)}: use a bundle that was trained on this world"
+                f"table of users has {', '.join(columns)}: use a bundle that was trained on this world",
+                code="mismatch",
+                field=lacking[0],
             )
 
     def __call__(

@@ -15,13 +15,13 @@ from recpo.artifacts.semantic_codes import FILES, SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.frames import ArrowStream, Frame
 from recpo.base.ranges import Seed
-from recpo.items.cooccurrence import VectorsFromCooccurrence
-from recpo.items.feature_vectors import VectorsFromFeatures
 from recpo.items.residual_kmeans import ResidualKMeans
 from recpo.items.sources import (
     CodesFromFile,
     EarlierCodes,
     ItemVectors,
+    VectorsFromCooccurrence,
+    VectorsFromFeatures,
     VectorsFromFrame,
     VectorsFromParquet,
     VectorSource,
@@ -69,14 +69,20 @@ class VectorsFromRun(VectorSource):
         run.validate_items(data)
         table = getattr(run.policy(self.checkpoint), "item_table", None)
         if table is None:
-            raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
+            raise RecpoError(
+                f"{self.run}: its policy has no item table to take vectors from",
+                code="unsupported",
+                field="vectors.run",
+            )
         return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
 
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
         """See ``VectorSource.read_new``: not supported, because the vectors of every run have their own space."""
         raise RecpoError(
             "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
-            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes again"
+            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes again",
+            code="conflicting_options",
+            field="codebooks",
         )
 
 

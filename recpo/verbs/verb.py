@@ -14,7 +14,7 @@ import yaml
 
 import recpo
 from recpo.artifacts import output_file
-from recpo.artifacts.yaml_values import as_configuration
+from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import validate_ranges
 

@@ -1,12 +1,16 @@
-"""Draws the interaction log in blocks of users and streams it to Parquet in bounded memory."""
+"""Draws the interaction log in blocks of users and streams it to Parquet in bounded memory.
+
+Results of days on which a policy served the simulated users, as in ``served.json``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,19 +18,121 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, verify_sealed
+from recpo.artifacts import output_directory, read_json, verify_sealed, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.frames import to_pandas
-from recpo.worlds.logging_policy import LoggingPolicy
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
-from recpo.worlds.preferences import FloatArray, IntArray, Preferences
-from recpo.worlds.served import SERVED, ServedDays
-from recpo.worlds.side_information import ITEM_TABLE, USER_TABLE, write_side_information
+from recpo.worlds.preferences import (
+    ITEM_TABLE,
+    USER_TABLE,
+    FloatArray,
+    IntArray,
+    LoggingPolicy,
+    Preferences,
+    write_side_information,
+)
 from recpo.worlds.truth import SEALED as TRUTH_FILES
 from recpo.worlds.truth import Truth
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+SERVED: Final = "served.json"
+FORMAT_VERSION: Final = 2
+_REMEDY: Final = "simulate the day again"
+
+
+@dataclass(frozen=True)
+class DayReport:
+    """A day in true values; means are over the requests that were shown an item, each request counting once.
+
+    Attributes:
+        day: its number; day 0 begins the world's log.
+        requests: number of requests.
+        short_slates: requests with fewer items than requested, because no more items could be listed.
+        exposures: items shown, the rows of the log.
+        value: realized value, the mean true expected reward of a slate's items.
+        dislikes: mean true probability of a dislike of a slate's items.
+        logged_dislikes: share of exposures that were disliked in the log.
+        logging_value: exact expected reward of the simulator's own logging policy for the same requests.
+        logging_dislikes: exact dislike probability of the logging policy for the same requests.
+        oracle_value: mean true reward of the best slates of the same lengths, without the items that were excluded.
+        regret: ``oracle_value - value``.
+        coverage: share of the catalog that was shown.
+        logging_coverage: expected share of the catalog that the logging policy would have shown in as many exposures.
+        explored: share of exposures whose item is not one of the best, which would be shown without exploration.
+        is_random: share of exposures on uniformly drawn slates.
+    """
+
+    day: int
+    requests: int
+    short_slates: int
+    exposures: int
+    value: float
+    dislikes: float
+    logged_dislikes: float
+    logging_value: float
+    logging_dislikes: float
+    oracle_value: float
+    regret: float
+    coverage: float
+    logging_coverage: float
+    explored: float
+    is_random: float
+
+
+@dataclass(frozen=True)
+class ServedDays:
+    """Consecutive days under one policy.
+
+    Attributes:
+        policy: the policy that served; for a bundle ``bundle`` (name of its directory), ``manifest`` (SHA-256 of its
+            manifest) and ``origin``.
+        exploration: options of ``recpo.Exploration``; None = the best items in their order.
+        seed: seed of sessions, draws and feedback.
+        days: the reports, in the order of the days.
+        repeat_after: days after which an item may be shown to a user again; None = never.
+    """
+
+    policy: Mapping[str, Any]
+    exploration: Mapping[str, Any] | None
+    seed: int
+    days: tuple[DayReport, ...]
+    repeat_after: float | None = None
+
+    def save(self, root: Path) -> None:
+        """Writes ``served.json`` into the directory ``root``."""
+        write_json(root / SERVED, {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def load(cls, root: Path) -> ServedDays | None:
+        """Reads ``served.json``; None if the logging policy made the log, which has no such file.
+
+        Raises:
+            RecpoError: it is damaged or of another version.
+        """
+        file = root / SERVED
+        if not file.exists():
+            return None
+        content = read_json(file, _REMEDY)
+        if (found := content.pop("format_version", None)) != FORMAT_VERSION:
+            raise RecpoError(
+                f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}",
+                code="old_format",
+                field=file.name,
+            )
+        try:
+            days = tuple(DayReport(**day) for day in content.pop("days"))
+            served = cls(**content, days=days)
+        except (KeyError, TypeError) as error:
+            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=file.name) from error
+        if not days or [day.day for day in days] != list(range(days[0].day, days[0].day + len(days))):
+            raise RecpoError(
+                f"{file} is damaged (its days are not consecutive): {_REMEDY}", code="damaged", field="days"
+            )
+        return served
+
 
 LOG = "log"
 #: files that only a checksum protects; the log itself is checked like any log
@@ -96,7 +202,11 @@ class Simulation:
         """
         root = Path(root)
         if not (root / LOG).is_dir():
-            raise RecpoError(f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`")
+            raise RecpoError(
+                f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`",
+                code="wrong_file",
+                field=LOG,
+            )
         truth, served = Truth.load(root), ServedDays.load(root)
         verify_sealed(root, SEALED, "simulate again")
         return cls(root, truth, served)
@@ -154,7 +264,7 @@ def write_simulation(
 ) -> Simulation:
     """Writes ``out/log/part-*.parquet`` and ``out/truth/``, completely or not at all.
 
-    A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.worlds.side_information``.
+    A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.worlds.preferences``.
 
     Rows are sorted by user and time. The feedback of a row depends on the day on which its session was planned.
     ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not (a

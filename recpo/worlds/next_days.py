@@ -23,13 +23,21 @@ from tqdm import tqdm
 
 from recpo.artifacts import output_directory
 from recpo.base.errors import RecpoError
-from recpo.worlds.log import LOG, PAUSE_MS, SCHEMA, SEALED, Simulation, draw_sessions, draw_watch_time, write_parts
+from recpo.worlds.log import (
+    LOG,
+    PAUSE_MS,
+    SCHEMA,
+    SEALED,
+    DayReport,
+    ServedDays,
+    Simulation,
+    draw_sessions,
+    draw_watch_time,
+    write_parts,
+)
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY
-from recpo.worlds.preferences import FloatArray, IntArray, Preferences
-from recpo.worlds.request_values import RequestValues, Slates, request_values
-from recpo.worlds.served import DayReport, ServedDays
-from recpo.worlds.side_information import write_side_information
-from recpo.worlds.truth import Truth
+from recpo.worlds.preferences import FloatArray, IntArray, Preferences, write_side_information
+from recpo.worlds.truth import RequestValues, Slates, Truth, request_values
 
 _SERVED_STREAM = 5
 _LOWEST = np.iinfo(np.int64).min
@@ -175,12 +183,16 @@ def validate_worlds(worlds: Sequence[Simulation]) -> int:
     for world in worlds:
         if world.truth.preferences.parameters != parameters:
             raise RecpoError(
-                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world"
+                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world",
+                code="mismatch",
+                field="after",
             )
         if world.days[0] != day:
             raise RecpoError(
                 f"simulate: {world.root} begins on day {world.days[0]}, expected day {day}: name the world first, and "
-                "after it every day that was served since, in order"
+                "after it every day that was served since, in order",
+                code="mismatch",
+                field="days",
             )
         day = world.days[-1] + 1
     return day
@@ -358,7 +370,9 @@ def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
         named = ", ".join(map(str, np.unique(truth.item_ids[unborn])[:5]))
         raise RecpoError(
             f"simulate: the policy shows items on day {day} that are born later, such as {named}: serve a bundle whose "
-            "catalog has no future items"
+            "catalog has no future items",
+            code="mismatch",
+            field="policy",
         )
 
 

@@ -6,21 +6,35 @@
     reward(u,i,day)    = affinity - dislike_cost dislike                                    in (-dislike_cost, 1)
 
 In a living world, the logit of the affinity also has ``- fading (1 - freshness(i, day))``, see
-``recpo.worlds.life``.
+``recpo.worlds.parameters``.
 
 The affinity is the probability that the exposure satisfies the user. The log does not contain it: the log has watch
 times and dislikes that depend on it.
+
+The policy that makes the log is here too; its exact probabilities are known. A living world also has tables of items
+and users. Their values are noisy observations of the factors that simulated users react to, with the signals of
+``recpo.worlds.parameters.LifeParameters``:
+
+    category_i  = topic_i, with probability category_noise a topic drawn at random
+    author_i    : items are ordered by topic, then by quality_i + noise, and cut into runs of geometric lengths
+    tags_i      : 0 to 4 of the tags, without replacement, with weights exp(sharpness <direction_tag, latent_i>)
+    content_i   = A (sqrt(signal) * standardized (latent_i, quality_i)) + z,    A orthonormal columns, z ~ N(0, I)
+
+    segment_u   = argmax over topics t of <taste_u, center_t> + noise
+    age_u       = 40 + 12 (sqrt(s) p_u + z) / sqrt(s + 1),    p_u the standardized taste along one direction
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.worlds.life import Born, birth_days
-from recpo.worlds.parameters import SimulationParameters
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, Born, SimulationParameters, birth_days
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
@@ -214,3 +228,221 @@ def _identifiers(rng: np.random.Generator, size: int) -> IntArray:
 def _unit(vectors: FloatArray) -> FloatArray:
     length = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / np.maximum(length, np.finfo(np.float64).tiny)
+
+
+class LoggingPolicy(NamedTuple):
+    """A mixture of uniformly random exposures and "a topic the user seems to like, then a popular item of it".
+
+        p(i | u) = random_share / V + (1 - random_share) P(topic_i | u) popularity_i / sum over the topic of popularity
+
+    The topic probabilities are a softmax over a noisy estimate from day 0 and do not follow drift, so ``p`` is the same
+    on every day. In a living world, the policy of a day knows the items born so far, V is their number, and popularity
+    is multiplied by freshness (``recpo.worlds.parameters``). The policy does not know quality or taste within a topic,
+    and it prefers clickbait. So popular items are exposed more often than their quality justifies, which confounds any
+    plain average over the log.
+
+    Attributes:
+        random_share: probability of a uniformly random exposure.
+        available: ``[A]`` rows of the items that can be shown, ascending.
+        uniform: ``[V]`` float64, probability of a uniformly random exposure of the item: ``random_share / A``, or 0.
+        topic: ``[V]`` topic of each item.
+        topic_probability: ``[U, T]`` float64; empty topics have 0.
+        share_of_topic: ``[V]`` float64, the item's probability within its topic, 0 if it cannot be shown.
+        by_topic: ``[A]`` rows of the items that can be shown, grouped by topic.
+        topic_end: ``[T]`` where each topic ends in ``by_topic``.
+        cumulative: ``[A]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
+    """
+
+    random_share: float
+    available: IntArray
+    uniform: FloatArray
+    topic: IntArray
+    topic_probability: FloatArray
+    share_of_topic: FloatArray
+    by_topic: IntArray
+    topic_end: IntArray
+    cumulative: FloatArray
+
+    @classmethod
+    def of(cls, preferences: Preferences, day: int = 0) -> LoggingPolicy:
+        """The logging policy for these users and items; in a living world, on ``day``."""
+        parameters, users, items = preferences
+        topic, everything = items.topic.astype(np.int64), np.arange(len(items.topic))
+        exists = preferences.exists(everything, day)
+        available = np.flatnonzero(exists)
+        size = np.bincount(topic[available], minlength=parameters.topics)
+        # a topic of ancient items is still a topic
+        freshness = np.maximum(preferences.freshness(everything, day), np.finfo(np.float64).tiny)
+        weight = np.exp(items.popularity.astype(np.float64)) * freshness * exists
+        total_weight = np.bincount(topic, weights=weight, minlength=parameters.topics)[topic]
+        share = np.divide(weight, total_weight, out=np.zeros(len(weight)), where=exists)
+        logit = np.where(size > 0, users.topic_logit.astype(np.float64), -np.inf)
+        probability = np.exp(logit - logit.max(axis=1, keepdims=True))
+        by_topic = available[np.argsort(topic[available], kind="stable")]
+        total = np.cumsum(share[by_topic])
+        end = np.cumsum(size)
+        before = np.concatenate([[0.0], total])[(end - size)[topic[by_topic]]]
+        return cls(
+            random_share=parameters.random_share,
+            available=available,
+            uniform=np.where(exists, parameters.random_share / max(1, len(available)), 0.0),
+            topic=topic,
+            topic_probability=probability / probability.sum(axis=1, keepdims=True),
+            share_of_topic=share,
+            by_topic=by_topic,
+            topic_end=end,
+            cumulative=topic[by_topic] + np.minimum(total - before, 1.0),
+        )
+
+    def propensity(self, user_rows: IntArray, item_rows: IntArray) -> FloatArray:
+        """Marginal probabilities ``[N, k]`` of items ``[N, k]`` under both parts of the mixture."""
+        chosen = self.topic_probability[user_rows[:, None], self.topic[item_rows]] * self.share_of_topic[item_rows]
+        return self.uniform[item_rows] + (1 - self.random_share) * chosen
+
+    def propensity_of_all(self, user_rows: IntArray) -> FloatArray:
+        """Marginal probabilities ``[N, V]`` of the whole catalog; every row sums to 1."""
+        chosen = self.topic_probability[user_rows][:, self.topic] * self.share_of_topic
+        return self.uniform + (1 - self.random_share) * chosen
+
+    def sample(self, user_rows: IntArray, rng: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
+        """One independent exposure for each of ``user_rows [N]``: item rows ``[N]`` and whether they are random."""
+        size = len(user_rows)
+        is_random = rng.random(size) < self.random_share
+        uniform = self.available[rng.integers(0, len(self.available), size)]
+        chosen = self._within_topic(self._sample_topic(user_rows, rng.random(size)), rng.random(size))
+        return np.where(is_random, uniform, chosen), is_random
+
+    def _sample_topic(self, user_rows: IntArray, uniform: FloatArray) -> IntArray:
+        # Inverse transform for all rows in one search: row r of the cumulative table is in [r, r + 1].
+        rows, position = np.unique(user_rows, return_inverse=True)
+        table = np.minimum(np.cumsum(self.topic_probability[rows], axis=1), 1.0)
+        last = table.shape[1] - 1 - np.argmax(self.topic_probability[rows][:, ::-1] > 0, axis=1)
+        flat = (table + np.arange(len(rows))[:, None]).ravel()
+        found = np.searchsorted(flat, uniform + position, side="right") - position * table.shape[1]
+        # Rounding may push a draw past the last non-empty topic, by 1e-16 of its probability.
+        return np.clip(found, 0, last[position])
+
+    def _within_topic(self, topic: IntArray, uniform: FloatArray) -> IntArray:
+        found = np.searchsorted(self.cumulative, uniform + topic, side="right")
+        first = np.concatenate([[0], self.topic_end[:-1]])
+        return self.by_topic[np.clip(found, first[topic], self.topic_end[topic] - 1)]
+
+
+ITEM_TABLE, USER_TABLE = "items.parquet", "users.parquet"
+_ITEM_TABLE_STREAM, _USER_TABLE_STREAM = 7, 8
+_MOST_TAGS: Final = 4
+_TAG_SHARPNESS: Final = 6.0
+_ROWS_AT_ONCE: Final = 1 << 16  # size of an items x tags matrix
+_MEAN_AGE, _AGE_SPREAD = 40.0, 12.0
+
+
+def write_side_information(preferences: Preferences, directory: Path, last_day: int) -> None:
+    """Writes ``items.parquet``, with items born by ``last_day``, and ``users.parquet``, in a living world."""
+    if preferences.parameters.lives:
+        pq.write_table(item_table(preferences, last_day), directory / ITEM_TABLE, compression="zstd")
+        pq.write_table(user_table(preferences), directory / USER_TABLE, compression="zstd")
+
+
+def item_table(preferences: Preferences, last_day: int) -> pa.Table:
+    """The table of the items that are born by ``last_day``.
+
+    Columns: ``item_id``; ``available_from``, milliseconds since the epoch; ``category`` and ``author``, words;
+    ``tags``, a list of words; ``duration``, seconds; ``content``, a list of ``content_dim`` numbers. An item's row is
+    the same in the tables of all days.
+    """
+    parameters, _, items = preferences
+    assert items.born is not None  # only called in a living world
+    rng = parameters.generator(_ITEM_TABLE_STREAM)
+    category, author = _categories(preferences, rng), _authors(preferences, rng)
+    columns = {
+        "item_id": pa.array(items.item_id),
+        "available_from": pa.array(parameters.start_ms + items.born.astype(np.int64) * MILLISECONDS_PER_DAY),
+        "category": _words("category", category, parameters.topics),
+        "author": _words("author", author, int(author.max()) + 1),
+        "tags": _tags(preferences, rng),
+        "duration": pa.array(items.duration),
+        "content": _vectors(_content(preferences, rng)),
+    }
+    return pa.table(columns).take(np.flatnonzero(items.born <= last_day))
+
+
+def user_table(preferences: Preferences) -> pa.Table:
+    """The table of the users: ``user_id``; ``segment``, a word; ``age``, years."""
+    parameters, users, _ = preferences
+    rng = parameters.generator(_USER_TABLE_STREAM)
+    signal, taste = parameters.attribute_signal, users.taste.astype(np.float64)
+    liking = taste @ topic_centers(parameters).T
+    noise = liking.std() / np.sqrt(signal) * rng.standard_normal(liking.shape)
+    direction = rng.standard_normal(parameters.latent_dim)
+    along = _standardized(taste @ direction)
+    age = (np.sqrt(signal) * along + rng.standard_normal(len(along))) / np.sqrt(signal + 1)
+    columns = {
+        "user_id": pa.array(users.user_id),
+        "segment": _words("segment", (liking + noise).argmax(axis=1), parameters.topics),
+        "age": pa.array((_MEAN_AGE + _AGE_SPREAD * age).astype(np.float32)),
+    }
+    return pa.table(columns)
+
+
+def _categories(preferences: Preferences, rng: np.random.Generator) -> IntArray:
+    parameters, _, items = preferences
+    other = rng.integers(0, parameters.topics, len(items.topic))
+    return np.where(rng.random(len(other)) < parameters.category_noise, other, items.topic)
+
+
+def _authors(preferences: Preferences, rng: np.random.Generator) -> IntArray:
+    parameters, _, items = preferences
+    size = len(items.topic)
+    observed = items.quality + rng.standard_normal(size) / np.sqrt(parameters.author_signal)
+    order = np.lexsort((observed, items.topic))
+    topic = items.topic[order]
+    is_next = rng.random(size) < 1 / parameters.author_items
+    is_next[0] = False
+    is_next[1:] |= topic[1:] != topic[:-1]
+    author = np.empty(size, np.int64)
+    author[order] = np.cumsum(is_next)
+    # so that an author's number reveals neither topic nor quality
+    names: IntArray = rng.permutation(int(author.max()) + 1)
+    return names[author]
+
+
+def _tags(preferences: Preferences, rng: np.random.Generator) -> pa.Array:
+    parameters, _, items = preferences
+    directions = rng.standard_normal((parameters.tags, parameters.latent_dim))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    counts = rng.integers(0, min(_MOST_TAGS, parameters.tags) + 1, len(items.topic))
+    chosen = []
+    for begin in range(0, len(counts), _ROWS_AT_ONCE):
+        latent = items.latent[begin : begin + _ROWS_AT_ONCE].astype(np.float64)
+        # the largest sums of log-weights and Gumbel noise are draws without replacement
+        keys = _TAG_SHARPNESS * latent @ directions.T + rng.gumbel(size=(len(latent), parameters.tags))
+        order = np.argsort(-keys, axis=1, kind="stable")
+        kept = np.arange(parameters.tags) < counts[begin : begin + _ROWS_AT_ONCE, None]
+        chosen.append(order[kept])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), _words("tag", np.concatenate(chosen), parameters.tags))
+
+
+def _content(preferences: Preferences, rng: np.random.Generator) -> FloatArray:
+    parameters, _, items = preferences
+    factors = np.concatenate([items.latent, items.quality[:, None]], axis=1).astype(np.float64)
+    signal = np.full(factors.shape[1], parameters.content_signal)
+    signal[-1] = parameters.quality_signal
+    axes, _ = np.linalg.qr(rng.standard_normal((parameters.content_dim, factors.shape[1])))
+    noise = rng.standard_normal((len(factors), parameters.content_dim))
+    return (np.sqrt(signal) * _standardized(factors)) @ axes.T + noise
+
+
+def _standardized(values: FloatArray) -> FloatArray:
+    return (values - values.mean(axis=0)) / np.maximum(values.std(axis=0), np.finfo(np.float64).tiny)
+
+
+def _words(kind: str, numbers: IntArray, size: int) -> pa.Array:
+    """``kind-007`` and so on, as plain strings."""
+    digits = len(str(size - 1))
+    names = pa.array([f"{kind}-{number:0{digits}d}" for number in range(size)])
+    return names.take(pa.array(numbers))
+
+
+def _vectors(values: FloatArray) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.astype(np.float32).ravel()), values.shape[1])

@@ -1,11 +1,11 @@
-"""The saved truth of a simulation: the exact value of any policy, by external user and item ids."""
+"""The saved truth of a simulation: the exact value of any policy and of the requests of a day, by external ids."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from recpo.artifacts import kind_of, verify_sealed, write_json
 from recpo.base.errors import RecpoError
-from recpo.worlds.logging_policy import LoggingPolicy
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
-from recpo.worlds.preferences import FloatArray, IntArray, Items, Preferences, Users
+from recpo.worlds.preferences import FloatArray, IntArray, Items, LoggingPolicy, Preferences, Users
 
 FORMAT_VERSION = 1
 #: files of a simulation whose checksums are in its recpo.json
@@ -63,7 +62,11 @@ class Truth:
             content = json.loads((directory / "truth.json").read_text(encoding="utf-8"))
             if content.get("format_version") != FORMAT_VERSION:
                 found = content.get("format_version")
-                raise RecpoError(f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again")
+                raise RecpoError(
+                    f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again",
+                    code="old_format",
+                    field="truth",
+                )
             if directory.name == "truth" and kind_of(directory.parent) == "simulation":
                 verify_sealed(directory.parent, SEALED, "simulate again")
             parameters = SimulationParameters(**content["parameters"])
@@ -71,12 +74,20 @@ class Truth:
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
         except FileNotFoundError as error:
-            raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
+            raise RecpoError(
+                f"{error.filename} is missing: {path} was not written by `recpo simulate`",
+                code="missing_file",
+                field="truth",
+            ) from error
         except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
-            raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
+            raise RecpoError(
+                f"{directory} is damaged ({error}): simulate again", code="damaged", field="truth"
+            ) from error
         whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
         if not whole or (items.born is not None) != parameters.lives:
-            raise RecpoError(f"{directory} is damaged (rows or columns are missing): simulate again")
+            raise RecpoError(
+                f"{directory} is damaged (rows or columns are missing): simulate again", code="damaged", field="rows"
+            )
         preferences = Preferences(parameters, users, items)
         return cls(preferences, LoggingPolicy.of(preferences), world)
 
@@ -139,14 +150,18 @@ class Truth:
         """
         users, items = self._rows_of_pairs(user_ids, item_ids)
         if day is None and self.lives:
-            raise RecpoError("propensity: day is None, expected a day: in a living world, each day has its own items")
+            raise RecpoError(
+                "propensity: day is None, expected a day: in a living world, each day has its own items",
+                code="missing_option",
+                field="day",
+            )
         return self.policy_on(0 if day is None else day).propensity(users, items)
 
     def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """Value ``[N]`` of recommending the lists ``[N, k]``: the mean expected reward over the positions."""
         rewards = self.expected_reward(user_ids, item_ids, day)
         if rewards.shape[1] == 0:
-            raise RecpoError("item_ids has no columns: an empty list has no value")
+            raise RecpoError("item_ids has no columns: an empty list has no value", code="empty", field="item_ids")
         return rewards.mean(axis=1)
 
     def policy_value(
@@ -168,13 +183,21 @@ class Truth:
         expected = (len(users), len(self.item_ids) if columns is None else len(columns))
         probabilities = np.asarray(probabilities)
         if probabilities.shape != expected:
-            raise RecpoError(f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}")
+            raise RecpoError(
+                f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}",
+                code="wrong_shape",
+                field="probabilities",
+            )
         value = np.empty(len(users))
         for part, _, reward, there in self._reward_to_all(users, day):
             chunk = probabilities[part].astype(np.float64)
             # written so that nan fails too
             if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
-                raise RecpoError("probabilities: every row must be non-negative and sum to 1")
+                raise RecpoError(
+                    "probabilities: every row must be non-negative and sum to 1",
+                    code="bad_value",
+                    field="probabilities",
+                )
             reward = np.where(there, reward, 0.0)
             value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
         return value
@@ -208,7 +231,9 @@ class Truth:
         users = _rows(user_ids, self.user_ids, "user_ids")
         available = self._available_at_least(_days(day, len(users)))
         if not 1 <= k <= available:
-            raise RecpoError(f"k is {k}, expected 1 to {available}, the number of items")
+            raise RecpoError(
+                f"k is {k}, expected 1 to {available}, the number of items", code="out_of_range", field="k"
+            )
         best = np.empty((len(users), k), dtype=np.int64)
         for part, _, reward, there in self._reward_to_all(users, day):
             reward = np.where(there, reward, -np.inf)
@@ -251,26 +276,40 @@ class Truth:
     def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
         users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
         if len(users) != len(items):
-            raise RecpoError(f"item_ids has {len(items)} rows, expected one per user ({len(users)})")
+            raise RecpoError(
+                f"item_ids has {len(items)} rows, expected one per user ({len(users)})",
+                code="wrong_shape",
+                field="item_ids",
+            )
         return users, items
 
 
 def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> IntArray:
     ids = np.asarray(ids)
     if ids.ndim != dimensions or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
-        raise RecpoError(f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers")
+        raise RecpoError(
+            f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers",
+            code="wrong_shape",
+            field=name,
+        )
     rows = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     unknown = known[rows] != ids
     if unknown.any():
         first = ", ".join(map(str, np.unique(ids[unknown])[:5]))
-        raise RecpoError(f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}")
+        raise RecpoError(
+            f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}", code="unknown_name", field=name
+        )
     return rows
 
 
 def _days(day: ArrayLike, users: int) -> FloatArray:
     days = np.asarray(day, dtype=np.float64)
     if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
-        raise RecpoError(f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users")
+        raise RecpoError(
+            f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users",
+            code="wrong_shape",
+            field="day",
+        )
     return np.broadcast_to(days, (users,))
 
 
@@ -300,3 +339,91 @@ def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
         else:
             arrays[name] = column.to_numpy()
     return arrays
+
+
+_REQUEST_CELLS = 1 << 20  # size of a requests x items matrix: 8 MiB each
+
+
+class RequestValues(NamedTuple):
+    """True values per request ``[R]``, means over the places of its slate; nan if the slate is empty.
+
+    Attributes:
+        value: true expected reward of the items shown.
+        dislikes: true dislike probability of the items shown.
+        logging_value: expected reward of the logging policy for the user.
+        logging_dislikes: dislike probability of the logging policy for the user.
+        oracle_value: true reward of the best available items of the same number, without those of
+            the user's past that were excluded.
+    """
+
+    value: FloatArray
+    dislikes: FloatArray
+    logging_value: FloatArray
+    logging_dislikes: FloatArray
+    oracle_value: FloatArray
+
+
+class Slates(NamedTuple):
+    """Slates of some requests.
+
+    Attributes:
+        item_rows: ``[R, k]`` rows of the catalog; -1 pads on the right.
+        lengths: ``[R]`` items in each slate.
+    """
+
+    item_rows: IntArray
+    lengths: IntArray
+
+
+def request_values(
+    truth: Truth, day: float, user_rows: IntArray, slates: Slates, excluded: tuple[IntArray, IntArray]
+) -> tuple[RequestValues, FloatArray]:
+    """True values of slates that were shown on ``day``.
+
+    Args:
+        truth: truth of the simulation.
+        day: the day that determines tastes.
+        user_rows: ``[R]`` users of the requests.
+        slates: the slates shown, without excluded items.
+        excluded: requests ``[P]``, and rows ``[P]`` of items that must not be shown in them.
+
+    Returns:
+        The values, and the log of the probability ``[V]`` that the logging policy, with as many independent exposures
+        for the same users, would not have shown the item.
+    """
+    preferences, policy, absent = truth.preferences, truth.policy_on(day), ~truth.available(day)
+    clickbait = preferences.items.clickbait
+    order = np.argsort(excluded[0], kind="stable")
+    owner, barred = excluded[0][order], excluded[1][order]
+    values, not_shown = RequestValues(*np.full((5, len(user_rows)), np.nan)), np.zeros(len(clickbait))
+    step = max(1, _REQUEST_CELLS // len(clickbait))
+    for begin in range(0, len(user_rows), step):
+        part = slice(begin, min(begin + step, len(user_rows)))
+        users, shown, length = user_rows[part], slates.item_rows[part], slates.lengths[part]
+        affinity = preferences.affinity_to_all(users, day)
+        reward, dislike = preferences.reward(affinity, clickbait), preferences.dislike_probability(affinity, clickbait)
+        probability = policy.propensity_of_all(users)
+        filled = shown >= 0
+        places = np.where(length > 0, length, np.nan)
+        values.value[part] = (np.take_along_axis(reward, shown, 1) * filled).sum(1) / places
+        values.dislikes[part] = (np.take_along_axis(dislike, shown, 1) * filled).sum(1) / places
+        values.logging_value[part] = np.einsum("rv,rv->r", probability, reward)
+        values.logging_dislikes[part] = np.einsum("rv,rv->r", probability, dislike)
+        of_part = slice(*np.searchsorted(owner, [part.start, part.stop]))
+        reward[owner[of_part] - begin, barred[of_part]] = -np.inf
+        reward[:, absent] = -np.inf
+        values.oracle_value[part] = _best(reward, length)
+        with np.errstate(divide="ignore"):
+            not_shown += length @ np.log1p(-probability)
+    return values, not_shown
+
+
+def _best(reward: FloatArray, length: IntArray) -> FloatArray:
+    """Mean ``[R]`` of the ``length [R]`` largest numbers of each row; nan if length is 0."""
+    longest = int(length.max(initial=0))
+    if not longest:
+        return np.full(len(reward), np.nan)
+    top = -np.sort(np.partition(-reward, longest - 1, axis=1)[:, :longest], axis=1)
+    kept = np.arange(longest) < length[:, None]
+    total = np.where(kept, top, 0.0).sum(1)
+    return total / np.where(length > 0, length, np.nan)

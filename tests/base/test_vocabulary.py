@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import Vocabulary, of_side
 from recpo.base.features import Categories, Category
-from recpo.log.duckdb_engine import DuckDBEngine
-from recpo.log.feature_files import fit_features
+from recpo.log.engine import DuckDBEngine
+from recpo.log.feature_tables import fit_features
 from recpo.log.prepared import vocabulary_file
 
 # texts that sort, compare and normalize in unlike ways; whole numbers of both signs

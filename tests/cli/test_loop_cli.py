@@ -27,7 +27,7 @@ from recpo.verbs.loop import LoopResult
 from recpo.verbs.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
 from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.loop_rounds import ListValue, Round
-from recpo.worlds.served import DayReport
+from recpo.worlds.log import DayReport
 
 WORLD = {"users": 60, "items": 80, "events": 3000, "days": 6}
 EXPLORE = recpo.Exploration(temperature=0.5, epsilon=0.1, shortlist=20)
@@ -46,7 +46,7 @@ VALUE = {
         "layout": {"class_path": "ImpressionLayout", "init_args": {"history_length": 40, "slate_length": 20}},
     },
     "objective": {"class_path": "MPO", "init_args": {"base": "reference", "candidates_are_draws": False}},
-    "reward": {"class_path": "recpo.rewards.FactorReward", "init_args": {"users": "trained"}},
+    "reward": {"class_path": "recpo.FactorReward", "init_args": {"users": "trained"}},
     "rollout": {"candidates": "catalog", "batches": 1, "epochs": 1},
     "old_policy": "snapshot",
     "reference": "frozen",

@@ -17,7 +17,7 @@ import recpo
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.items.codebooks import Codebooks
+from recpo.items.residual_kmeans import Codebooks
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run

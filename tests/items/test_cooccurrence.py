@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.items.cooccurrence import Sequences, VectorsFromCooccurrence
+from recpo.items.sources import Sequences, VectorsFromCooccurrence
 from tests.reference.code_loops import near_pairs, positive_information
 
 

@@ -11,8 +11,8 @@ import torch
 import recpo
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
-from recpo.items.codebooks import Codebooks
-from recpo.items.feature_vectors import VectorsFromFeatures
+from recpo.items.residual_kmeans import Codebooks
+from recpo.items.sources import VectorsFromFeatures
 from tests.log.conftest import DAY_MS, START_MS
 
 SMALL = {"levels": 2, "codebook_size": 8, "capacity_slack": None}

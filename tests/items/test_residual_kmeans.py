@@ -8,9 +8,8 @@ import torch
 from sklearn.cluster import KMeans
 
 from recpo.base.errors import RecpoError
-from recpo.items.codebooks import Codebooks, nearest
-from recpo.items.report import reconstruction_errors
-from recpo.items.residual_kmeans import ResidualKMeans
+from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, nearest
+from recpo.items.tokenization import reconstruction_errors
 from tests.reference.code_loops import relative_errors, residual_encode
 
 
@@ -151,7 +150,7 @@ def test_values_whose_squares_overflow_are_refused():
 
 
 def test_nearest_works_in_blocks(monkeypatch):
-    monkeypatch.setattr("recpo.items.codebooks._BLOCK", 40)
+    monkeypatch.setattr("recpo.items.residual_kmeans._BLOCK", 40)
     points, centroids = vectors(33), vectors(16, seed=1)
     code, distance = nearest(points, centroids)
     table = torch.cdist(points.double(), centroids.double()).square()

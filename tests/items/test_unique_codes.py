@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.base.errors import RecpoError
-from recpo.items.capacity import rank_within, settle
-from recpo.items.codebooks import Codebooks
-from recpo.items.unique import extra_code, first_free, nearest_free, tuple_ids
+from recpo.items.residual_kmeans import Codebooks, rank_within, settle
+from recpo.items.tokenization import extra_code, first_free, nearest_free, tuple_ids
 from tests.reference.code_loops import first_come
 
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.log.duckdb_engine import DuckDBEngine
+from recpo.log.engine import DuckDBEngine
 
 DAY_MS = 86_400_000
 START_MS = 1_700_006_400_000  # 2023-11-15 00:00 UTC

@@ -13,9 +13,8 @@ import pytest
 from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Number, Reads, Vector
 from recpo.batches.slates import histories_of
-from recpo.log import feature_files
-from recpo.log.duckdb_engine import DuckDBEngine
-from recpo.log.engine import EngineOptions
+from recpo.log import feature_tables as feature_files
+from recpo.log.engine import DuckDBEngine, EngineOptions
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared

@@ -16,9 +16,8 @@ from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.log import prepare as prepare_module
-from recpo.log import publishing
-from recpo.log.engine import EngineOptions
-from recpo.log.locations import Location, locate
+from recpo.log import writing as publishing
+from recpo.log.engine import EngineOptions, Location, locate
 from recpo.log.prepare import Preparation, start_engine
 from recpo.log.prepared import MANIFEST, Prepared
 from tests.log.conftest import make_log, write_log

@@ -5,8 +5,16 @@ import pytest
 from ibis.config import Config
 
 from recpo.base.feedback import FeedbackRule
-from recpo.log.catalog import add_positions, item_indices, item_table, place_events, user_indices
-from recpo.log.events import select_columns, standardize, time_order
+from recpo.log.events import (
+    add_positions,
+    item_indices,
+    item_table,
+    place_events,
+    select_columns,
+    standardize,
+    time_order,
+    user_indices,
+)
 from recpo.log.schema import PRESETS, FlagColumn, LogColumns
 from recpo.log.shaping import (
     D2Q,

@@ -3,8 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from recpo.log.column_facts import clock_units, column_facts, length_units
-from recpo.log.column_names import behavior_of, rank_as, unit_of_name
+from recpo.log.column_facts import behavior_of, clock_units, column_facts, length_units, rank_as, unit_of_name
 from recpo.log.csv_files import CsvFormat
 from recpo.log.log_sample import text_format
 from recpo.log.recognition import recognize

@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.log.duckdb_engine import DuckDBEngine
-from recpo.log.engine import EngineOptions
+from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate
 from recpo.log.events import timestamp_ms
-from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation, start_engine
 from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.log.splits import LeaveLastOut, TemporalSplit

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.base.errors import RecpoError
-from recpo.policies.blocked_table import BlockedTable, RoundedRows
-from recpo.policies.catalog_search import top_k
+from recpo.policies.catalog_search import BlockedTable, RoundedRows, top_k
 
 
 def vectors_of(items, dim, seed, ties=False):

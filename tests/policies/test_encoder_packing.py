@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from recpo.policies.encoder import HistoryEncoder
-from recpo.policies.layers import Packing
+from recpo.policies.encoder import HistoryEncoder, Packing
 
 LENGTH, DIM = 9, 16
 

@@ -11,7 +11,7 @@ import torch
 from recpo.base.errors import RecpoError
 from recpo.base.features import Category, Vector
 from recpo.base.types import Features
-from recpo.policies.feature_encoder import FeatureEncoder
+from recpo.policies.item_features import FeatureEncoder
 from tests.policies.synthetic_features import FEATURES, random_features
 
 

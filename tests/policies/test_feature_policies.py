@@ -15,7 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.history_features import gap_buckets
+from recpo.policies.feature_policy import gap_buckets
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from tests.policies.synthetic_features import BEHAVIORS, SCHEMA, random_features, random_histories

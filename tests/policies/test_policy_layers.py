@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from recpo.base.errors import RecpoError
+from recpo.policies.encoder import ByteDropout
 from recpo.policies.item_table import ItemTable
-from recpo.policies.layers import ByteDropout
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.types import SamplingOptions
 from recpo.policies import semantic_search
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 from tests.reference.code_tries import tuple_probabilities
 
 

@@ -19,9 +19,8 @@ from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 
 V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 from tests.reference.code_tries import children, dictionary_trie
 
 

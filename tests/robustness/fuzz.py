@@ -501,7 +501,7 @@ def _checkpoint(root: Path) -> str:
 
 
 def _codes(root: Path) -> str:
-    from recpo.items.codebooks import Codebooks
+    from recpo.items.residual_kmeans import Codebooks
     from recpo.items.tokenization import Codes
 
     codes = Codes.open(root / "codes")
@@ -521,7 +521,7 @@ def _factors(root: Path) -> str:
 
 def _bundle(root: Path) -> str:
     from recpo.serving.bundle import Bundle
-    from recpo.serving.golden import check_golden
+    from recpo.serving.export import check_golden
 
     bundle = Bundle.load(root / "bundle", threads=1)
     check_golden(bundle)

@@ -11,9 +11,9 @@ import pytest
 from recpo.artifacts import write_json
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import LoadedBundle, Versions
-from recpo.serving import golden
+from recpo.serving import export as golden
 from recpo.serving.bundle import Bundle
-from recpo.serving.golden import GOLDEN, check_golden
+from recpo.serving.export import GOLDEN, check_golden
 from recpo.serving.manifest import MANIFEST, BundleManifest
 from tests.server.conftest import answers, request, serving
 

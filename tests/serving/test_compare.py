@@ -23,8 +23,8 @@ from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
+from recpo.serving.manifest import BundleFeatures
 from tests.log.test_features import prepare
 
 K = 5

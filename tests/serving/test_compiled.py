@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.serving import compiled
+from recpo.serving import export as compiled
 from recpo.serving.bundle import Bundle
-from recpo.serving.compiled import load_compiled, write_compiled
+from recpo.serving.export import load_compiled, write_compiled
 from recpo.serving.verification import verify_runtime
 
 pytestmark = [

@@ -29,10 +29,10 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
-from recpo.serving.bundle_features import BundleFeatures
-from recpo.serving.golden import check_golden
+from recpo.serving.export import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
+from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.serving.triton import triton_config

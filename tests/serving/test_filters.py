@@ -17,7 +17,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
-from recpo.policies.blocked_table import BlockedTable
+from recpo.policies.catalog_search import BlockedTable
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.attributes import ItemFilters, attribute_columns

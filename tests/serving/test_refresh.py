@@ -16,8 +16,7 @@ from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
-from recpo.serving.golden import check_golden
+from recpo.serving.export import check_golden, export_bundle
 from recpo.verbs.export import refresh
 
 ITEMS = 12

@@ -17,12 +17,11 @@ from recpo.base.types import Features
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import HistoryEncoder
-from recpo.policies.feature_encoder import FeatureEncoder
-from recpo.policies.item_features import ItemFeatureOptions
+from recpo.policies.item_features import FeatureEncoder, ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import semantic_network
-from recpo.policies.trie import Trie
+from recpo.policies.semantic_search import Trie
 from recpo.sharding import costs, policy_costs
 from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory

@@ -7,12 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.worlds.life import birth_days
 from recpo.worlds.log import Simulation, write_simulation
 from recpo.worlds.next_days import Shown, serve_days, write_next_days
-from recpo.worlds.parameters import MILLISECONDS_PER_DAY, WORLDS, SimulationParameters
-from recpo.worlds.preferences import Preferences
-from recpo.worlds.side_information import item_table, user_table
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, WORLDS, SimulationParameters, birth_days
+from recpo.worlds.preferences import Preferences, item_table, user_table
 from recpo.worlds.truth import Truth
 from tests.worlds.test_simulated_log import digests
 

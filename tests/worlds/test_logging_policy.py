@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from recpo.worlds.logging_policy import LoggingPolicy
 from recpo.worlds.parameters import SimulationParameters
-from recpo.worlds.preferences import Preferences
+from recpo.worlds.preferences import LoggingPolicy, Preferences
 
 
 def policy_of(**options) -> LoggingPolicy:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from recpo.worlds.log import write_simulation
-from recpo.worlds.logging_policy import LoggingPolicy
 from recpo.worlds.parameters import WORLDS, SimulationParameters
-from recpo.worlds.preferences import Preferences
+from recpo.worlds.preferences import LoggingPolicy, Preferences
 from recpo.worlds.truth import Truth
 
 
