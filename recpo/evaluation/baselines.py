@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recpo.artifacts import sha256
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.measures import Recommender
 from recpo.log.prepared import Prepared
@@ -132,12 +133,15 @@ class CooccurrenceOptions:
         pairs_in_memory: near pairs that are counted at once; more pairs are counted in several passes over the events.
     """
 
-    window: int = 5
-    neighbors: int = 100
+    window: PositiveInt = 5
+    neighbors: PositiveInt = 100
     weight: Literal["cosine", "conditional"] = "cosine"
-    shrinkage: float = 10.0
-    recent_events: int = 10
-    pairs_in_memory: int = 1 << 24
+    shrinkage: NonNegativeFloat = 10.0
+    recent_events: PositiveInt = 10
+    pairs_in_memory: PositiveInt = 1 << 24
+
+    def __post_init__(self) -> None:
+        validate_ranges(self, "baseline_options.cooccurrence.")
 
 
 class Neighbors(NamedTuple):
@@ -356,7 +360,9 @@ def _opened(path: Path, recipe: Recipe[M]) -> M:
         return recipe.open(path)
     except RecpoError as error:
         raise RecpoError(
-            f"the baseline that was kept in {path} cannot be read: remove it to fit it again ({error})"
+            f"the baseline that was kept in {path} cannot be read: remove it to fit it again ({error})",
+            code="damaged",
+            field=path.name,
         ) from error
 
 

@@ -314,7 +314,11 @@ class ItemFeatures:
 
     def __post_init__(self) -> None:
         if self.tags is None and self.vectors is None:
-            raise RecpoError(f"item_features: name the column of the tags or of the vectors in {self.file}, or both")
+            raise RecpoError(
+                f"item_features: name the column of the tags or of the vectors in {self.file}, or both",
+                code="missing_option",
+                field="item_features",
+            )
 
 
 def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
@@ -346,9 +350,15 @@ def _tags(features: ItemFeatures, items: IdMap) -> ItemTags:
     try:
         index = items.to_internal(ids)
     except RecpoError as error:
-        raise RecpoError(f"{features.file}, column {features.item_id}: {error}") from error
+        raise RecpoError(
+            f"{features.file}, column {features.item_id}: {error}", code="wrong_type", field=features.item_id
+        ) from error
     if not (index > 0).any():
-        raise RecpoError(f"{features.file}: column {features.item_id} names no item of the catalog")
+        raise RecpoError(
+            f"{features.file}: column {features.item_id} names no item of the catalog",
+            code="mismatch",
+            field=features.item_id,
+        )
     if pa.types.is_list(tags.type) or pa.types.is_large_list(tags.type) or pa.types.is_fixed_size_list(tags.type):
         owner, values = index[pc.list_parent_indices(tags).to_numpy()], pc.list_flatten(tags)
     else:
@@ -370,10 +380,16 @@ def _columns(features: ItemFeatures) -> tuple[pa.Array, pa.Array]:
         names = pq.read_schema(features.file).names
         for name in (features.item_id, features.tags):
             if name not in names:
-                raise RecpoError(f"{features.file} has no column {name}; it has {', '.join(names)}")
+                raise RecpoError(
+                    f"{features.file} has no column {name}; it has {', '.join(names)}",
+                    code="missing_column",
+                    field=name,
+                )
         table = pq.read_table(features.file, columns=[features.item_id, features.tags])
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise RecpoError(f"{features.file} cannot be read as Parquet ({error})") from error
+        raise RecpoError(
+            f"{features.file} cannot be read as Parquet ({error})", code="wrong_file", field=str(features.file)
+        ) from error
     ids, tags = (table.column(name).combine_chunks() for name in (features.item_id, features.tags))
     return ids, tags
 

@@ -58,7 +58,11 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
     """
     score = np.asarray(score, np.float64)
     if not len(score) or not np.isfinite(score).all():
-        raise RecpoError(f"a calibration needs finite scores of at least one event, got {len(score)}")
+        raise RecpoError(
+            f"a calibration needs finite scores of at least one event, got {len(score)}",
+            code="bad_value",
+            field="score",
+        )
     target = np.asarray(target, np.float64)
     positives = float(target.sum())
     target = target * (positives + 1) / (positives + 2) + (1 - target) / (len(score) - positives + 2)
@@ -162,7 +166,9 @@ def assess(
         RecpoError: there is no event.
     """
     if not len(probability):
-        raise RecpoError("no event to measure: the period is empty, or its events have no label")
+        raise RecpoError(
+            "no event to measure: the period is empty, or its events have no label", code="empty", field="label"
+        )
     ranking, bins = _Ranking.of(probability, happened), Bins.of(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
@@ -207,7 +213,9 @@ def assess_grades(
         RecpoError: there is no event.
     """
     if not len(predicted):
-        raise RecpoError("no event to measure: the period is empty, or its events have no grade")
+        raise RecpoError(
+            "no event to measure: the period is empty, or its events have no grade", code="empty", field="grade"
+        )
     one, two = rankdata(predicted), rankdata(grade)
     one, two = (ranks - ranks.mean() for ranks in (one, two))
     terms = np.stack([np.ones_like(one), (predicted - grade) ** 2, one, two, one * one, two * two, one * two])
@@ -355,7 +363,11 @@ def calibrate_targets(
     for column, name in enumerate(targets):
         known = valid.known[:, column]
         if not known.any():
-            raise RecpoError(f"target {name}: no exposure of the validation period is graded, so nothing can be fitted")
+            raise RecpoError(
+                f"target {name}: no exposure of the validation period is graded, so nothing can be fitted",
+                code="empty",
+                field=name,
+            )
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
         report = assess_grade_target if name == "grade" else assess_target  # a probability, except for the grade
         found[name] = {

@@ -69,7 +69,7 @@ class RankingResult:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones.
 
         Raises:
-            ValueError: the two were not evaluated on the same users.
+            RecpoError: the two were not evaluated on the same users.
         """
         return estimate(self._per_user_difference(other, metric))
 
@@ -80,7 +80,11 @@ class RankingResult:
 
     def _per_user_difference(self, other: RankingResult, metric: str) -> Tensor:
         if not torch.equal(self.user_ids, other.user_ids):
-            raise ValueError("a paired difference needs both results on the same users in the same order")
+            raise RecpoError(
+                "a paired difference needs both results on the same users in the same order",
+                code="mismatch",
+                field="user_ids",
+            )
         return self.per_user[metric].double() - other.per_user[metric].double()
 
     def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:
@@ -155,7 +159,9 @@ def evaluate_ranking(
             validate_answer(recommender, lists, past, logp, batch.feedback.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
                 raise RecpoError(
-                    f"{recommender.name} returned items that are not candidates; leave them out of its lists"
+                    f"{recommender.name} returned items that are not candidates; leave them out of its lists",
+                    code="bad_value",
+                    field=recommender.name,
                 )
             targets = collected.rankable(held_out_targets(batch), past, absent)
             new = (
@@ -176,7 +182,11 @@ def _new_lists(
 def validate_ks(ks: Sequence[int]) -> None:
     """Raises ``RecpoError`` if ``ks`` are not valid list lengths."""
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
+        raise RecpoError(
+            f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}",
+            code="bad_value",
+            field="ks",
+        )
 
 
 def validate_answer(
@@ -196,9 +206,15 @@ def validate_answer(
     """
     name, item_ids = recommender.name, lists.item_ids
     if exclude is not None and bool(is_member(item_ids, exclude).any()):
-        raise RecpoError(f"{name} returned items that it was told to exclude; its metrics would mean nothing")
+        raise RecpoError(
+            f"{name} returned items that it was told to exclude; its metrics would mean nothing",
+            code="bad_value",
+            field=name,
+        )
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
-        raise RecpoError(f"{name} returned an item twice in one list; its metrics would mean nothing")
+        raise RecpoError(
+            f"{name} returned an item twice in one list; its metrics would mean nothing", code="duplicate", field=name
+        )
     _validate_logp(name, "held-out items", logp, mask)
     if recommender.scores_are_logp:
         _validate_logp(name, "listed items", lists.scores, item_ids > 0)
@@ -209,11 +225,15 @@ def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> N
         return
     logp = logp.masked_fill(~mask, 0.0)
     if bool(logp.isnan().any()):
-        raise RecpoError(f"{name} gave {what} log-probabilities that are nan; was its training stable?")
+        raise RecpoError(
+            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=name
+        )
     if bool((logp > _ROUNDING).any()):
         raise RecpoError(
             f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
-            "not log-probabilities, so its values would be meaningless; normalize the scores"
+            "not log-probabilities, so its values would be meaningless; normalize the scores",
+            code="out_of_range",
+            field=name,
         )
 
 
@@ -298,7 +318,7 @@ class _Collected:
             RecpoError: there was no user.
         """
         if not self._user_ids:
-            raise RecpoError("nothing to evaluate: there are no held-out users")
+            raise RecpoError("nothing to evaluate: there are no held-out users", code="empty", field="prepared")
         labels = _joined(self._labels)
         return RankingResult(
             user_ids=torch.cat(self._user_ids),

@@ -51,12 +51,18 @@ class Comparison:
         """
         root = Path(path)
         if not (root / COMPARE).is_file():
-            raise RecpoError(f"{root} is not a comparison: {COMPARE} is missing; make one with `recpo compare`")
+            raise RecpoError(
+                f"{root} is not a comparison: {COMPARE} is missing; make one with `recpo compare`",
+                code="missing_file",
+                field=COMPARE,
+            )
         document = read_json(root / COMPARE, "compare again")
         if document.get("schema_version") != SCHEMA_VERSION:
             raise RecpoError(
                 f"{root / COMPARE} has the format version {document.get('schema_version')}, this recpo reads "
-                f"{SCHEMA_VERSION}: compare again"
+                f"{SCHEMA_VERSION}: compare again",
+                code="old_format",
+                field=COMPARE,
             )
         verify_sealed(root, [COMPARE], "compare again")
         return cls(document, root)

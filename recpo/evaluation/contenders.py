@@ -27,6 +27,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.base.ranges import PositiveFloat, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.baselines import (
     BaselineCache,
@@ -118,15 +119,14 @@ class BaselineOptions:
         ease: the linear item-to-item model.
     """
 
-    recency_half_life: float | None = None
+    recency_half_life: PositiveFloat | None = None
     cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
     factorization: FactorOptions = field(default_factory=lambda: FactorOptions(method="als"))
     implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
     ease: EaseOptions = field(default_factory=EaseOptions)
 
     def __post_init__(self) -> None:
-        if self.recency_half_life is not None and not self.recency_half_life > 0:
-            raise RecpoError(f"recency_half_life is {self.recency_half_life}; it is a positive number of days")
+        validate_ranges(self, "baseline_options.")
 
 
 def baseline(
@@ -171,7 +171,11 @@ def validate_names(contenders: Sequence[Contender]) -> None:
     """Raises ``RecpoError`` if two contenders have the same name, or one has the name of the logging policy."""
     names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
     if again := sorted({name for name in names if names.count(name) > 1}):
-        raise RecpoError(f"two contenders have the name {again[0]}: rename a directory, or leave one out")
+        raise RecpoError(
+            f"two contenders have the name {again[0]}: rename a directory, or leave one out",
+            code="duplicate",
+            field=again[0],
+        )
 
 
 def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Loaded:
@@ -256,7 +260,11 @@ class Lists:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise RecpoError("lists need a name: NAME=file.parquet, or Lists('name', frame) in Python")
+            raise RecpoError(
+                "lists need a name: NAME=file.parquet, or Lists('name', frame) in Python",
+                code="missing_value",
+                field="name",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Lists:
@@ -267,7 +275,11 @@ class Lists:
         """
         name, _, file = text.partition("=")
         if not name or not file:
-            raise RecpoError(f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}")
+            raise RecpoError(
+                f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}",
+                code="bad_value",
+                field="contenders",
+            )
         return cls(name, file)
 
     @property
@@ -331,7 +343,9 @@ def read_lists(given: Lists, data: Prepared) -> ListedItems:
             f"{name}: none of its {len(table):,} rows names a user and an item of {data.root}; its users are "
             f"{first_values(users[:4].to_pylist())}, those of the data {first_values(users_known[:4].to_pylist())}; "
             f"its items are {first_values(items[:4].to_pylist())}, those of the data "
-            f"{first_values(items_known[:4].to_pylist())}: give the external ids of the same log"
+            f"{first_values(items_known[:4].to_pylist())}: give the external ids of the same log",
+            code="mismatch",
+            field=name,
         )
     score = None if score is None else score[known]
     return _listed(user[known], item[known], order[known], score, counts)
@@ -379,7 +393,9 @@ def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise RecpoError(
-            f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})"
+            f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})",
+            code="wrong_file",
+            field=given.path,
         ) from error
 
 
@@ -401,13 +417,19 @@ def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
     """The ascending sort key of lists: the rank, or minus the score; and, if there are ranks, the scores to compare."""
     rank, score = number_column(table, RANK, name), number_column(table, SCORE, name)
     if rank is None and score is None:
-        raise RecpoError(f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)")
+        raise RecpoError(
+            f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)",
+            code="missing_column",
+            field=RANK,
+        )
     column, values = (SCORE, score) if rank is None else (RANK, rank)
     assert values is not None
     if missing := int(np.isnan(values).sum()):
         raise RecpoError(
             f"{name}: column {column!r} is missing (null or nan) in {missing:,} of {len(values):,} rows, the first is "
-            f"row {int(np.isnan(values).argmax())}: drop these rows"
+            f"row {int(np.isnan(values).argmax())}: drop these rows",
+            code="missing_value",
+            field=column,
         )
     return (-values, None) if rank is None else (values, score)
 
@@ -418,13 +440,17 @@ def _places(values: pa.Array, known: pa.ChunkedArray, column: str, name: str) ->
         return np.zeros(0, np.int64)
     if pa.types.is_integer(values.type) != pa.types.is_integer(known.type):
         raise RecpoError(
-            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it"
+            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it",
+            code="wrong_type",
+            field=column,
         )
     common = pa.int64() if pa.types.is_integer(known.type) else pa.large_string()
     try:
         found = pc.index_in(values.cast(common), value_set=known.cast(common))
     except pa.ArrowInvalid as error:
-        raise RecpoError(f"{name}: column {column!r}: {' '.join(str(error).split())}") from error
+        raise RecpoError(
+            f"{name}: column {column!r}: {' '.join(str(error).split())}", code="bad_value", field=column
+        ) from error
     return np.asarray(found.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
 
 
@@ -510,7 +536,9 @@ def _load_reranked(
         if vectors is None:
             raise RecpoError(
                 f"{base.name} has no item vectors of its own, which {reranker.label} reads: name a column of vectors "
-                "in a file (rerank_options.attributes and rerank_options.vectors)"
+                "in a file (rerank_options.attributes and rerank_options.vectors)",
+                code="missing_option",
+                field="rerank_options.vectors",
             )
         known = known.with_vectors(vectors)
 

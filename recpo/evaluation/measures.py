@@ -59,7 +59,7 @@ class Recommender:
             unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
 
         Raises:
-            ValueError: it can answer neither for histories nor for users.
+            RecpoError: it makes no lists.
         """
         excluded = [part for part in (past, unavailable) if part is not None]
         exclude = torch.cat(excluded, 1) if excluded else None
@@ -69,7 +69,7 @@ class Recommender:
         if self.recommend_to_users is not None:
             return self.recommend_to_users(batch.user_ids, k, exclude)
         if self.recommend is None:
-            raise ValueError(f"{self.name} has neither recommend nor recommend_to_users")
+            raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
         return self.recommend(batch.feedback.histories, k, exclude)
 
 
@@ -193,11 +193,15 @@ def held_out_targets(batch: EvaluationBatch) -> Targets:
     """The sets of the held-out events' items.
 
     Raises:
-        ValueError: the batch does not say which events are positive.
+        RecpoError: the batch does not say which events are positive.
     """
     slates = batch.feedback.slates
     if slates.label is None or slates.positive is None:
-        raise ValueError("targets are made of Slates.label and Slates.positive, and this batch lacks them")
+        raise RecpoError(
+            "targets are made of Slates.label and Slates.positive, and this batch lacks them",
+            code="missing_value",
+            field="label",
+        )
     items = slates.item_ids
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
     liked = slates.mask & slates.positive

@@ -271,7 +271,9 @@ def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:
     if not known.any():
         raise RecpoError(
             f"{name}: no exposure of the {split} period has both a grade and a reward, so there is nothing to "
-            "compare; grades come from watch times, labels and dislikes (recpo prepare)"
+            "compare; grades come from watch times, labels and dislikes (recpo prepare)",
+            code="empty",
+            field=name,
         )
     return rated.only(known)
 

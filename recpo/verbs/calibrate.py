@@ -103,7 +103,7 @@ def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[st
         sources: list[Source] = [rewards] if single else list(rewards)  # type: ignore[list-item, arg-type]
         paths = [_directory(source) for source in sources]
         if again := [str(path) for path in paths if path is not None and paths.count(path) > 1]:
-            raise RecpoError(f"the same directory is named twice: {again[0]}")
+            raise RecpoError(f"the same directory is named twice: {again[0]}", code="duplicate", field=again[0])
         names = [type(one).__name__ if path is None else path.name for one, path in zip(sources, paths, strict=True)]
         named = {}
         for number, (source, path, name) in enumerate(zip(sources, paths, names, strict=True)):
@@ -113,7 +113,9 @@ def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[st
             named[own] = source
     if not named:
         raise RecpoError(
-            "nothing to calibrate: name at least one run of a reward model, one directory of factors, or one reward"
+            "nothing to calibrate: name at least one run of a reward model, one directory of factors, or one reward",
+            code="empty",
+            field="rewards",
         )
     return named
 

@@ -115,7 +115,11 @@ def contenders_of(
             found.append(make_baseline(cast(Baseline, opened)))
     validate_names(found)
     if not found:
-        raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
+        raise RecpoError(
+            "nothing to evaluate: name at least one run, one bundle or one of the baselines",
+            code="empty",
+            field="contenders",
+        )
     return found
 
 
@@ -131,7 +135,7 @@ def directory_of(contender: Named) -> Path | None:
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
     """The last parts of the directories' paths if these differ, else the whole paths."""
     if again := [str(path) for path in paths if paths.count(path) > 1]:
-        raise RecpoError(f"the same directory is named twice: {again[0]}")
+        raise RecpoError(f"the same directory is named twice: {again[0]}", code="duplicate", field=again[0])
     names = [path.resolve().name for path in paths]
     return dict(zip(paths, names if len(set(names)) == len(names) else map(str, paths), strict=True))
 
@@ -146,7 +150,9 @@ def _opened(path: Path, trust: Sequence[str]) -> Run | Bundle | Factors:
         return Factors.open(path)
     raise RecpoError(
         f"{path} is neither a run nor a bundle nor a baseline ({', '.join(BASELINES)}): name an output of `recpo "
-        "train`, `recpo export` or `recpo factorize`, or a baseline"
+        "train`, `recpo export` or `recpo factorize`, or a baseline",
+        code="wrong_file",
+        field=str(path),
     )
 
 
@@ -183,11 +189,17 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
     expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
     ids = np.arange(1, len(bundle.items) + 1)
     if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):
-        raise RecpoError(f"{where} has other items than {data.root}: name the bundle's own prepared data")
+        raise RecpoError(
+            f"{where} has other items than {data.root}: name the bundle's own prepared data",
+            code="mismatch",
+            field=name,
+        )
     if bundle.k < min(longest, data.num_items):
         raise RecpoError(
             f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
-            f"bundle again with k {longest}"
+            f"bundle again with k {longest}",
+            code="out_of_range",
+            field="ks",
         )
     _validate_features(bundle, where, data)
     origin = dict(bundle.manifest.origin)
@@ -206,7 +218,9 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
         if exclude is None:
             raise RecpoError(
                 f"{name}: this bundle never lists items of the history; evaluate its run with exclude_past false, or "
-                "export with repeats"
+                "export with repeats",
+                code="conflicting_options",
+                field="exclude_past",
             )
         ids, feedback, times = (
             torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
@@ -238,7 +252,9 @@ def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
     if wrong:
         raise RecpoError(
             f"{where} reads {' and '.join(wrong)} that are not those of {data.root}: name the bundle's own prepared "
-            "data"
+            "data",
+            code="mismatch",
+            field=wrong[0],
         )
 
 
@@ -289,7 +305,11 @@ class ContenderRuntime(Runtime):
         named = contender if isinstance(contender, Factors | str) else str(contender)
         (found,) = contenders_of([named], data, [1])
         if found.kind not in ("factors", "baseline"):
-            raise RecpoError(f"{contender} is a {found.kind}: recommend from it without prepared")
+            raise RecpoError(
+                f"{contender} is a {found.kind}: recommend from it without prepared",
+                code="conflicting_options",
+                field="prepared",
+            )
         loaded = found.load()
         assert loaded.recommender.recommend is not None
         self._lists = loaded.recommender.recommend
@@ -324,10 +344,16 @@ def reranked_contenders(
         return []
     bases = [one for one in contenders if one.kind in _RERANKED]
     if not bases:
-        raise RecpoError("rerank: no run, bundle or factor model is given whose lists can be re-ranked; name one")
+        raise RecpoError(
+            "rerank: no run, bundle or factor model is given whose lists can be re-ranked; name one",
+            code="unused_option",
+            field="rerank",
+        )
     if options.shortlist < ks[0]:
         raise RecpoError(
-            f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more"
+            f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more",
+            code="out_of_range",
+            field="rerank_options.shortlist",
         )
     known = options.read([name for method in methods for name in method.attributes], data.item_ids())
     found = []

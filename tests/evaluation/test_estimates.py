@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from recpo.base.errors import RecpoError
 from recpo.evaluation import estimates
 from recpo.evaluation.estimates import bootstrap_interval, estimate, estimate_over_seeds
 
@@ -73,5 +74,5 @@ def test_it_is_scipys_interval():
 
 
 def test_one_seed_gives_no_interval():
-    with pytest.raises(ValueError, match="at least two"):
+    with pytest.raises(RecpoError, match="at least two"):
         estimate_over_seeds([1.0])

@@ -62,7 +62,11 @@ class Rows(NamedTuple):
         """
         if not (self.propensity > 0).all():
             row = int((~(self.propensity > 0)).argmax())
-            raise RecpoError(f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out")
+            raise RecpoError(
+                f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out",
+                code="out_of_range",
+                field="propensity",
+            )
         return np.asarray(self.target / self.propensity)
 
 
@@ -262,13 +266,13 @@ def _terms(*ratios: tuple[FloatArray, FloatArray | None]) -> Terms:
 
 def _v_hat(rows: Rows) -> FloatArray:
     if rows.v_hat is None:
-        raise ValueError("this estimator needs the reward model's v_hat")
+        raise RecpoError("this estimator needs the reward model's v_hat", code="missing_value", field="v_hat")
     return rows.v_hat
 
 
 def _corrections(rows: Rows) -> FloatArray:
     if rows.q_hat is None:
-        raise ValueError("this estimator needs the reward model's q_hat")
+        raise RecpoError("this estimator needs the reward model's q_hat", code="missing_value", field="q_hat")
     return rows.weight * (rows.reward - rows.q_hat)
 
 
@@ -308,12 +312,16 @@ class SlateEstimator(ABC):
         """Numerators and denominators ``[N, S]``: one ratio per position.
 
         Raises:
-            ValueError: more positions than position weights.
+            RecpoError: more positions than position weights.
         """
         positions = rows.mask.shape[1]
         counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
         if len(counts) < positions:
-            raise ValueError(f"{len(counts)} position weights for slates of {positions}")
+            raise RecpoError(
+                f"{len(counts)} position weights for slates of {positions}",
+                code="wrong_shape",
+                field="position_weight",
+            )
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
         gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
         return Terms(gained, weight if self.self_normalized else np.ones_like(gained))
@@ -427,7 +435,11 @@ class AdditiveRewardModel:
             reward = _known(chunk).reward
             totals += [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]
         if not totals[0]:
-            raise RecpoError("the reward model has nothing to learn from: no training event has a reward")
+            raise RecpoError(
+                "the reward model has nothing to learn from: no training event has a reward",
+                code="empty",
+                field="reward",
+            )
         mean = totals[1] / totals[0]
         noise = totals[2] / totals[0] - mean**2
         users, items = np.zeros(num_users), np.zeros(num_items + 1)

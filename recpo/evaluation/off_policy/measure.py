@@ -121,7 +121,9 @@ class OffPolicyMeasure(Measure):
             raise RecpoError(
                 f"off-policy value refused: none of the held-out exposures has both a reward and a propensity "
                 f"({self._without_reward:,} lack a reward, {self._without_propensity:,} a propensity of the kind "
-                f"'{self._propensities.source}'); choose another kind of propensity"
+                f"'{self._propensities.source}'); choose another kind of propensity",
+                code="empty",
+                field="off_policy.propensity",
             )
         return result_of(totals, self._options, self._propensities.source)
 
@@ -140,7 +142,11 @@ class OffPolicyMeasure(Measure):
             choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
-                raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")
+                raise RecpoError(
+                    f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}",
+                    code="out_of_range",
+                    field="off_policy.top_k",
+                )
             first = lists[:, :k]
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
@@ -173,7 +179,9 @@ class OffPolicyMeasure(Measure):
         if least < low or most > high:
             raise RecpoError(
                 f"off-policy value: rewards from {least:g} to {most:g} leave the reward_range [{low:g}, {high:g}]: "
-                "name the least and the largest possible reward"
+                "name the least and the largest possible reward",
+                code="out_of_range",
+                field="off_policy.reward_range",
             )
 
 

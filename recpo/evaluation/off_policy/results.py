@@ -109,14 +109,18 @@ def empirical_bernstein_interval(values: FloatArray, low: float, high: float, le
     for what it promises.
 
     Raises:
-        ValueError: a value outside the range.
+        RecpoError: a value outside the range.
     """
     users = len(values)
     if users < 2:
         return NOWHERE
     slack = 1e-9 * max(-low, high, 1.0)
     if values.min() < low - slack or values.max() > high + slack:
-        raise ValueError(f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}")
+        raise RecpoError(
+            f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}",
+            code="out_of_range",
+            field="values",
+        )
     log_term = math.log(4 / (1 - level))
     mean, variance = float(values.mean()), float(values.var(ddof=1))
     half_width = math.sqrt(2 * variance * log_term / users) + 7 * (high - low) * log_term / (3 * (users - 1))
@@ -354,12 +358,12 @@ class OffPolicyResult:
         """One estimate.
 
         Raises:
-            KeyError: there is no such target or estimator.
+            RecpoError: there is no such target or estimator.
         """
         for found in self.estimates:
             if (found.target, found.estimator) == (target, estimator):
                 return found
-        raise KeyError(f"no estimate {estimator} of {target}")
+        raise RecpoError(f"there is no estimate {estimator} of {target}", code="unknown_name", field=estimator)
 
     def differences(self, other: OffPolicyResult) -> tuple[OffPolicyDifference, ...]:
         """The difference in value to ``other``, for every common target and estimator.
@@ -368,7 +372,7 @@ class OffPolicyResult:
         narrower than two separate intervals suggest, if the contenders agree. Targets without an estimate are omitted.
 
         Raises:
-            ValueError: the two were not evaluated on the same rows.
+            RecpoError: the two were not evaluated on the same rows.
         """
         found: list[OffPolicyDifference] = []
         for target, mine in self.totals.items():
@@ -376,7 +380,11 @@ class OffPolicyResult:
                 continue
             theirs = other.totals[target]
             if not (np.array_equal(mine.users, theirs.users) and np.array_equal(mine.rows, theirs.rows)):
-                raise ValueError("a paired difference needs both results on the same rows of the same users")
+                raise RecpoError(
+                    "a paired difference needs both results on the same rows of the same users",
+                    code="mismatch",
+                    field="users",
+                )
             shared = [estimator for estimator in mine.by_estimator if estimator in theirs.by_estimator]
             found += self._differences(target, {e: (mine.by_estimator[e], theirs.by_estimator[e]) for e in shared})
         return tuple(found)
@@ -448,7 +456,9 @@ def _validate_rows(rows: Rows) -> None:
         if not holds.all():
             row = int((~holds).argmax())
             found = getattr(rows, name)[row]
-            raise RecpoError(f"off-policy value: {name} of row {row} is {found:g}, expected {expected}")
+            raise RecpoError(
+                f"off-policy value: {name} of row {row} is {found:g}, expected {expected}", code="bad_value", field=name
+            )
 
 
 def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:

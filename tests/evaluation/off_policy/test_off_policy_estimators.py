@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo.base.errors import RecpoError
 from recpo.evaluation.off_policy.diagnostics import effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
     DM,
@@ -171,5 +172,5 @@ def test_without_rows_or_weight_there_is_no_estimate():
 
 @pytest.mark.parametrize("estimator", [DM(), DR(), SNDR(), SwitchDR()], ids=lambda e: e.name)
 def test_a_missing_model_is_named(estimator):
-    with pytest.raises(ValueError, match="reward model"):
+    with pytest.raises(RecpoError, match="reward model"):
         estimator(Rows(np.ones(2), np.ones(2), np.ones(2)))

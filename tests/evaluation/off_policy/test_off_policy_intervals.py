@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo.base.errors import RecpoError
 from recpo.evaluation.off_policy.estimators import DR, IPS, SNDR, SNIPS, ClippedIPS, Rows, sum_of_ratios
 from recpo.evaluation.off_policy.results import (
     ClusterSums,
@@ -109,7 +110,7 @@ def test_empirical_bernstein_is_the_printed_formula():
     low, high = empirical_bernstein_interval(many, -1.0, 1.0)
     assert low < 0.6 < high
     assert high - low < 0.04
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(RecpoError, match="outside"):
         empirical_bernstein_interval(values, 0.0, 0.5)
 
 

@@ -305,7 +305,7 @@ def test_paired_differences():
     assert {d.target for d in a.differences(measured(log(), theirs, scores=False))} == {f"top_{PLACES}"}
     over = {(d.target, d.estimator): d for d in a.over_logging_policy()}
     assert over["policy", "IPS"].value == pytest.approx(values[0].value - reward.mean())
-    with pytest.raises(ValueError, match="same rows"):
+    with pytest.raises(RecpoError, match="same rows"):
         a.differences(measured(log(seed=5)))
 
 
