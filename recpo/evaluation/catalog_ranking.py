@@ -161,7 +161,7 @@ def evaluate_ranking(
                 raise RecpoError(
                     f"{recommender.name} returned items that are not candidates; leave them out of its lists",
                     code="bad_value",
-                    field=recommender.name,
+                    field="candidates",
                 )
             targets = collected.rankable(held_out_targets(batch), past, absent)
             new = (
@@ -209,31 +209,32 @@ def validate_answer(
         raise RecpoError(
             f"{name} returned items that it was told to exclude; its metrics would mean nothing",
             code="bad_value",
-            field=name,
+            field="exclude_past",
         )
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
         raise RecpoError(
             f"{name} returned an item twice in one list; its metrics would mean nothing", code="duplicate", field=name
         )
-    _validate_logp(name, "held-out items", logp, mask)
+    _validate_logp(name, "log_prob", logp, mask)
     if recommender.scores_are_logp:
-        _validate_logp(name, "listed items", lists.scores, item_ids > 0)
+        _validate_logp(name, "scores", lists.scores, item_ids > 0)
 
 
-def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> None:
+def _validate_logp(name: str, field: Literal["log_prob", "scores"], logp: Tensor | None, mask: Tensor) -> None:
     if logp is None:
         return
+    what = "held-out items" if field == "log_prob" else "listed items"
     logp = logp.masked_fill(~mask, 0.0)
     if bool(logp.isnan().any()):
         raise RecpoError(
-            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=name
+            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=field
         )
     if bool((logp > _ROUNDING).any()):
         raise RecpoError(
             f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
             "not log-probabilities, so its values would be meaningless; normalize the scores",
             code="out_of_range",
-            field=name,
+            field=field,
         )
 
 

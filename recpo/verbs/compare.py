@@ -121,7 +121,7 @@ class Compare(ValueOptions, Verb[Comparison]):
                 f"compare: k is {self.k}, expected 1 to {longest}, as the {name} bundle {bundle.root} serves lists of "
                 f"up to {bundle.k} and the data have {data.num_items} items: choose another k, or export with a larger "
                 "one",
-                code="out_of_range",
+                code="mismatch",
                 field="k",
             )
         if bundle.feedback.levels_from != data.feedback.levels_from:

@@ -19,6 +19,7 @@ from recpo.cli.main import main
 from recpo.evaluation.reward_comparison import greedy_lists
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.prepared import Prepared
+from tests.refusals import refused
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,14 @@ def test_a_log_without_propensities_has_no_value_from_the_log_and_says_so(world,
 
 
 def test_mistakes_are_named(prepared, factors, tmp_path):
-    for rewards, message in (
-        ([], "nothing to calibrate"),
-        ([factors, factors], "named twice"),
-        ([tmp_path], "is not a run directory"),
-        ({"unknown": SineReward(known=0)}, "unknown: no exposure of the valid period has both a grade and a reward"),
+    for rewards, code, field in (
+        ([], "empty", "rewards"),
+        ([factors, factors], "duplicate", str(factors)),
+        ({"unknown": SineReward(known=0)}, "empty", "unknown"),
     ):
-        with pytest.raises(RecpoError, match=message):
+        with refused(code, field):
             recpo.calibrate(prepared, rewards)
-    with pytest.raises(RecpoError, match="k is 0"):
+    with pytest.raises(RecpoError, match="is not a run directory"):
+        recpo.calibrate(prepared, [tmp_path])
+    with refused("out_of_range", "k"):
         recpo.calibrate(prepared, factors, k=0)

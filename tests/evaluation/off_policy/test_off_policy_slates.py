@@ -5,7 +5,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.evaluation.off_policy.estimators import (
     IPS,
     IndependentIPS,
@@ -15,6 +14,7 @@ from recpo.evaluation.off_policy.estimators import (
     StandardIPS,
     sum_of_ratios,
 )
+from tests.refusals import refused
 
 ITEMS, POSITIONS = 3, 3
 RNG = np.random.default_rng(0)
@@ -86,5 +86,5 @@ def test_by_hand_with_padding_and_position_weights():
     assert IndependentIPS(self_normalized=True)(rows) == pytest.approx(2.5 / 2.5 + 3 / 4)
     assert RewardInteractionIPS(self_normalized=True)(rows) == pytest.approx(2.5 / 2.5 + 6 / 6.5)
     assert IndependentIPS(position_weight=(1.0, 0.5))(rows) == pytest.approx((2 + 1.5 + 0.5) / 2)
-    with pytest.raises(RecpoError, match="1 position weights for slates of 2"):
+    with refused("wrong_shape", "position_weight"):
         IndependentIPS(position_weight=(1.0,))(rows)
