@@ -19,7 +19,7 @@ from recpo.base.types import EvaluationBatch
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.candidates import Candidates, CandidateTable, candidates_of
-from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
+from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
@@ -215,15 +215,17 @@ class HeldOutPass:
         result = evaluate_ranking(
             recommender,
             self._batches(max_history, contender.name, reads),
-            num_items=self.data.num_items,
-            ks=self.options.ks,
-            exclude_past=self.options.exclude_past,
-            gain=self.options.gain,
+            Ranking(
+                num_items=self.data.num_items,
+                ks=self.options.ks,
+                exclude_past=self.options.exclude_past,
+                gain=self.options.gain,
+                user_segments=[history_length()] if self.options.segments else [],
+                item_segments=self.item_segments,
+                candidates=self.candidates,
+                new_items_among=self.new_items.others if has_new else None,
+            ),
             measures=[*measures, *further],
-            user_segments=[history_length()] if self.options.segments else [],
-            item_segments=self.item_segments,
-            candidates=self.candidates,
-            new_items_among=self.new_items.others if has_new else None,
         )
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()

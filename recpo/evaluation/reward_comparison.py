@@ -29,7 +29,7 @@ from recpo.evaluation.calibration import (
     numbers,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
-from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.cautions import alike
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
@@ -215,10 +215,8 @@ class RewardComparison:
                 ),
             ),
             self._batches("test", PassOptions(batch_size=at_once, progress=self.options.progress)),
-            num_items=num_items,
-            ks=[self.k],
+            Ranking(num_items=num_items, ks=[self.k], candidates=self.candidates),
             measures=[exposures, *(one for one in (value, self.truth) if one is not None)],
-            candidates=self.candidates,
         )
         lists, logging = {}, {}
         if value is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recpo.base.contracts import RewardFunction
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Observed, Recommender
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, Rows
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
@@ -376,7 +376,7 @@ def test_it_is_a_measure_of_the_one_pass():
     contender = Contender()
     measure = OffPolicyMeasure(CALM, reward=Given(), propensities=LoggedPropensities(), num_items=ITEMS, ks=[PLACES])
     recommender = Recommender(contender.recommend, contender.log_prob)
-    evaluate_ranking(recommender, log(), num_items=ITEMS, ks=[PLACES], exclude_past=False, measures=[measure])
+    evaluate_ranking(recommender, log(), Ranking(num_items=ITEMS, ks=[PLACES], exclude_past=False), measures=[measure])
     assert measure.result().as_json() == measured(log(), contender).as_json()
 
 
