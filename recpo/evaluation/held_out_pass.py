@@ -140,7 +140,7 @@ def held_out_batches(
         reads: what the batches contain besides items, feedback and times.
         options: number of users at once, and whether a bar is shown.
         device: where the batches are needed.
-        title: what the bar says.
+        title: label of the progress bar.
     """
     users = sum(shard["users"] for shard in data.manifest["shards"][split])
     hidden = None if options.progress else True  # None: hidden if there is no terminal
