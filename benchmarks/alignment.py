@@ -34,7 +34,7 @@ from recpo import calibrate, factorize, prepare, simulate, train
 from recpo.artifacts import write_json
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.estimates import estimate_over_seeds
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import ndcg, ranked_hits, recall

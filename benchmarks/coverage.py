@@ -28,10 +28,9 @@ import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
 from recpo.lists.exploration import Exploration, Pool
 from recpo.worlds.parameters import SimulationParameters
 from recpo.worlds.preferences import Preferences

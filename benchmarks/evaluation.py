@@ -36,9 +36,8 @@ import torch
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates
 from recpo.evaluation.baselines import Popularity
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.catalog_ranking import evaluate_ranking
-from recpo.evaluation.item_facts import ItemFacts, ItemTags
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -117,11 +116,8 @@ def whole_pass(options: argparse.Namespace, size: str, contender: str, everythin
         result = evaluate_ranking(
             recommender,
             random_batches(users, items) if batches is None else batches,
-            num_items=items,
-            ks=KS,
+            Ranking(num_items=items, ks=KS, user_segments=[history_length()], item_segments=item_segments(facts)),
             measures=[BeyondAccuracy(facts, KS)] if everything else [],
-            user_segments=[history_length()],
-            item_segments=item_segments(facts),
         )
         seconds.append(time.perf_counter() - start[0])
         cpu.append(time.process_time() - start[1])

@@ -52,12 +52,10 @@ from recpo.base.features import FeatureArrays, Reads
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity, first_allowed
-from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.measures import Recommender
-from recpo.evaluation.new_items import NewItems, new_items
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import Recommender, exposure_auc, held_out_targets
+from recpo.evaluation.segments import NewItems, new_items
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places
 from recpo.rewards.rewards import EnsembleReward
@@ -348,7 +346,7 @@ def policy_metrics(run, data, options):
     counts = torch.from_numpy(np.append(0, data.item_counts()))
     measures = [NewItems(new_items(counts, None), [10])]
     batches = evaluation_batches(data.root, options.split, policy.max_history, 512, policy.reads)
-    found = evaluate_ranking(recommender, batches, num_items=data.num_items, ks=[10], measures=measures)
+    found = evaluate_ranking(recommender, batches, Ranking(num_items=data.num_items, ks=[10]), measures=measures)
     scores = metrics_of_scores(lambda asked: policy.log_prob(asked)[..., 0], data, options, policy.max_history)
     values = {metric: estimate(per_user)._asdict() for metric, per_user in found.per_user.items()}
     values |= {metric: {"mean": total} for metric, total in found.totals.items()}
@@ -412,7 +410,7 @@ def made_here(name, seed, data, options):
         rule = item_rate(data)
         recommender = Recommender(rule.recommend, score=rule.score, name=name)
     batches = evaluation_batches(data.root, options.split, 1, 512)
-    found = evaluate_ranking(recommender, batches, num_items=data.num_items, ks=[10])
+    found = evaluate_ranking(recommender, batches, Ranking(num_items=data.num_items, ks=[10]))
     values = {metric: estimate(per_user)._asdict() for metric, per_user in found.per_user.items()}
     return values | {metric: {"mean": total} for metric, total in found.totals.items()}
 

@@ -32,10 +32,9 @@ import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
 from recpo.rewards.rewards import LoggedReward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -32,10 +32,9 @@ from decoding import generating_policy, random_codes
 
 from recpo.base.contracts import Policy
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.batches.datamodule import TrainBatches
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import Assign
+from recpo.batches.train_batches import Assign, TrainBatches
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy

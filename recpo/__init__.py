@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from recpo.evaluation.candidates import CandidateTable as CandidateTable
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.rewards.factors import Factors as Factors
-    from recpo.evaluation.lists import Lists as Lists
+    from recpo.evaluation.contenders import Lists as Lists
     from recpo.evaluation.measures import Measure as Measure, Observed as Observed
     from recpo.lists.exploration import Exploration as Exploration, Pool as Pool
     from recpo.base.features import (
@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     )
     from recpo.items.tokenization import Codes as Codes
     from recpo.verbs.calibrate import calibrate as calibrate
-    from recpo.verbs.comparison import Comparison as Comparison
+    from recpo.evaluation.comparison import Comparison as Comparison
     from recpo.verbs.compare import compare as compare
     from recpo.verbs.evaluate import evaluate as evaluate
     from recpo.verbs.factorize import factorize as factorize
@@ -159,7 +159,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.evaluation.candidates": ("CandidateTable",),
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.rewards.factors": ("Factors",),
-    "recpo.evaluation.lists": ("Lists",),
+    "recpo.evaluation.contenders": ("Lists",),
     "recpo.evaluation.measures": ("Measure", "Observed"),
     "recpo.lists.exploration": ("Exploration", "Pool"),
     "recpo.base.features": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),
@@ -220,7 +220,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "recpo.items.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
-    "recpo.verbs.comparison": ("Comparison",),
+    "recpo.evaluation.comparison": ("Comparison",),
     "recpo.verbs.compare": ("compare",),
     "recpo.verbs.evaluate": ("evaluate",),
     "recpo.verbs.factorize": ("factorize",),

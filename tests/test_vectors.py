@@ -46,7 +46,7 @@ OTHERS = {
     "dapo.overlong": "items have no lengths that could run over",
     "ope.basic": "recpo.evaluation.off_policy",
     "metrics.ranking": "recpo.ops.ranking",
-    "metrics.sid_collision": "recpo.evaluation.collisions",
+    "metrics.sid_collision": "recpo.evaluation.beyond_accuracy",
 }
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from recpo.artifacts import kind_of
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration, path_of
-from recpo.evaluation.calibration import CalibrationReport
+from recpo.evaluation.reward_comparison import CalibrationReport
 from recpo.training.learned_reward import CALIBRATION
 from recpo.verbs.calibrate import Calibrate
 

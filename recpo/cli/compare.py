@@ -11,8 +11,8 @@ from rich.table import Table
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, path_of
+from recpo.evaluation.comparison import Comparison
 from recpo.verbs.compare import Compare
-from recpo.verbs.comparison import Comparison
 
 _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
@@ -69,7 +69,7 @@ def comparison_table(document: Mapping[str, Any]) -> Table:
         ends = (None, None) if mean is None or half is None else (mean - half, mean + half)
         table.add_row(name, *(_number(row[side]["mean"]) for side in ("old", "new")), _interval(mean, *ends))
     old, new = document["lists"]["old"], document["lists"]["new"]
-    for name in (one for one in old if "@" in one):
+    for name in (one for one, value in old.items() if not isinstance(value, int)):
         table.add_row(name, _number(old[name]), _number(new[name]), "")
     for name in _COUNTS:
         table.add_row(name.replace("_", " "), f"{old[name]:,}", f"{new[name]:,}", "")

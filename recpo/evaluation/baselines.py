@@ -1,13 +1,31 @@
-"""Recommenders that do not learn from histories. Every policy must beat them."""
+"""The models of the baselines: counts, neighbors, and models that are fitted once per data and options.
+
+Popularity and random lists do not learn from histories, and every policy must beat them. Items that occur near each
+other in training histories are the strongest recommender without learned parameters. Fitted baselines are kept with the
+evaluation (``BaselineCache``).
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
+from recpo.artifacts import sha256
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
+from recpo.evaluation.measures import Recommender
+from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
+from recpo.rewards.factors import Factors
 
 
 class Popularity:
@@ -87,3 +105,299 @@ def decayed_counts(
     """
     weight = np.exp2((timestamp - end) / half_life)
     return np.bincount(item_index, weight, minlength=num_items + 1)[1:]
+
+
+class EventChunk(NamedTuple):
+    """Consecutive training events, sorted by user and time; no user is in two chunks.
+
+    Attributes:
+        user_index: ``[N]``, equal for the events of a user.
+        item_index: ``[N]``, items 1..V.
+    """
+
+    user_index: np.ndarray
+    item_index: np.ndarray
+
+
+@dataclass(frozen=True)
+class CooccurrenceOptions:
+    """How neighbors are counted and weighted.
+
+    Attributes:
+        window: two events of a user are near if they are at most this many events apart.
+        neighbors: number of neighbors kept per item, the ones with the largest weights.
+        weight: ``cosine`` = ``c_ij / (sqrt(n_i n_j) + shrinkage)``, ``conditional`` = ``c_ij / (n_i + shrinkage)``,
+            where ``c_ij`` counts the near pairs of i and j (i != j) and ``n_i = sum_j c_ij``.
+        shrinkage: reduces the weights of items with few events.
+        recent_events: number of most recent history events that are looked up.
+        pairs_in_memory: near pairs that are counted at once; more pairs are counted in several passes over the events.
+    """
+
+    window: PositiveInt = 5
+    neighbors: PositiveInt = 100
+    weight: Literal["cosine", "conditional"] = "cosine"
+    shrinkage: NonNegativeFloat = 10.0
+    recent_events: PositiveInt = 10
+    pairs_in_memory: PositiveInt = 1 << 24
+
+    def __post_init__(self) -> None:
+        validate_ranges(self, "baseline_options.cooccurrence.")
+
+
+class Neighbors(NamedTuple):
+    """The neighbors with the largest weights of every item, as one flat list, sorted by weight, ties by item id.
+
+    Attributes:
+        offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.
+        item_ids: ``[M]`` int32.
+        weights: ``[M]`` float32.
+    """
+
+    offsets: Tensor
+    item_ids: Tensor
+    weights: Tensor
+
+
+class CooccurrenceBaseline:
+    """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
+
+    ``h_1`` is the most recent event. Item-based neighborhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
+    2004) with windows instead of whole baskets. Ties go to the smaller id. If fewer than k items have a score, the most
+    popular of the others follow with score 0.
+    """
+
+    def __init__(self, neighbors: Neighbors, counts: Tensor, recent_events: int = 10) -> None:
+        """``counts [V]``: training events of item 1, 2, ..., V, to fill the places that have no neighbor."""
+        self._neighbors, self._recent_events = neighbors, recent_events
+        self._ranking = counts.argsort(descending=True, stable=True) + 1
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; scores are the sums above. Everything is computed on the CPU."""
+        device, exclude = histories.item_ids.device, None if exclude is None else exclude.cpu()
+        near, scores = _summed(*self._near(histories))
+        if exclude is not None:
+            scores = scores.masked_fill(is_member(near, exclude), 0.0)
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        scores, near = scores[:, :k], near.gather(1, order[:, :k]).masked_fill(scores[:, :k] <= 0, 0)
+        taken = near if exclude is None else torch.cat([near, exclude], 1)
+        popular = self._ranking[: k + taken.shape[1]].expand(len(near), -1)
+        both = torch.cat([near, first_allowed(popular, k, taken)], 1)
+        item_ids = both.gather(1, (both == 0).int().argsort(dim=1, stable=True)[:, :k])
+        scores = torch.nn.functional.pad(scores, (0, k - scores.shape[1])).masked_fill(item_ids == 0, -torch.inf)
+        return Recommendations(item_ids.to(device), scores.to(device))
+
+    def _near(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        """Neighbors of the last events, and their weights divided by the rank of the event, ``[B, n N]`` each."""
+        lengths = histories.lengths.cpu()[:, None]
+        rank = torch.arange(1, self._recent_events + 1)
+        history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # at least one place, even if all are empty
+        recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
+        offsets, item_ids, weights = self._neighbors
+        begin, end = offsets[recent], offsets[recent + 1]
+        longest = int((end - begin).max()) if len(begin) else 0
+        place = begin[..., None] + torch.arange(longest)
+        missing = (place >= end[..., None]).flatten(1)
+        place = place.masked_fill(place >= end[..., None], 0).flatten(1)
+        near = item_ids[place].long().masked_fill(missing, 0)
+        weight = weights[place].masked_fill(missing, 0.0) / rank.repeat_interleave(longest)
+        return near, weight
+
+
+def neighbors_of(
+    events: Callable[[], Iterable[EventChunk]],
+    num_items: int,
+    options: CooccurrenceOptions = CooccurrenceOptions(),
+) -> Neighbors:
+    """Counts near pairs of training events and keeps the neighbors with the largest weights of every item.
+
+    Exact, in memory that does not grow with the log: each pass over the events counts the pairs of a group of items
+    with at most ``pairs_in_memory`` pairs.
+
+    Args:
+        events: opens the training events from the beginning; called once per group of items, plus once.
+        num_items: V.
+        options: window, weight and so on.
+    """
+    totals = np.zeros(num_items + 1)
+    for chunk in events():
+        for one, other in _near_pairs(chunk, options.window):
+            totals += np.bincount(one, minlength=num_items + 1) + np.bincount(other, minlength=num_items + 1)
+    group = np.cumsum(totals) // options.pairs_in_memory
+    starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
+    parts = []
+    for first, last in zip(starts, [*starts[1:], num_items + 1], strict=True):
+        counts = csr_array((last - first, num_items + 1))
+        for chunk in events():
+            counts += _pair_counts(chunk, options.window, range(first, last), num_items)
+        parts.append(_heaviest(_weighed(counts, totals, first, options), options.neighbors))
+    lengths, item_ids, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Neighbors(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
+
+
+def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each pair of different items at most ``window`` events apart, once, one distance at a time."""
+    user, item = chunk
+    for distance in range(1, window + 1):
+        near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
+        yield item[:-distance][near], item[distance:][near]
+
+
+def _pair_counts(chunk: EventChunk, window: int, rows: range, num_items: int) -> csr_array:
+    """``c_ij`` of the items in ``rows`` within one chunk: ``[len(rows), V + 1]``."""
+    pairs = [pair for one, other in _near_pairs(chunk, window) for pair in ((one, other), (other, one))]
+    row, column = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    kept = (row >= rows.start) & (row < rows.stop)
+    row, column = row[kept] - rows.start, column[kept]
+    return csr_array((np.ones(len(row)), (row, column)), shape=(len(rows), num_items + 1))
+
+
+def _weighed(counts: csr_array, totals: np.ndarray, first: int, options: CooccurrenceOptions) -> csr_array:
+    own = np.repeat(totals[first : first + counts.shape[0]], np.diff(counts.indptr))
+    expected = own if options.weight == "conditional" else np.sqrt(own * totals[counts.indices])
+    return csr_array((counts.data / (expected + options.shrinkage), counts.indices, counts.indptr), shape=counts.shape)
+
+
+def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The largest entries of every row: their number, columns and values, row by row."""
+    row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
+    order = np.lexsort((weighed.indices, -weighed.data, row))
+    kept = np.arange(len(row)) - weighed.indptr[row] < most
+    source = order[kept]
+    lengths = np.bincount(row[kept], minlength=weighed.shape[0])
+    return lengths, weighed.indices[source].astype(np.int32), weighed.data[source].astype(np.float32)
+
+
+def _summed(item_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the weights of equal items: distinct items ``[B, C]``, ascending, 0 pads, and their sums ``[B, C]``."""
+    ids, order = item_ids.sort(dim=1, stable=True)
+    change = torch.ones_like(ids)
+    change[:, 1:] = (ids[:, 1:] != ids[:, :-1]).long()
+    place = change.cumsum(1) - 1
+    sums = torch.zeros_like(weights).scatter_add_(1, place, weights.gather(1, order))
+    return torch.zeros_like(ids).scatter_(1, place, ids), sums
+
+
+#: Directory of fitted baselines within that of an evaluation.
+BASELINES_DIRECTORY: Final = "baselines"
+_VERSION: Final = 1  # version of the fitting methods; a new version fits again
+
+
+class Model(Protocol):
+    """A fitted model: it recommends for any history and reads its last ``max_history`` events."""
+
+    @property
+    def max_history(self) -> int:
+        """Number of events that it reads."""
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``."""
+
+    def save(self, path: Path) -> None:
+        """Writes the model."""
+
+
+M = TypeVar("M", bound=Model)
+
+
+class Recipe(NamedTuple, Generic[M]):
+    """How a model is fitted and opened.
+
+    Attributes:
+        fit: ``(data, options, progress=...)`` fits it on prepared data.
+        open: reads the output of its ``save``.
+        suffix: suffix of the file; empty = a directory.
+    """
+
+    fit: Callable[..., M]
+    open: Callable[[Path], M]
+    suffix: str = ".safetensors"
+
+
+@dataclass(frozen=True)
+class BaselineCache:
+    """The directories of fitted baselines.
+
+    Attributes:
+        reads: directory to read existing ones from; None = there is none.
+        writes: directory to keep the used ones in; None = they are not kept.
+    """
+
+    reads: Path | None = None
+    writes: Path | None = None
+
+    def model(self, name: str, data: Prepared, options: Any, recipe: Recipe[M], progress: bool = False) -> M:
+        """The existing model of the same data and options, or a newly fitted one.
+
+        Args:
+            name: name of the baseline.
+            data: prepared data; its manifest, which has the checksums of all files, identifies it.
+            options: a dataclass; a model with any other value is not reused.
+            recipe: how it is fitted and opened.
+            progress: show a progress bar on a terminal.
+
+        Raises:
+            RecpoError: the existing model is damaged.
+        """
+        file = f"{name}-{_key(name, data, options)}{recipe.suffix}"
+        kept = None if self.reads is None else self.reads / file
+        model = (
+            recipe.fit(data, options, progress=progress) if kept is None or not kept.exists() else _opened(kept, recipe)
+        )
+        if self.writes is not None and not (self.writes / file).exists():
+            self.writes.mkdir(parents=True, exist_ok=True)
+            model.save(self.writes / file)
+        return model
+
+
+def _key(name: str, data: Prepared, options: Any) -> str:
+    content = {"version": _VERSION, "baseline": name, "options": asdict(options), "prepared": data.manifest}
+    return sha256(json.dumps(content, sort_keys=True, default=str).encode())[:16]
+
+
+def _opened(path: Path, recipe: Recipe[M]) -> M:
+    try:
+        return recipe.open(path)
+    except RecpoError as error:
+        raise RecpoError(
+            f"the baseline that was kept in {path} cannot be read: remove it to fit it again ({error})",
+            code="damaged",
+            field=path.name,
+        ) from error
+
+
+def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Tensor] | None = None) -> Recommender:
+    """Runs a model on the CPU; histories may be on any device.
+
+    Args:
+        model: the model.
+        name: name of the contender.
+        score: scores held-out slates on the CPU, see ``Recommender.score``.
+    """
+
+    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        device = histories.item_ids.device
+        found = model.recommend(histories.map(Tensor.cpu), k, None if exclude is None else exclude.cpu())
+        return Recommendations(*(part.to(device) for part in found))
+
+    def scored(batch: FeedbackBatch) -> Tensor:
+        assert score is not None
+        device = batch.slates.item_ids.device
+        slates = batch.slates._replace(item_ids=batch.slates.item_ids.cpu())
+        return score(batch._replace(histories=batch.histories.map(Tensor.cpu), slates=slates)).to(device)
+
+    return Recommender(recommend, name=name, score=None if score is None else scored)
+
+
+def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
+    """Scores ``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
+    return scores.gather(1, (batch.slates.item_ids - 1).clamp_min(0))
+
+
+def factors_recommender(factors: Factors, name: str) -> Recommender:
+    """The items with the highest predicted grade, or lower bound of it, for users folded in from their history."""
+
+    def score(batch: FeedbackBatch) -> Tensor:
+        return factors.bounded_grades(batch.histories, batch.slates.item_ids)
+
+    return recommender_of(factors, name, score)

@@ -1,19 +1,38 @@
 """Properties of lists beyond accuracy: exposure, novelty, diversity, popularity, and similarity to the history.
 
 Means over a list are over its filled places; an empty list has none of these metrics (nan). The history is what the
-user saw before the period, ``EvaluationBatch.exclude``, even if the recommender reads less of it.
+user saw before the period, ``EvaluationBatch.exclude``, even if the recommender reads less of it. The facts about items
+that the metrics use, ``ItemFacts``, are counts, durations, and tags and vectors from a file; place 0 of every tensor is
+unused.
+
+The metrics of ``TupleLists`` are item metrics for lists of code tuples that several items may share. A hit of a tuple
+is not a hit of an item: a system that shows items must put the items of a tuple into some order. Without another rule,
+this order is uniformly random, and the metrics are the expectations over it, in closed form: the items of the first
+tuple come first, in random order, then those of the second, and so on. Counting a tuple's hit as a hit of each item
+instead inflates HitRate by up to the number of items in a tuple. recpo's own policies give every item a unique tuple
+and rank items; these metrics are for lists of other systems.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from recpo.evaluation.item_facts import ItemFacts, ItemTags, popularity_bins
+from recpo.base.errors import RecpoError
 from recpo.evaluation.measures import Measure, Observed
+from recpo.items.columns import read_vectors
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 
 _CELLS_AT_ONCE = 1 << 24  # of users x tags
@@ -225,3 +244,218 @@ def _tag_sums(item_ids: Tensor, tags: ItemTags, power: float) -> Tensor:
 def _shares(item_ids: Tensor, tags: ItemTags) -> Tensor:
     sums = _tag_sums(item_ids, tags, power=1.0)
     return sums / sums.sum(1, keepdim=True)
+
+
+#: Bins of ``popularity_bins``, the most popular first.
+POPULARITY_BINS = ("head", "torso", "tail", "unseen in training")
+
+
+class ItemTags(NamedTuple):
+    """The tags of every item, as one flat list with offsets.
+
+    Attributes:
+        offsets: ``[V + 2]`` int64; item i owns ``tags[offsets[i] : offsets[i + 1]]``, item 0 owns nothing.
+        tags: ``[N]`` int64, 0 .. ``num_tags`` - 1, distinct within an item.
+        num_tags: G.
+    """
+
+    offsets: Tensor
+    tags: Tensor
+    num_tags: int
+
+
+class ItemFacts(NamedTuple):
+    """The facts that item segments and beyond-accuracy metrics use, on the CPU.
+
+    Attributes:
+        train_count: ``[V + 1]`` int64, training events of every item.
+        duration: ``[V + 1]`` float, seconds, nan = unknown.
+        tags: genres, topics and so on.
+        vectors: ``[V + 1, d]`` float, item embeddings; a row of zeros = none.
+    """
+
+    train_count: Tensor
+    duration: Tensor | None = None
+    tags: ItemTags | None = None
+    vectors: Tensor | None = None
+
+
+def popularity_bins(train_count: Tensor) -> Tensor:
+    """Bins of items by share of the training events: ``[V + 1]`` int64 indices of ``POPULARITY_BINS``, place 0 is -1.
+
+    Items are sorted by their number of events, ties by id. The head is the smallest set of items with at least half of
+    all events, the torso the next ones up to at least 80 %, and the tail the remaining items with events.
+    """
+    counts = train_count[1:].long()
+    order = counts.argsort(descending=True, stable=True)
+    before = counts[order].cumsum(0) - counts[order]
+    label = torch.bucketize(10 * before, counts.sum() * torch.tensor([5, 8]), right=True)
+    bins = torch.full_like(train_count, -1, dtype=torch.int64)
+    bins[order + 1] = label
+    bins[1:][counts == 0] = len(POPULARITY_BINS) - 1
+    return bins
+
+
+@dataclass(frozen=True)
+class ItemFeatures:
+    """A file of item side information, for diversity and calibration.
+
+    Attributes:
+        file: Parquet file with one row per item; items of other catalogs are ignored.
+        item_id: column of the item ids of the log.
+        tags: column of genres, topics and so on: a value, or a list of values, per item; null = no tags.
+        vectors: column of lists of numbers; null = no vectors.
+    """
+
+    file: Path
+    item_id: str = "item_id"
+    tags: str | None = None
+    vectors: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tags is None and self.vectors is None:
+            raise RecpoError(
+                f"item_features: name the column of the tags or of the vectors in {self.file}, or both",
+                code="missing_option",
+                field="item_features",
+            )
+
+
+def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
+    """The facts about the items 1..V; place 0 is unused.
+
+    Raises:
+        RecpoError: the file cannot be read, lacks a column, or names no item of the catalog.
+    """
+    table = data.table("items.parquet", ["train_count", "duration"])
+    count, duration = (_with_place_0(torch.from_numpy(column.to_numpy().copy())) for column in table.columns)
+    facts = ItemFacts(count, duration.double() if bool((~duration[1:].isnan()).any()) else None)
+    if features is None:
+        return facts
+    items = data.item_ids()
+    vectors = None
+    if features.vectors is not None:
+        rows = read_vectors(features.file, features.item_id, [features.vectors], items.to_internal, data.num_items)
+        vectors = _with_place_0(torch.from_numpy(rows.values))
+    return facts._replace(vectors=vectors, tags=None if features.tags is None else _tags(features, items))
+
+
+def _with_place_0(values: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(values[:1]), values])
+
+
+def _tags(features: ItemFeatures, items: IdMap) -> ItemTags:
+    """Tags of the items, numbered in the order of their first appearance."""
+    ids, tags = _columns(features)
+    try:
+        index = items.to_internal(ids)
+    except RecpoError as error:
+        raise RecpoError(
+            f"{features.file}, column {features.item_id}: {error}", code="wrong_type", field=features.item_id
+        ) from error
+    if not (index > 0).any():
+        raise RecpoError(
+            f"{features.file}: column {features.item_id} names no item of the catalog",
+            code="mismatch",
+            field=features.item_id,
+        )
+    if pa.types.is_list(tags.type) or pa.types.is_large_list(tags.type) or pa.types.is_fixed_size_list(tags.type):
+        owner, values = index[pc.list_parent_indices(tags).to_numpy()], pc.list_flatten(tags)
+    else:
+        owner, values = index, tags
+    kept = pc.and_(pa.array(owner > 0), values.is_valid())
+    encoded = values.filter(kept).dictionary_encode()
+    number = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    owner = owner[kept.to_numpy(zero_copy_only=False)]
+    size = max(1, len(encoded.dictionary))
+    distinct = np.unique(owner * size + number)
+    counts = np.bincount(distinct // size, minlength=len(items) + 1)
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
+    return ItemTags(offsets, torch.from_numpy(distinct % size), len(encoded.dictionary))
+
+
+def _columns(features: ItemFeatures) -> tuple[pa.Array, pa.Array]:
+    assert features.tags is not None
+    try:
+        names = pq.read_schema(features.file).names
+        for name in (features.item_id, features.tags):
+            if name not in names:
+                raise RecpoError(
+                    f"{features.file} has no column {name}; it has {', '.join(names)}",
+                    code="missing_column",
+                    field=name,
+                )
+        table = pq.read_table(features.file, columns=[features.item_id, features.tags])
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise RecpoError(
+            f"{features.file} cannot be read as Parquet ({error})", code="wrong_file", field=str(features.file)
+        ) from error
+    ids, tags = (table.column(name).combine_chunks() for name in (features.item_id, features.tags))
+    return ids, tags
+
+
+class TupleLists(NamedTuple):
+    """Lists of code tuples, best first.
+
+    Attributes:
+        num_items: ``[B, W]`` int64, number of items that share the tuple; 0 = empty place.
+        num_hits: ``[B, W]`` int64, number of targets among them.
+        num_targets: ``[B]`` int64, distinct targets of the user, listed or not.
+    """
+
+    num_items: Tensor
+    num_hits: Tensor
+    num_targets: Tensor
+
+
+def expected_recall(lists: TupleLists, ks: Sequence[int]) -> Tensor:
+    """Recall@k of items: ``sum_w hits_w (share of tuple w's items among the first k) / targets``. ``[B, len(ks)]``."""
+    shown = _shown(lists, ks)
+    found = (lists.num_hits[..., None] * shown / lists.num_items.clamp_min(1)[..., None]).sum(1)
+    return found / _targets(lists)
+
+
+def expected_hit_rate(lists: TupleLists, ks: Sequence[int]) -> Tensor:
+    """HitRate@k of items: probability that a target is among the first k. ``[B, len(ks)]``.
+
+    A tuple of m items, t of them targets, of which j come among the first k, hides all its targets with probability
+    ``C(m - t, j) / C(m, j)``.
+    """
+    items, hits, shown = lists.num_items.double()[..., None], lists.num_hits.double()[..., None], _shown(lists, ks)
+    possible = shown <= items - hits
+    log_hidden = _log_choose(items - hits, shown.clamp(max=items - hits)) - _log_choose(items, shown)
+    hidden = torch.where(possible, log_hidden.exp(), 0.0).prod(1)
+    return (1 - hidden).masked_fill(lists.num_targets[:, None] == 0, torch.nan)
+
+
+def expected_ndcg(lists: TupleLists, ks: Sequence[int]) -> Tensor:
+    """NDCG@k of items: a target of a tuple is at each of the tuple's places equally often. ``[B, len(ks)]``.
+
+    The ideal list has ``min(k, targets)`` hits, as in ``recpo.ops.ranking.ndcg``.
+    """
+    longest = max(ks)
+    gained = torch.cat([torch.zeros(1), 1 / torch.log2(torch.arange(2, longest + 2))]).double().cumsum(0)
+    gained = gained.to(lists.num_items.device)
+    cut = torch.tensor(ks, device=gained.device)
+    end = lists.num_items.cumsum(1)
+    begin = end - lists.num_items
+    of_places = gained[end[..., None].minimum(cut)] - gained[begin[..., None].minimum(cut)]
+    dcg = (lists.num_hits[..., None] * of_places / lists.num_items.clamp_min(1)[..., None]).sum(1)
+    return (dcg / gained[lists.num_targets[:, None].minimum(cut)]).masked_fill(
+        lists.num_targets[:, None] == 0, torch.nan
+    )
+
+
+def _shown(lists: TupleLists, ks: Sequence[int]) -> Tensor:
+    """``[B, W, len(ks)]`` float64: how many items of each tuple are among the first k."""
+    before = lists.num_items.cumsum(1) - lists.num_items
+    left = torch.tensor(ks, device=before.device) - before[..., None]
+    return left.clamp_min(0).minimum(lists.num_items[..., None]).double()
+
+
+def _targets(lists: TupleLists) -> Tensor:
+    return lists.num_targets.double()[:, None]
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)

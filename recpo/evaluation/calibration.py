@@ -7,9 +7,7 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,10 +17,10 @@ from scipy.stats import rankdata
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.exposures import auc
+from recpo.evaluation.measures import auc
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -60,7 +58,11 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
     """
     score = np.asarray(score, np.float64)
     if not len(score) or not np.isfinite(score).all():
-        raise RecpoError(f"a calibration needs finite scores of at least one event, got {len(score)}")
+        raise RecpoError(
+            f"a calibration needs finite scores of at least one event, got {len(score)}",
+            code="bad_value",
+            field="score",
+        )
     target = np.asarray(target, np.float64)
     positives = float(target.sum())
     target = target * (positives + 1) / (positives + 2) + (1 - target) / (len(score) - positives + 2)
@@ -164,7 +166,9 @@ def assess(
         RecpoError: there is no event.
     """
     if not len(probability):
-        raise RecpoError("no event to measure: the period is empty, or its events have no label")
+        raise RecpoError(
+            "no event to measure: the period is empty, or its events have no label", code="empty", field="label"
+        )
     ranking, bins = _Ranking.of(probability, happened), Bins.of(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
@@ -209,7 +213,9 @@ def assess_grades(
         RecpoError: there is no event.
     """
     if not len(predicted):
-        raise RecpoError("no event to measure: the period is empty, or its events have no grade")
+        raise RecpoError(
+            "no event to measure: the period is empty, or its events have no grade", code="empty", field="grade"
+        )
     one, two = rankdata(predicted), rankdata(grade)
     one, two = (ranks - ranks.mean() for ranks in (one, two))
     terms = np.stack([np.ones_like(one), (predicted - grade) ** 2, one, two, one * one, two * two, one * two])
@@ -342,32 +348,40 @@ def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> Bo
     return BootstrapEstimate(mean, mean - half_width, mean + half_width)
 
 
-@dataclass(frozen=True)
-class CalibrationReport:
-    """The quality of several rewards, on data that is later than everything they learned from.
+def calibrate_targets(
+    targets: Sequence[str], valid: Exposures, test: Exposures, *, resamples: int, seed: int
+) -> dict[str, Any]:
+    """Fits the calibration of every target on the validation period, and assesses it on the test period.
 
-    Attributes:
-        content: ``{exposures: {valid, test, test_random}, k, notes, constant: {test: ...}, logging_policy: {...},
-            rewards: {name: {kind, scale, shift, test: {all | random: {exposures, users, rmse: {value, low, high},
-            rank_correlation, rank_correlation_per_user, dislike_auc}}, lists: {off_policy, true_reward,
-            true_dislike, users, coverage, overlap}}}}``; the last three are numbers, of all lists together.
-        calibrations: for every run among them, the content of its ``calibration.json``, by name.
-        path: JSON file with ``content``; None = it was not written.
+    Returns:
+        ``{exposures: {valid, test, test_random}, targets: {name: {calibration, test: {all | random: ...}}}}``.
+
+    Raises:
+        RecpoError: no exposure of the validation period has the target.
     """
+    found = {}
+    for column, name in enumerate(targets):
+        known = valid.known[:, column]
+        if not known.any():
+            raise RecpoError(
+                f"target {name}: no exposure of the validation period is graded, so nothing can be fitted",
+                code="empty",
+                field=name,
+            )
+        fitted = fit_platt(valid.score[known, column], valid.target[known, column])
+        report = assess_grade_target if name == "grade" else assess_target  # a probability, except for the grade
+        found[name] = {
+            "calibration": fitted._asdict(),
+            "test": {
+                group: report(test.only(shown), column, fitted, resamples=resamples, seed=seed)
+                for group, shown in groups(test.is_random)
+                if (test.known[:, column] & shown).any()
+            },
+        }
+    exposures = {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())}
+    return {"exposures": exposures, "targets": found}
 
-    content: dict[str, Any]
-    calibrations: dict[str, dict[str, Any]]
-    path: Path | None = None
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per reward, group of exposures (``lists`` = its greedy lists) and metric: ``value low high``."""
-        import pandas as pd
-
-        rows = [
-            (name, group, metric, number["value"], number["low"], number["high"])
-            for name, entry in self.content["rewards"].items()
-            for group, found in (*entry["test"].items(), ("lists", entry["lists"]))
-            for metric, number in found.items()
-            if isinstance(number, dict)
-        ]
-        return pd.DataFrame(rows, columns=["reward", "shown", "metric", "value", "low", "high"])
+def groups(is_random: BoolArray) -> tuple[tuple[str, BoolArray], ...]:
+    """All exposures, and the random ones among them, as masks."""
+    return ("all", np.ones(len(is_random), bool)), ("random", is_random)

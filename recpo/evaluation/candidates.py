@@ -151,7 +151,9 @@ def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candida
     if has_positions(data) and ((times[1:] > ALWAYS) & (times[1:] < NEVER)).any():
         raise RecpoError(
             f"candidates: {source} has times, but the log of {data.root} has positions (time_unit order): name a table "
-            "without times, or prepare the log with its clock"
+            "without times, or prepare the log with its clock",
+            code="mismatch",
+            field="candidates",
         )
     return Candidates(times, until, begin_of(data, split), source)
 
@@ -194,16 +196,22 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
     try:
         index = data.item_ids().to_internal(ids)
     except RecpoError as error:
-        raise RecpoError(f"{name}, column {table.item_id}: {error}") from error
+        raise RecpoError(f"{name}, column {table.item_id}: {error}", code="wrong_type", field=table.item_id) from error
     if not (index > 0).any():
         raise RecpoError(
             f"{name}: none of its {len(ids):,} rows names an item of {data.root}; its items are "
-            f"{first_values(ids[:4].to_pylist())}: give the external ids of the same log"
+            f"{first_values(ids[:4].to_pylist())}: give the external ids of the same log",
+            code="mismatch",
+            field=table.item_id,
         )
     known = index[index > 0]
     if (again := np.flatnonzero(np.bincount(known, minlength=size) > 1)).size:
         which = data.item_ids().to_external(again[:1])[0].as_py()
-        raise RecpoError(f"{name}: item {which!r} has several rows, expected one per item: keep one of them")
+        raise RecpoError(
+            f"{name}: item {which!r} has several rows, expected one per item: keep one of them",
+            code="duplicate",
+            field=table.item_id,
+        )
     begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
     begin[index] = optional_times(frame, table.available_from or AVAILABLE_FROM, ALWAYS, name)
     end[index] = optional_times(frame, table.available_until or AVAILABLE_UNTIL, NEVER, name)

@@ -15,10 +15,8 @@ from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.measures import Measure, Observed, Recommender
+from recpo.evaluation.measures import Measure, Observed, Recommender, Targets, exposure_auc, held_out_targets
 from recpo.evaluation.segments import ItemSegment, UserSegment
-from recpo.evaluation.targets import Targets, held_out_targets
 from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
@@ -72,7 +70,7 @@ class RankingResult:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones.
 
         Raises:
-            ValueError: the two were not evaluated on the same users.
+            RecpoError: the two were not evaluated on the same users.
         """
         return estimate(self._per_user_difference(other, metric))
 
@@ -83,7 +81,11 @@ class RankingResult:
 
     def _per_user_difference(self, other: RankingResult, metric: str) -> Tensor:
         if not torch.equal(self.user_ids, other.user_ids):
-            raise ValueError("a paired difference needs both results on the same users in the same order")
+            raise RecpoError(
+                "a paired difference needs both results on the same users in the same order",
+                code="mismatch",
+                field="user_ids",
+            )
         return self.per_user[metric].double() - other.per_user[metric].double()
 
     def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:
@@ -105,19 +107,39 @@ class RankingResult:
         return found | of_items
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """How the complete catalog is ranked for held-out users.
+
+    Attributes:
+        num_items: catalog size.
+        ks: list lengths.
+        exclude_past: items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items then
+            cannot be ranked, so they are removed from the targets and counted. False keeps both.
+        gain: gain of the graded NDCG, see ``graded_accuracy``.
+        user_segments: label every user.
+        item_segments: HitRate, Recall and NDCG of each bin's targets.
+        candidates: items that may be listed; held-out events of other items are removed from the targets and counted.
+            None = every item of the catalog.
+        new_items_among: ``[O]`` items that are not new: the measures also get lists without these items
+            (``Observed.new_lists``). None = they do not.
+    """
+
+    num_items: int
+    ks: Sequence[int] = (10, 50)
+    exclude_past: bool = True
+    gain: Gain = "linear"
+    user_segments: Sequence[UserSegment] = ()
+    item_segments: Sequence[ItemSegment] = ()
+    candidates: Candidates | None = None
+    new_items_among: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        validate_ks(self.ks)
+
+
 def evaluate_ranking(
-    recommender: Recommender,
-    batches: Iterable[EvaluationBatch],
-    *,
-    num_items: int,
-    ks: Sequence[int] = (10, 50),
-    exclude_past: bool = True,
-    gain: Gain = "linear",
-    measures: Sequence[Measure] = (),
-    user_segments: Sequence[UserSegment] = (),
-    item_segments: Sequence[ItemSegment] = (),
-    candidates: Candidates | None = None,
-    new_items_among: Tensor | None = None,
+    recommender: Recommender, batches: Iterable[EvaluationBatch], ranking: Ranking, measures: Sequence[Measure] = ()
 ) -> RankingResult:
     """Ranks the complete catalog for every held-out user, in one pass over the batches.
 
@@ -127,30 +149,20 @@ def evaluate_ranking(
     Args:
         recommender: called without gradients.
         batches: held-out users.
-        num_items: catalog size.
-        ks: list lengths.
-        exclude_past: items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items then
-            cannot be ranked, so they are removed from the targets and counted. False keeps both.
-        gain: gain of the graded NDCG, see ``graded_accuracy``.
+        ranking: how they are ranked.
         measures: further metrics; new instances that have not been used in a pass.
-        user_segments: label every user.
-        item_segments: HitRate, Recall and NDCG of each bin's targets.
-        candidates: items that may be listed; held-out events of other items are removed from the targets and counted.
-            None = every item of the catalog.
-        new_items_among: ``[O]`` items that are not new: the measures also get lists without these items
-            (``Observed.new_lists``). None = they do not.
 
     Raises:
-        RecpoError: no users, invalid ``ks``, an answer that ``validate_answer`` rejects, or two measures return a
-            metric of the same name.
+        RecpoError: no users, an answer that ``validate_answer`` rejects, or two measures return a metric of the same
+            name.
     """
-    validate_ks(ks)
-    exposure = Exposure(num_items, ks, None if candidates is None else candidates.is_candidate)
-    collected = _Collected(ks, gain, [exposure, *measures], user_segments, item_segments)
-    size = min(max(ks), num_items)
+    candidates = ranking.candidates
+    exposure = Exposure(ranking.num_items, ranking.ks, None if candidates is None else candidates.is_candidate)
+    collected = _Collected(ranking, [exposure, *measures])
+    size = min(max(ranking.ks), ranking.num_items)
     for batch in batches:
         with torch.inference_mode():
-            past = batch.exclude if exclude_past else None
+            past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
             lists = recommender.lists(batch, size, past, absent)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
@@ -158,12 +170,13 @@ def evaluate_ranking(
             validate_answer(recommender, lists, past, logp, batch.feedback.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
                 raise RecpoError(
-                    f"{recommender.name} returned items that are not candidates; leave them out of its lists"
+                    f"{recommender.name} returned items that are not candidates; leave them out of its lists",
+                    code="bad_value",
+                    field="candidates",
                 )
             targets = collected.rankable(held_out_targets(batch), past, absent)
-            new = (
-                None if new_items_among is None else _new_lists(recommender, batch, size, past, absent, new_items_among)
-            )
+            among = ranking.new_items_among
+            new = None if among is None else _new_lists(recommender, batch, size, past, absent, among)
             collected.add(Observed(batch, lists, targets, logp, scores, absent, new))
     return collected.result()
 
@@ -179,7 +192,11 @@ def _new_lists(
 def validate_ks(ks: Sequence[int]) -> None:
     """Raises ``RecpoError`` if ``ks`` are not valid list lengths."""
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
+        raise RecpoError(
+            f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}",
+            code="bad_value",
+            field="ks",
+        )
 
 
 def validate_answer(
@@ -199,24 +216,35 @@ def validate_answer(
     """
     name, item_ids = recommender.name, lists.item_ids
     if exclude is not None and bool(is_member(item_ids, exclude).any()):
-        raise RecpoError(f"{name} returned items that it was told to exclude; its metrics would mean nothing")
+        raise RecpoError(
+            f"{name} returned items that it was told to exclude; its metrics would mean nothing",
+            code="bad_value",
+            field="exclude_past",
+        )
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
-        raise RecpoError(f"{name} returned an item twice in one list; its metrics would mean nothing")
-    _validate_logp(name, "held-out items", logp, mask)
+        raise RecpoError(
+            f"{name} returned an item twice in one list; its metrics would mean nothing", code="duplicate", field=name
+        )
+    _validate_logp(name, "log_prob", logp, mask)
     if recommender.scores_are_logp:
-        _validate_logp(name, "listed items", lists.scores, item_ids > 0)
+        _validate_logp(name, "scores", lists.scores, item_ids > 0)
 
 
-def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> None:
+def _validate_logp(name: str, field: Literal["log_prob", "scores"], logp: Tensor | None, mask: Tensor) -> None:
     if logp is None:
         return
+    what = "held-out items" if field == "log_prob" else "listed items"
     logp = logp.masked_fill(~mask, 0.0)
     if bool(logp.isnan().any()):
-        raise RecpoError(f"{name} gave {what} log-probabilities that are nan; was its training stable?")
+        raise RecpoError(
+            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=field
+        )
     if bool((logp > _ROUNDING).any()):
         raise RecpoError(
             f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
-            "not log-probabilities, so its values would be meaningless; normalize the scores"
+            "not log-probabilities, so its values would be meaningless; normalize the scores",
+            code="out_of_range",
+            field=field,
         )
 
 
@@ -237,16 +265,8 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
 class _Collected:
     """The results of one pass so far, on the CPU."""
 
-    def __init__(
-        self,
-        ks: Sequence[int],
-        gain: Gain,
-        measures: Sequence[Measure],
-        user_segments: Sequence[UserSegment],
-        item_segments: Sequence[ItemSegment],
-    ) -> None:
-        self._ks, self._gain, self._measures = ks, gain, measures
-        self._user_segments, self._item_segments = user_segments, item_segments
+    def __init__(self, ranking: Ranking, measures: Sequence[Measure]) -> None:
+        self._ranking, self._measures = ranking, measures
         self._counts: Counter[str] = Counter()
         self._user_ids: list[Tensor] = []
         self._per_user: _Parts = defaultdict(list)
@@ -274,7 +294,9 @@ class _Collected:
         self._counts["users"] += len(lists)
         self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
         self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
-        metrics = accuracy(positive, disliked, self._ks) | graded_accuracy(observed, self._ks, self._gain)
+        metrics = accuracy(positive, disliked, self._ranking.ks) | graded_accuracy(
+            observed, self._ranking.ks, self._ranking.gain
+        )
         scores = observed.scores if observed.logp is None else observed.logp
         metrics |= {} if scores is None else exposure_auc(scores, targets)
         for measure in self._measures:
@@ -289,10 +311,10 @@ class _Collected:
             metrics |= {name: values.float() for name, values in more.items()}
         self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)
-        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._user_segments})
-        for segment in self._item_segments:
+        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._ranking.user_segments})
+        for segment in self._ranking.item_segments:
             for bin_name, of_bin in zip(segment.bins, segment.split(positive, lists), strict=True):
-                _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ks))
+                _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))
 
     def result(self) -> RankingResult:
         """The results of all users.
@@ -301,17 +323,17 @@ class _Collected:
             RecpoError: there was no user.
         """
         if not self._user_ids:
-            raise RecpoError("nothing to evaluate: there are no held-out users")
+            raise RecpoError("nothing to evaluate: there are no held-out users", code="empty", field="prepared")
         labels = _joined(self._labels)
         return RankingResult(
             user_ids=torch.cat(self._user_ids),
             per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),
-            user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._user_segments},
+            user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._ranking.user_segments},
             item_segments={
                 segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
-                for segment in self._item_segments
+                for segment in self._ranking.item_segments
             },
         )
 

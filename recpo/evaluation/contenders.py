@@ -1,30 +1,56 @@
-"""The contenders of an evaluation, each a recommender over internal ids, and the baselines among them."""
+"""The contenders of an evaluation, each a recommender over internal ids: baselines, the oracle, and lists.
+
+Rows of users and items of another system are read as the lists of the held-out users (``Lists``). Re-ranked lists show
+the effect of diversity, caps and calibration in the same tables as the lists that they are chosen from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.dataset as ds
 import torch
 from torch import Tensor
 
+from recpo.artifacts import sha256
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
-from recpo.base.types import FeedbackBatch
-from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
-from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
+from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.base.ranges import PositiveFloat, validate_ranges
+from recpo.base.types import FeedbackBatch, Histories, Recommendations
+from recpo.evaluation.baselines import (
+    BaselineCache,
+    CooccurrenceBaseline,
+    CooccurrenceOptions,
+    EventChunk,
+    Popularity,
+    Recipe,
+    UniformlyRandom,
+    decayed_counts,
+    factors_recommender,
+    first_allowed,
+    neighbors_of,
+    of_items,
+    recommender_of,
+)
 from recpo.evaluation.document import Kind
-from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender, of_items, recommender_of
-from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.true_rewards import TrueRewards
+from recpo.evaluation.true_rewards import ORACLE, TrueRewards
+from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 from recpo.log.prepared import Prepared
+from recpo.ops.ranking import is_member
 from recpo.rewards.ease import EASE, EaseOptions, fit_ease
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
@@ -93,15 +119,14 @@ class BaselineOptions:
         ease: the linear item-to-item model.
     """
 
-    recency_half_life: float | None = None
+    recency_half_life: PositiveFloat | None = None
     cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
     factorization: FactorOptions = field(default_factory=lambda: FactorOptions(method="als"))
     implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
     ease: EaseOptions = field(default_factory=EaseOptions)
 
     def __post_init__(self) -> None:
-        if self.recency_half_life is not None and not self.recency_half_life > 0:
-            raise RecpoError(f"recency_half_life is {self.recency_half_life}; it is a positive number of days")
+        validate_ranges(self, "baseline_options.")
 
 
 def baseline(
@@ -146,7 +171,11 @@ def validate_names(contenders: Sequence[Contender]) -> None:
     """Raises ``RecpoError`` if two contenders have the same name, or one has the name of the logging policy."""
     names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
     if again := sorted({name for name in names if names.count(name) > 1}):
-        raise RecpoError(f"two contenders have the name {again[0]}: rename a directory, or leave one out")
+        raise RecpoError(
+            f"two contenders have the name {again[0]}: rename a directory, or leave one out",
+            code="duplicate",
+            field=again[0],
+        )
 
 
 def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Loaded:
@@ -205,3 +234,332 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
     for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
         counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
     return counts
+
+
+USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
+
+_CSV: Final = (".csv", ".csv.gz")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Recommendations of another system, to be evaluated as a contender.
+
+    One row per user and recommended item, with the external ids of the log: ``user_id``, ``item_id``, and ``rank`` (1 =
+    best) or ``score`` (higher = better). If there are both, ``rank`` orders the list. Other columns are ignored. Ties
+    in rank or score are ordered by item index, as in every other list.
+
+    Attributes:
+        name: name of the contender.
+        source: any frame (pandas, polars, pyarrow, or a dictionary of columns), a Parquet file, a directory of such
+            files, or a CSV file (``.csv``, ``.csv.gz``) whose first line names the columns.
+    """
+
+    name: str
+    source: FrameOrPath
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise RecpoError(
+                "lists need a name: NAME=file.parquet, or Lists('name', frame) in Python",
+                code="missing_value",
+                field="name",
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Lists:
+        """``NAME=file.parquet``.
+
+        Raises:
+            RecpoError: there is no name, or no file.
+        """
+        name, _, file = text.partition("=")
+        if not name or not file:
+            raise RecpoError(
+                f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}",
+                code="bad_value",
+                field="contenders",
+            )
+        return cls(name, file)
+
+    @property
+    def path(self) -> str | None:
+        """The path of the lists; None = they are a frame in memory."""
+        return fspath(self.source) if isinstance(self.source, str | PathLike) else None
+
+
+class ListedItems(NamedTuple):
+    """The lists of all known users, best first, as one table with offsets.
+
+    Attributes:
+        users: ``[N]`` int64 user indices, ascending.
+        offsets: ``[N + 1]`` int64; the list of the n-th user is ``items[offsets[n] : offsets[n + 1]]``.
+        items: ``[R]`` int32, 1..V, distinct within a list.
+        counts: number of rows, and of rows that were dropped, by reason.
+    """
+
+    users: np.ndarray
+    offsets: np.ndarray
+    items: np.ndarray
+    counts: Mapping[str, int]
+
+
+def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contender:
+    """The contender with the lists ``given``, which are read now, once.
+
+    Raises:
+        RecpoError: see ``read_lists``.
+    """
+    listed = read_lists(given, data)
+    facts: dict[str, Any] = {"kind": "lists", "path": given.path or "a frame in memory"}
+    if given.path is not None and Path(given.path).is_file():
+        facts["sha256"] = sha256(Path(given.path))
+    return Contender(given.name, "lists", partial(_load_lists, given.name, listed, tuple(ks), data.num_items), facts)
+
+
+def read_lists(given: Lists, data: Prepared) -> ListedItems:
+    """Reads, checks and orders the rows.
+
+    ``counts`` of the result: ``list_rows``; ``list_rows_of_unknown_users`` and ``list_unknown_users``, rows and users
+    that are not in the prepared data; ``list_rows_of_unknown_items`` and ``list_unknown_items``, of the other rows;
+    ``list_rows_repeated``, repeated items of a list (the best place is kept); ``list_rows_against_scores``, if there
+    are both ranks and scores, rows with a higher score than the row one rank better.
+
+    Raises:
+        RecpoError: the source cannot be read, a column is missing or of another type, an id, rank or score is missing,
+            or no row names both a user and an item of ``data``.
+    """
+    name = given.path or f"lists {given.name}"
+    users_known = data.table("users.parquet", [USER_ID]).column(0)
+    items_known = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    table = _table(given, {USER_ID: users_known.type, ITEM_ID: items_known.type})
+    users, items = (id_column(table, column, name) for column in (USER_ID, ITEM_ID))
+    order, score = _order(table, name)
+    user, item = _places(users, users_known, USER_ID, name), _places(items, items_known, ITEM_ID, name) + 1
+    counts = _unknown(users, items, user, item)
+    known = (user >= 0) & (item > 0)
+    if not known.any():
+        raise RecpoError(
+            f"{name}: none of its {len(table):,} rows names a user and an item of {data.root}; its users are "
+            f"{first_values(users[:4].to_pylist())}, those of the data {first_values(users_known[:4].to_pylist())}; "
+            f"its items are {first_values(items[:4].to_pylist())}, those of the data "
+            f"{first_values(items_known[:4].to_pylist())}: give the external ids of the same log",
+            code="mismatch",
+            field=name,
+        )
+    score = None if score is None else score[known]
+    return _listed(user[known], item[known], order[known], score, counts)
+
+
+def _listed(
+    user: np.ndarray, item: np.ndarray, order: np.ndarray, score: np.ndarray | None, counts: Mapping[str, int]
+) -> ListedItems:
+    best_first = np.lexsort((item, order, user))
+    user, item = user[best_first], item[best_first]
+    against = 0
+    if score is not None:
+        rises = score[best_first][1:] > score[best_first][:-1]
+        against = int((rises & (user[1:] == user[:-1])).sum())
+    together = np.lexsort((item, user))  # stable: the best place of equal items comes first
+    again = (user[together][1:] == user[together][:-1]) & (item[together][1:] == item[together][:-1])
+    repeated = np.zeros(len(user), bool)
+    repeated[together[1:][again]] = True
+    user, item = user[~repeated], item[~repeated]
+    owners, starts = np.unique(user, return_index=True)
+    counts = {**counts, "list_rows_repeated": int(repeated.sum()), "list_rows_against_scores": against}
+    return ListedItems(owners.astype(np.int64), np.append(starts, len(user)), item.astype(np.int32), counts)
+
+
+def _unknown(users: pa.Array, items: pa.Array, user: np.ndarray, item: np.ndarray) -> dict[str, int]:
+    strange_users, strange_items = user < 0, (user >= 0) & (item == 0)
+    return {
+        "list_rows": len(user),
+        "list_rows_of_unknown_users": int(strange_users.sum()),
+        "list_unknown_users": len(users.filter(pa.array(strange_users)).unique()),
+        "list_rows_of_unknown_items": int(strange_items.sum()),
+        "list_unknown_items": len(items.filter(pa.array(strange_items)).unique()),
+    }
+
+
+def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
+    """Reads the used columns of any kind of source."""
+    if given.path is None:
+        return to_arrow(given.source, f"lists {given.name}")  # type: ignore[arg-type]  # no path
+    try:
+        if given.path.endswith(_CSV):
+            return _csv_table(given.path, ids)
+        found = ds.dataset(given.path, format="parquet")
+        return to_arrow(found.to_table(columns=_used(found.schema, given.path)), given.path)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise RecpoError(
+            f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})",
+            code="wrong_file",
+            field=given.path,
+        ) from error
+
+
+def _csv_table(path: str, ids: Mapping[str, pa.DataType]) -> pa.Table:
+    """Reads ids in their type in the log, so that 007 keeps its zeros; ranks and scores as numbers."""
+    with pyarrow.csv.open_csv(path) as reader:
+        columns = _used(reader.schema, path)
+    types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
+    options = pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns)
+    return pyarrow.csv.read_csv(path, convert_options=options)
+
+
+def _used(schema: pa.Schema, name: str) -> list[str]:
+    require_columns(schema, [USER_ID, ITEM_ID], name)
+    return [USER_ID, ITEM_ID, *(column for column in (RANK, SCORE) if column in schema.names)]
+
+
+def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ascending sort key of lists: the rank, or minus the score; and, if there are ranks, the scores to compare."""
+    rank, score = number_column(table, RANK, name), number_column(table, SCORE, name)
+    if rank is None and score is None:
+        raise RecpoError(
+            f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)",
+            code="missing_column",
+            field=RANK,
+        )
+    column, values = (SCORE, score) if rank is None else (RANK, rank)
+    assert values is not None
+    if missing := int(np.isnan(values).sum()):
+        raise RecpoError(
+            f"{name}: column {column!r} is missing (null or nan) in {missing:,} of {len(values):,} rows, the first is "
+            f"row {int(np.isnan(values).argmax())}: drop these rows",
+            code="missing_value",
+            field=column,
+        )
+    return (-values, None) if rank is None else (values, score)
+
+
+def _places(values: pa.Array, known: pa.ChunkedArray, column: str, name: str) -> np.ndarray:
+    """Indices of external ids among the ``known`` ones, int64, -1 = unknown."""
+    if not len(values):
+        return np.zeros(0, np.int64)
+    if pa.types.is_integer(values.type) != pa.types.is_integer(known.type):
+        raise RecpoError(
+            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it",
+            code="wrong_type",
+            field=column,
+        )
+    common = pa.int64() if pa.types.is_integer(known.type) else pa.large_string()
+    try:
+        found = pc.index_in(values.cast(common), value_set=known.cast(common))
+    except pa.ArrowInvalid as error:
+        raise RecpoError(
+            f"{name}: column {column!r}: {' '.join(str(error).split())}", code="bad_value", field=column
+        ) from error
+    return np.asarray(found.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
+
+
+def _load_lists(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> Loaded:
+    answers = _Answers(listed, ks, num_items)
+    return Loaded(Recommender(recommend_to_users=answers.recommend, name=name), 1, counts=answers.counts)
+
+
+class _Answers:
+    """Answers one pass from the table, and counts missing lists."""
+
+    def __init__(self, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> None:
+        self._listed, self._ks, self._num_items = listed, ks, num_items
+        self._without = self._excluded = 0
+        self._short = dict.fromkeys(ks, 0)
+
+    def counts(self) -> dict[str, int]:
+        """Counts of the rows, and of the held-out users who were requested so far."""
+        short = {f"users_with_short_list@{k}": number for k, number in self._short.items()}
+        found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
+        return {**self._listed.counts, **found}
+
+    def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        """Lists ``[B, k]`` of ``users [B]``, padded with 0; scores are minus the places."""
+        listed = self._rows(users.cpu().numpy()).to(users.device)
+        items = first_allowed(listed, k, exclude)
+        length = (items > 0).sum(1)
+        has_list = (listed > 0).any(1)
+        self._without += int((~has_list).sum())
+        self._excluded += 0 if exclude is None else int(is_member(listed, exclude).sum())
+        for wanted in self._ks:
+            self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
+        places = torch.arange(1, k + 1, device=items.device).float()
+        return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+
+    def _rows(self, users: np.ndarray) -> Tensor:
+        """The complete lists ``[B, L]`` int64, padded with 0."""
+        owners, offsets, items, _ = self._listed
+        place = np.searchsorted(owners, users).clip(max=len(owners) - 1)
+        begin = offsets[place]
+        length = np.where(owners[place] == users, offsets[place + 1] - begin, 0)
+        column = np.arange(max(1, int(length.max(initial=0))))
+        row = np.minimum(begin[:, None] + column, len(items) - 1)
+        return torch.from_numpy(np.where(column < length[:, None], items[row], 0).astype(np.int64))
+
+
+#: The item vectors ``[V + 1, d]`` of a contender in memory; None = it has none.
+VectorsOf = Callable[[Loaded], FloatArray | None]
+
+
+def reranked_contender(
+    base: Contender, reranker: Reranker, known: ItemAttributes, vectors_of: VectorsOf, *, k: int, shortlist: int
+) -> Contender:
+    """``base`` with a slate of ``k`` items chosen from its ``shortlist`` best ones; the rest follows by relevance.
+
+    For calibration, the history is the complete past of the user, or the events that the policy reads if the past is
+    not excluded.
+
+    Args:
+        base: the contender that ranks.
+        reranker: chooses the slate.
+        known: tags of the items, and vectors unless the contender's own vectors are used.
+        vectors_of: the contender's own vectors.
+        k: length of the slate.
+        shortlist: maximum number of items to re-rank.
+
+    Raises:
+        RecpoError: an attribute that the method needs is missing.
+    """
+    for attribute in reranker.attributes:
+        known.attribute(attribute)
+    load = partial(_load_reranked, base, reranker, known, vectors_of, k, shortlist)
+    return Contender(f"{base.name} + {reranker.label}", "reranked", load)
+
+
+def _load_reranked(
+    base: Contender, reranker: Reranker, known: ItemAttributes, vectors_of: VectorsOf, k: int, shortlist: int
+) -> Loaded:
+    loaded = base.load()
+    ranked = loaded.recommender
+    if reranker.reads_vectors and known.vectors is None:
+        vectors = vectors_of(loaded)
+        if vectors is None:
+            raise RecpoError(
+                f"{base.name} has no item vectors of its own, which {reranker.label} reads: name a column of vectors "
+                "in a file (rerank_options.attributes and rerank_options.vectors)",
+                code="missing_option",
+                field="rerank_options.vectors",
+            )
+        known = known.with_vectors(vectors)
+
+    def recommend(histories: Histories, length: int, exclude: Tensor | None) -> Recommendations:
+        return reranked(histories, length, exclude, histories.item_ids if exclude is None else exclude)
+
+    def reranked(histories: Histories, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
+        assert ranked.recommend is not None
+        lists = ranked.recommend(histories, max(length, shortlist), exclude)
+        items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
+        for row, history in enumerate(past.cpu().numpy()):
+            first = (row, slice(shortlist))
+            items[first], scores[first] = rerank(reranker, items[first], scores[first], k, known, history)
+        device = lists.item_ids.device
+        chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
+        return Recommendations(*chosen)
+
+    recommender = Recommender(
+        recommend,
+        name=ranked.name,
+        scores_are_logp=ranked.scores_are_logp,
+        recommend_to_batch=lambda batch, *asked: reranked(batch.feedback.histories, *asked),
+    )
+    return loaded._replace(recommender=recommender, policy=None)

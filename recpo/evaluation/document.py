@@ -13,10 +13,10 @@ import torch
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Z95, bootstrap_interval, holm, p_value
-from recpo.evaluation.headroom import ORACLE, headroom
+from recpo.evaluation.headroom import headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
-from recpo.evaluation.true_rewards import TrueRewards
+from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS
 from recpo.log.shaping import label_summary

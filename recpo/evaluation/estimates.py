@@ -12,6 +12,8 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from recpo.base.errors import RecpoError
+
 #: Level of every test.
 LEVEL = 0.05
 #: 97.5 % quantile of the standard normal distribution.
@@ -94,10 +96,12 @@ def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimat
     """Mean and half-width of Student's interval ``t_{n-1} s / sqrt(n)``; one value per seed, at least two.
 
     Raises:
-        ValueError: fewer than two values.
+        RecpoError: fewer than two values.
     """
     if len(values) < 2:
-        raise ValueError(f"an interval over seeds needs at least two, got {len(values)}")
+        raise RecpoError(
+            f"an interval over seeds needs at least two, got {len(values)}", code="wrong_shape", field="values"
+        )
     n = len(values)
     half_width = float(student.ppf((1 + level) / 2, n - 1)) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return Estimate(float(np.mean(values)), half_width, n)

@@ -11,11 +11,9 @@ import yaml
 
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.estimates import Z95, Estimate
-from recpo.evaluation.off_policy.ratio_intervals import influence, standard_error
-from recpo.evaluation.off_policy.results import LOGGING_POLICY
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, influence, standard_error
+from recpo.evaluation.true_rewards import ORACLE
 
-#: Name of the contender that knows the users' true preferences.
-ORACLE: Final = "oracle"
 _METRIC: Final = "true_reward@"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,28 +13,41 @@ from tqdm import tqdm
 
 from recpo import __version__
 from recpo.base.features import Reads
+from recpo.base.frames import Frame
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EvaluationBatch
 from recpo.batches.datamodule import evaluation_batches
-from recpo.evaluation.behavior_rates import BehaviorRates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.candidates import Candidates
-from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
+from recpo.evaluation.candidates import Candidates, CandidateTable, candidates_of
+from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
-from recpo.evaluation.item_facts import ItemFacts
-from recpo.evaluation.measures import Direction, Further, Measure
-from recpo.evaluation.new_items import NewItems
+from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
+from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.off_policy.setting import OffPolicySetting
 from recpo.evaluation.reading import Document
-from recpo.evaluation.segments import ItemSegment, history_length
-from recpo.evaluation.true_rewards import TrueRewards
+from recpo.evaluation.segments import (
+    ItemSegment,
+    NewItems,
+    history_length,
+    item_age,
+    item_ages,
+    item_segments,
+    new_items,
+)
+from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
 
 HeldOut = Literal["valid", "test"]
 
 _EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
+_NO_PROPENSITIES = (
+    "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
+    "items that were never shown. Map the log's propensity column, or set off_policy.propensity to uniform or "
+    "estimated."
+)
 
 
 class Evaluated(NamedTuple):
@@ -49,11 +63,38 @@ class Evaluated(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankingOptions:
-    """How held-out users are ranked."""
+class PassOptions:
+    """How a pass over held-out users is made."""
+
+    batch_size: PositiveInt = 512
+    """users scored at once, or fewer if the items of so many users would not fit into memory"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueOptions(PassOptions):
+    """What contenders are measured by on held-out users, besides the ranking metrics."""
 
     split: HeldOut = "test"
     """held-out period"""
+    off_policy: OffPolicyOptions | None = OffPolicyOptions()  # noqa: RUF009  frozen
+    """how the value is estimated from the log; null = not at all. With logged propensities it is left out if the period
+    has none"""
+    reward: LoggedReward = LoggedReward()  # noqa: RUF009  frozen
+    """reward of logged items, for the off-policy value"""
+    measures: Sequence[Measure] = ()
+    """metrics of your own, by class path: subclasses of ``recpo.Measure`` (docs/metrics.md). The tables, the report and
+    the paired differences show them"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingOptions(ValueOptions):
+    """How held-out users are ranked, and what is known about the items and the users."""
+
     ks: Sequence[PositiveInt] = (10, 50)
     """list lengths; the tables show the first"""
     exclude_past: bool = True
@@ -64,17 +105,49 @@ class RankingOptions:
     """also report by length of the history and by popularity, duration and age of the items"""
     bootstrap_resamples: NonNegativeInt = 0
     """number of resamples for bootstrap intervals over users of every per-user metric; 0 = none"""
-    batch_size: PositiveInt = 512
-    """users scored at once"""
-    measures: Sequence[Measure] = ()
-    """metrics of your own, by class path: subclasses of ``recpo.Measure`` (docs/metrics.md). The tables, the report and
-    the paired differences show them"""
-    progress: bool = False
-    """show progress bars on a terminal"""
+    candidates: CandidateTable | Frame | str | Path | None = None
+    """items that could be listed at the start of the period: a Parquet file or frame of items (item_id and optionally
+    available_from and available_until), a CandidateTable with other column names, or the word all. null = the times of
+    the prepared data, or every item if the data have no times. Items that were not available are in no list and are no
+    targets"""
+    item_features: ItemFeatures | None = None
+    """tags or vectors of the items, for diversity and calibration"""
+    truth: Path | str | None = None
+    """directory written by ``recpo simulate``; adds the true expected reward and the true probability of a dislike
+    (means over the first k places, on the first day of the period), the oracle, which lists every user's best items,
+    and each contender's share of the oracle's gain over the pre-trained policy"""
 
     def __post_init__(self) -> None:
-        validate_ranges(self)
+        super().__post_init__()
         validate_ks(self.ks)
+
+
+def held_out_batches(
+    data: Prepared,
+    split: HeldOut,
+    max_history: int,
+    reads: Reads,
+    options: PassOptions,
+    device: torch.device,
+    title: str,
+) -> Iterator[EvaluationBatch]:
+    """The held-out users of a period on ``device``, with a progress bar on a terminal.
+
+    Args:
+        data: prepared data.
+        split: the period.
+        max_history: number of history events.
+        reads: what the batches contain besides items, feedback and times.
+        options: number of users at once, and whether a bar is shown.
+        device: where the batches are needed.
+        title: label of the progress bar.
+    """
+    users = sum(shard["users"] for shard in data.manifest["shards"][split])
+    hidden = None if options.progress else True  # None: hidden if there is no terminal
+    with tqdm(total=users, desc=title, unit="user", disable=hidden, leave=False) as bar:
+        for batch in evaluation_batches(data.root, split, max_history, options.batch_size, reads):
+            yield move_data_to_device(batch, device)
+            bar.update(len(batch.exclude))
 
 
 @dataclass(frozen=True)
@@ -91,6 +164,42 @@ class HeldOutPass:
     off_policy: OffPolicySetting | None
     device: torch.device
 
+    @classmethod
+    def of(cls, data: Prepared, options: RankingOptions, device: torch.device) -> HeldOutPass:
+        """Reads what all contenders share, and fits the reward model of the off-policy values.
+
+        Raises:
+            RecpoError: the candidates, the item features or the truth cannot be read or are those of other data, or no
+                training event has a reward.
+        """
+        available = candidates_of(data, options.split, options.candidates)
+        truth = None if options.truth is None else true_rewards(Path(options.truth), data, options.split, options.ks)
+        facts = item_facts(data, options.item_features)
+        segments: list[ItemSegment] = []
+        if options.segments:
+            ages = item_ages(data, options.split, available)
+            segments = [*item_segments(facts), *([] if ages is None else [item_age(ages)])]
+        is_new = new_items(facts.train_count, None if available is None else available.is_candidate)
+        estimated = options.off_policy
+        if estimated is not None and estimated.propensity == "logged" and not has_propensities(data, options.split):
+            estimated = None
+        return cls(
+            data=data,
+            options=options,
+            facts=facts,
+            item_segments=segments,
+            candidates=available,
+            new_items=NewItems(is_new, options.ks, truth),
+            truth=truth,
+            off_policy=None if estimated is None else off_policy_setting(estimated, data, options.reward, options.ks),
+            device=device,
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about what all contenders share."""
+        return [_NO_PROPENSITIES] if self.options.off_policy is not None and self.off_policy is None else []
+
     def evaluate(self, contender: Contender) -> Evaluated:
         """One pass over the held-out users. The contender is loaded for it and released afterwards."""
         recommender, max_history, policy, counts, reads = contender.load()
@@ -106,15 +215,17 @@ class HeldOutPass:
         result = evaluate_ranking(
             recommender,
             self._batches(max_history, contender.name, reads),
-            num_items=self.data.num_items,
-            ks=self.options.ks,
-            exclude_past=self.options.exclude_past,
-            gain=self.options.gain,
+            Ranking(
+                num_items=self.data.num_items,
+                ks=self.options.ks,
+                exclude_past=self.options.exclude_past,
+                gain=self.options.gain,
+                user_segments=[history_length()] if self.options.segments else [],
+                item_segments=self.item_segments,
+                candidates=self.candidates,
+                new_items_among=self.new_items.others if has_new else None,
+            ),
             measures=[*measures, *further],
-            user_segments=[history_length()] if self.options.segments else [],
-            item_segments=self.item_segments,
-            candidates=self.candidates,
-            new_items_among=self.new_items.others if has_new else None,
         )
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
@@ -126,14 +237,10 @@ class HeldOutPass:
         return Evaluated(found, estimated, max_history, own)
 
     def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
-        users = sum(shard["users"] for shard in self.data.manifest["shards"][self.options.split])
-        hidden = None if self.options.progress else True  # None: hidden if there is no terminal
-        with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=hidden, leave=False) as bar:
-            for batch in evaluation_batches(
-                self.data.root, self.options.split, max_history, self._users_at_once, reads
-            ):
-                yield move_data_to_device(batch, self.device)
-                bar.update(len(batch.exclude))
+        options = PassOptions(batch_size=self._users_at_once, progress=self.options.progress)
+        return held_out_batches(
+            self.data, self.options.split, max_history, reads, options, self.device, f"evaluate {name}"
+        )
 
     @property
     def _users_at_once(self) -> int:

@@ -1,9 +1,14 @@
-"""The extension points of the pass over held-out users: recommenders, and measures of each batch."""
+"""Recommenders and measures, the extension points of the pass over held-out users, and the outcomes that they see.
+
+A ``Recommender`` answers for a batch of users; a ``Measure`` computes metrics from the answers (``Observed``) and the
+held-out outcomes (``Targets``). Measures of held-out exposures are here: the ranking of what the user was shown
+(``exposure_auc``), and the behaviors on it, such as likes, follows and shares (``BehaviorRates``).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
-from recpo.evaluation.targets import Targets
+from recpo.ops.ranking import first_places, is_member
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class Recommender:
             the user and not on a history: given lists, an oracle.
         score: ``batch -> [B, S]`` of the held-out slates, for a recommender without probabilities: any numbers, higher
             = better. Only for metrics of scores; None = not available.
-        recommend_with_past: ``(histories, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if
-            lists also depend on the rest of the user's past, as re-ranked lists do.
+        recommend_to_batch: ``(batch, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if lists
+            depend on more of the batch: on the rest of the user's past, as re-ranked lists do, or on a reward.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
@@ -40,7 +45,7 @@ class Recommender:
     scores_are_logp: bool = False
     recommend_to_users: Callable[[Tensor, int, Tensor | None], Recommendations] | None = None
     score: Callable[[FeedbackBatch], Tensor] | None = None
-    recommend_with_past: Callable[[Histories, int, Tensor | None, Tensor], Recommendations] | None = None
+    recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
 
     def lists(
         self, batch: EvaluationBatch, k: int, past: Tensor | None, unavailable: Tensor | None = None
@@ -54,17 +59,17 @@ class Recommender:
             unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
 
         Raises:
-            ValueError: it can answer neither for histories nor for users.
+            RecpoError: it makes no lists.
         """
         excluded = [part for part in (past, unavailable) if part is not None]
         exclude = torch.cat(excluded, 1) if excluded else None
-        if self.recommend_with_past is not None:
-            histories = batch.feedback.histories
-            return self.recommend_with_past(histories, k, exclude, histories.item_ids if past is None else past)
+        if self.recommend_to_batch is not None:
+            read = batch.feedback.histories.item_ids if past is None else past
+            return self.recommend_to_batch(batch, k, exclude, read)
         if self.recommend_to_users is not None:
             return self.recommend_to_users(batch.user_ids, k, exclude)
         if self.recommend is None:
-            raise ValueError(f"{self.name} has neither recommend nor recommend_to_users")
+            raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
         return self.recommend(batch.feedback.histories, k, exclude)
 
 
@@ -80,7 +85,7 @@ class Observed(NamedTuple):
         scores: ``[B, S]`` scores of the held-out slate items, for a recommender without log-probabilities.
         unavailable: ``[B, N]`` items that were not candidates, padded with 0; they are in no list and no target. None =
             all items were candidates.
-        new_lists: lists of new items alone, see ``recpo.evaluation.new_items``; None = not requested.
+        new_lists: lists of new items alone, see ``recpo.evaluation.segments``; None = not requested.
     """
 
     batch: EvaluationBatch
@@ -156,3 +161,120 @@ class Further(Measure):
         found = self._measure.totals()
         self.names |= dict.fromkeys(found, self._measure.direction)
         return found
+
+
+class Targets(NamedTuple):
+    """The held-out events' items and their sets, all ``[B, S]``.
+
+    A set contains items: an event's membership says that its item is in the set. An item that the user disliked in any
+    held-out event is disliked and in no other set. An item that was positive in any event is not in ``other``. The
+    prepared log defines the kinds of events (``recpo.base.feedback.FeedbackRule``).
+
+    Attributes:
+        item_ids: int64, padded with 0.
+        positive: bool, positive in this event and never disliked.
+        disliked: bool, disliked in this event.
+        other: bool, labeled and in none of the other sets: skipped and neutral exposures. An event without a label is
+            in no set, unless it is disliked.
+    """
+
+    item_ids: Tensor
+    positive: Tensor
+    disliked: Tensor
+    other: Tensor
+
+    def without(self, exclude: Tensor) -> Targets:
+        """The same sets without the items of ``exclude [B, M]``."""
+        kept = ~is_member(self.item_ids, exclude)
+        return Targets(self.item_ids, self.positive & kept, self.disliked & kept, self.other & kept)
+
+
+def held_out_targets(batch: EvaluationBatch) -> Targets:
+    """The sets of the held-out events' items.
+
+    Raises:
+        RecpoError: the batch does not say which events are positive.
+    """
+    slates = batch.feedback.slates
+    if slates.label is None or slates.positive is None:
+        raise RecpoError(
+            "targets are made of Slates.label and Slates.positive, and this batch lacks them",
+            code="missing_value",
+            field="label",
+        )
+    items = slates.item_ids
+    disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
+    liked = slates.mask & slates.positive
+    labeled = slates.mask & ~slates.label.isnan()
+    acceptable = ~is_member(items, items, disliked)
+    other = labeled & acceptable & ~is_member(items, items, liked)
+    return Targets(items, liked & acceptable, disliked, other)
+
+
+class BehaviorRates(Measure):
+    """``<behavior>_rate@k`` ``[B]``: the rate among the first k items that the user was shown in the period.
+
+    An item with several events has a behavior if one of its events has it. nan if the user was shown none of the first
+    k items.
+
+    Args:
+        behaviors: names of the bits of ``Slates.behaviors``.
+        k: length of the lists; a single one, because most users were shown few of their items.
+    """
+
+    def __init__(self, behaviors: Sequence[str], k: int) -> None:
+        self._behaviors, self._k = tuple(behaviors), k
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """The rates of a batch; empty where its slates have no behaviors."""
+        slates, lists = observed.batch.feedback.slates, observed.lists.item_ids[:, : self._k]
+        if slates.behaviors is None:
+            return {}
+        shown = is_member(lists, slates.item_ids, slates.mask).sum(1)
+        rates = {}
+        for bit, name in enumerate(self._behaviors):
+            done = slates.mask & (slates.behaviors >> bit & 1).bool()
+            share = is_member(lists, slates.item_ids, done).sum(1) / shown.clamp_min(1)
+            rates[f"{name}_rate@{self._k}"] = share.masked_fill(shown == 0, torch.nan)
+        return rates
+
+
+def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
+    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: each user's positives against other and disliked items.
+
+    Only items that the user was shown are compared, so neither metric depends on items that the log never showed. An
+    item with several events counts once.
+
+    Args:
+        logp: ``[B, S]`` scores of the slate items.
+        targets: the sets.
+    """
+    positive = first_places(targets.item_ids, targets.positive)
+    return {
+        "AUC_other": auc(logp, positive, first_places(targets.item_ids, targets.other)).float(),
+        "AUC_dislikes": auc(logp, positive, first_places(targets.item_ids, targets.disliked)).float(),
+    }
+
+
+def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Area under the ROC curve of every row, ``[B]`` float64; nan if a row lacks positives or negatives.
+
+    The probability that a positive scores higher than a negative, with ties counting one half:
+
+        (sum of the positives' mean ranks - P (P + 1) / 2) / (P N)
+
+    with ranks 1, 2, ... of ascending scores among the row's P positives and N negatives; ties share the mean of their
+    ranks (Mann and Whitney, 1947).
+
+    Args:
+        scores: ``[B, S]``, less than infinity.
+        positive: ``[B, S]`` bool.
+        negative: ``[B, S]`` bool, disjoint from ``positive``.
+    """
+    kept = scores.masked_fill(~(positive | negative), torch.inf).contiguous()
+    ascending = kept.sort(1).values
+    below = torch.searchsorted(ascending, kept)
+    up_to = torch.searchsorted(ascending, kept, right=True)
+    mean_rank = (below + up_to + 1).double() / 2
+    positives, negatives = positive.sum(1).double(), negative.sum(1).double()
+    return ((mean_rank * positive).sum(1) - positives * (positives + 1) / 2) / (positives * negatives)

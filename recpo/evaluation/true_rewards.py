@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import first_allowed
-from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
 from recpo.worlds.truth import Truth
+
+#: Name of the contender that knows the users' true preferences.
+ORACLE: Final = "oracle"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
         item_ids, user_ids = (column.cast("int64").to_numpy() for column in (items, users))
     except ValueError as error:
         raise RecpoError(
-            f"{data.root} was not prepared from the simulation in {path}: its ids are not numbers"
+            f"{data.root} was not prepared from the simulation in {path}: its ids are not numbers",
+            code="mismatch",
+            field="truth",
         ) from error
     return TrueRewards(truth, user_ids, item_ids, day, ks)
 
@@ -145,7 +149,11 @@ class TrueReward(RewardFunction):
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         if batch.user_ids is None:
-            raise RecpoError("TrueReward needs the user ids of the contexts, and this batch has none")
+            raise RecpoError(
+                "TrueReward needs the user ids of the contexts, and this batch has none",
+                code="missing_value",
+                field="user_ids",
+            )
         known, items = self._known, candidates.item_ids
         users = known.user_ids[batch.user_ids.cpu().numpy()]
         # ids that are not items are looked up as an arbitrary item and masked below

@@ -22,13 +22,13 @@ from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, Slates
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.candidates import Candidates
-from recpo.evaluation.catalog_ranking import RankingResult, evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS
+from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
-from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -259,10 +259,8 @@ class BetaTrials:
         ranking = evaluate_ranking(
             recommender,
             self._batches(policy.max_history, bar, policy.reads),
-            num_items=self.data.num_items,
-            ks=[self.k],
+            Ranking(num_items=self.data.num_items, ks=[self.k], candidates=self.candidates),
             measures=measures,
-            candidates=self.candidates,
         )
         return _Measured(beta, ranking, None if value is None else value.result())
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from recpo.base.contracts import Objective, Policy, RewardFunction, StatePolicy
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
-from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
-from recpo.evaluation.targets import Targets, held_out_targets
+from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, popularity_bins
+from recpo.evaluation.measures import Targets, exposure_auc, held_out_targets
 from recpo.objectives.reward_model import PointwiseReward
 from recpo.ops.ranking import first_places, hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.policies.critic import ItemScore

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from recpo.artifacts import output_directory, write_json
+from recpo.base.errors import RecpoError
 from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
-from recpo.evaluation.agreement import agreement
-from recpo.evaluation.estimates import estimate
-from recpo.evaluation.held_out_pass import HeldOut
-from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.comparison import COMPARE, NEW, OLD, Comparison, agreement, comparison_document, gate
+from recpo.evaluation.contenders import Contender
+from recpo.evaluation.held_out_pass import ValueOptions
+from recpo.evaluation.reading import Document
 from recpo.log.prepared import Prepared
-from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.verbs.comparison import (
-    COMPARE,
-    NEW,
-    OLD,
-    Answers,
-    Comparison,
-    SharedItems,
-    bundle_facts,
-    comparison_document,
-    contender_of,
-    gate,
-    unread_warnings,
-    validate_bundle,
-)
+from recpo.verbs.contenders import ServedBundle, SharedItems
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.verb import Verb, function_of
 
 
 @dataclass(frozen=True)
-class Compare(Verb[Comparison]):
+class Compare(ValueOptions, Verb[Comparison]):
     """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
 
     Both bundles list k items for every held-out user of the prepared data. They read the raw events before the period
@@ -51,7 +39,8 @@ class Compare(Verb[Comparison]):
         agreement       {overlap@k, rank_biased_overlap@k, kendall_tau@k, equal_lists@k: {mean, half_width, n}}
         lists           {old, new: {coverage@k, gini@k, short_lists, places_of_items_not_in_data, and the counts of
                         ``ServingCounts``}}
-        ranking         {metric: {old, new: {mean, half_width, n}, difference: {mean, half_width, n}}}, new - old
+        ranking         {metric: {old, new: {mean, half_width, n}, difference: {mean, half_width, n}}}, new - old; with
+                        the metrics of ``measures``
         value           {estimator: {old, new: {value, low, high}, difference: {value, low, high}}} of the first k
                         places, bootstrap intervals; null = no propensities
         gate            {max_loss, min_overlap, measure, lower_end, overlap, failures: [sentence]}
@@ -72,8 +61,6 @@ class Compare(Verb[Comparison]):
     _: KW_ONLY
     out: Path | str | None = None
     """output directory for ``compare.json``; null = keep the comparison in memory only"""
-    split: HeldOut = "test"
-    """held-out period"""
     k: PositiveInt = 10
     """list length, at most that of both bundles"""
     persistence: OpenUnitInterval = 0.9
@@ -84,68 +71,66 @@ class Compare(Verb[Comparison]):
     estimated, otherwise of NDCG; null = no such limit"""
     min_overlap: ClosedUnitInterval | None = None
     """the new bundle fails if the mean overlap of the lists is below this; null = no such limit"""
-    off_policy: OffPolicyOptions | None = OffPolicyOptions()  # noqa: RUF009  frozen
-    """how the value is estimated from the log; null = not at all. With logged propensities it is left out if the
-    period has none"""
-    reward: LoggedReward = LoggedReward()  # noqa: RUF009  frozen
-    """reward of logged items, for the value"""
-    batch_size: PositiveInt = 512
-    """users ranked at once"""
     overwrite: bool = False
     """replace ``out`` if it exists"""
-    progress: bool = False
-    """show progress bars on a terminal"""
 
     def execute(self) -> Comparison:
         """Asks both bundles for lists of the same users, and compares these."""
         data = Prepared.open(self.prepared)
-        bundles = {
-            name: given if isinstance(given, Bundle) else Bundle.load(given)
-            for name, given in ((OLD, self.old), (NEW, self.new))
-        }
+        given = {OLD: self.old, NEW: self.new}
+        bundles = {name: one if isinstance(one, Bundle) else Bundle.load(one) for name, one in given.items()}
         for name, bundle in bundles.items():
-            validate_bundle(name, bundle, data, self.k)
-        with ExitStack() as stack:
-            target = None
-            if self.out is not None:
-                inputs = [data.root, *(bundle.root for bundle in bundles.values())]
-                target = stack.enter_context(
-                    output_directory(
-                        self.out, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=[COMPARE]
-                    )
-                )
+            self._validate(name, bundle, data)
+        inputs = [data.root, *(bundle.root for bundle in bundles.values())]
+        writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=[COMPARE])
+        with nullcontext() if self.out is None else writes(self.out) as target:
             items = SharedItems.of(data.item_ids(), bundles)
-            answers = {
-                name: Answers.of(bundle, items.numbers[name], data, self.split) for name, bundle in bundles.items()
+            served = {
+                name: ServedBundle(name, bundle, data, self.split, items.numbers[name])
+                for name, bundle in bundles.items()
             }
-            evaluated = evaluate(
-                data,
-                [contender_of(name, bundles[name], answers[name]) for name in bundles],
-                split=self.split,
-                ks=[self.k],
-                baselines=False,
-                segments=False,
-                off_policy=None if self.off_policy is None else replace(self.off_policy, top_k=(self.k,)),
-                reward=self.reward,
-                batch_size=self.batch_size,
-                device="cpu",
-                progress=self.progress,
-            ).document
-            agreed = agreement(torch.cat(answers[OLD].lists), torch.cat(answers[NEW].lists), self.k, self.persistence)
-            document = comparison_document(
-                evaluated, self.k, {name: estimate(values).as_json() for name, values in agreed.items()}
-            )
+            evaluated = self._evaluated(data, [one.contender for one in served.values()])
+            old, new = (torch.cat(one.lists) for one in served.values())
+            agreed = agreement(old, new, self.k, self.persistence)
+            document = comparison_document(evaluated, self.k, agreed)
             document["setting"] |= {"persistence": self.persistence, "reward": asdict(self.reward)}
             document["setting"] |= {"off_policy": None if self.off_policy is None else asdict(self.off_policy)}
-            document["bundles"] = {name: bundle_facts(bundle) for name, bundle in bundles.items()}
+            document["bundles"] = {name: one.facts() for name, one in served.items()}
             document["items"] = items.counts
-            for name, one in answers.items():
+            for name, one in served.items():
                 document["lists"][name] |= one.counts()
-            document["warnings"] += unread_warnings(answers)
+                document["warnings"] += one.warnings()
             document["gate"] = gate(document, self.k, self.max_loss, self.min_overlap)
             if target is not None:
                 write_json(target / COMPARE, document)
         return Comparison(document, None if self.out is None else Path(self.out))
+
+    def _evaluated(self, data: Prepared, contenders: list[Contender]) -> Document:
+        """The evaluation of both bundles: value and ranking of the first k."""
+        options = vars(self.part(ValueOptions))
+        options |= {"off_policy": None if self.off_policy is None else replace(self.off_policy, top_k=(self.k,))}
+        return evaluate(
+            data, contenders, ks=[self.k], baselines=False, segments=False, device="cpu", **options
+        ).document
+
+    def _validate(self, name: str, bundle: Bundle, data: Prepared) -> None:
+        """Raises if a bundle cannot list k items, or reads feedback levels from other columns."""
+        longest = min(bundle.k, data.num_items)
+        if self.k > longest:
+            raise RecpoError(
+                f"compare: k is {self.k}, expected 1 to {longest}, as the {name} bundle {bundle.root} serves lists of "
+                f"up to {bundle.k} and the data have {data.num_items} items: choose another k, or export with a larger "
+                "one",
+                code="mismatch",
+                field="k",
+            )
+        if bundle.feedback.levels_from != data.feedback.levels_from:
+            raise RecpoError(
+                f"compare: the {name} bundle {bundle.root} reads feedback levels from {bundle.feedback.levels_from}, "
+                f"and {data.root} has them from {data.feedback.levels_from}: prepare the log as that of the bundle",
+                code="mismatch",
+                field=name,
+            )
 
 
 compare = function_of(Compare)

@@ -12,13 +12,13 @@ from recpo.base.errors import RecpoError
 from recpo.log.engine import locate
 
 if TYPE_CHECKING:
+    from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.evaluation import Evaluation
     from recpo.items.tokenization import Codes
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle
     from recpo.training.run import Run
-    from recpo.verbs.comparison import Comparison
     from recpo.verbs.loop import LoopResult
     from recpo.worlds.log import Simulation
 
@@ -67,7 +67,7 @@ def load(
 
         return Evaluation.open(fspath(path))
     if kind == "comparison":
-        from recpo.verbs.comparison import Comparison
+        from recpo.evaluation.comparison import Comparison
 
         return Comparison.open(fspath(path))
     if kind == "loop":

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.measure import rewarded
 from recpo.evaluation.off_policy.results import POLICY
-from recpo.evaluation.off_policy.setting import rewarded
 from recpo.evaluation.reading import Document
 from recpo.lists.exploration import Exploration, Pool
 from recpo.log.prepared import Prepared
@@ -75,7 +74,7 @@ def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, s
         size: items of a slate.
         ks: list lengths of the evaluation.
     """
-    (plain,) = contenders_of([bundle], data, ks, "best", torch.device("cpu"), (), _no_baseline)
+    (plain,) = contenders_of([bundle], data, ks)
     served = BEST if exploration is None else exploration
     return replace(plain, name=NEXT, load=partial(_load, plain, bundle, served, min(size, data.num_items)))
 
@@ -127,7 +126,3 @@ def logged_reward(data: Prepared, split: HeldOut, reward: LoggedReward) -> float
         known = values[~np.isnan(values)]
         total, count = total + float(known.sum()), count + len(known)
     return total / count if count else None
-
-
-def _no_baseline(name: Any) -> Contender:
-    raise RecpoError(f"loop: {name} is a baseline, expected a bundle", code="wrong_class", field=name)

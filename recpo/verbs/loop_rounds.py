@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import kind_of
 from recpo.evaluation.evaluation import Evaluation
-from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.reading import Document
+from recpo.evaluation.true_rewards import ORACLE
 from recpo.lists.exploration import Exploration
 from recpo.log.prepared import Prepared
 from recpo.log.splits import TemporalSplit

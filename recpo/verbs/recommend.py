@@ -220,7 +220,7 @@ def _contender(source: Source, prepared: PreparedData) -> Server:
     """The server of factors or a baseline."""
     from recpo.log.prepared import Prepared  # bundles and runs are served without the libraries of prepare
     from recpo.rewards.factors import Factors
-    from recpo.verbs.contender_runtime import ContenderRuntime
+    from recpo.verbs.contenders import ContenderRuntime
 
     if not isinstance(source, str | PathLike | Factors):
         raise RecpoError(

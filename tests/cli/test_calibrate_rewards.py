@@ -16,9 +16,10 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
+from recpo.evaluation.reward_comparison import greedy_lists
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.prepared import Prepared
-from recpo.verbs.calibrate import greedy_lists
+from tests.refusals import refused
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,14 @@ def test_errors_are_those_of_a_loop_over_the_prepared_events(prepared):
 def test_greedy_lists_are_those_of_a_loop(prepared):
     reward = SineReward(known=50)
     batch = next(evaluation_batches(prepared, "test", 20, 16))
-    lists = greedy_lists(reward, batch, 60, 7).item_ids
+    lists = greedy_lists(reward, batch, 60, 7, batch.exclude).item_ids
     for row, user in enumerate(batch.user_ids.tolist()):
         past = set(batch.exclude[row].tolist())
         worth = {item: float(torch.sin(torch.tensor(item * 1.7) + user)) for item in range(1, 51) if item not in past}
         best = sorted(worth, key=lambda item: -worth[item])[:7]
         assert lists[row].tolist() == best + [0] * (7 - len(best))
     absent = lists[:, :2]  # were no candidates
-    fewer = greedy_lists(reward, batch, 60, 5, absent).item_ids
+    fewer = greedy_lists(reward, batch, 60, 5, torch.cat([batch.exclude, absent], 1)).item_ids
     assert fewer.tolist() == lists[:, 2:].tolist()
 
 
@@ -164,13 +165,14 @@ def test_a_log_without_propensities_has_no_value_from_the_log_and_says_so(world,
 
 
 def test_mistakes_are_named(prepared, factors, tmp_path):
-    for rewards, message in (
-        ([], "nothing to calibrate"),
-        ([factors, factors], "named twice"),
-        ([tmp_path], "is not a run directory"),
-        ({"unknown": SineReward(known=0)}, "unknown: no exposure of the valid period has both a grade and a reward"),
+    for rewards, code, field in (
+        ([], "empty", "rewards"),
+        ([factors, factors], "duplicate", str(factors)),
+        ({"unknown": SineReward(known=0)}, "empty", "unknown"),
     ):
-        with pytest.raises(RecpoError, match=message):
+        with refused(code, field):
             recpo.calibrate(prepared, rewards)
-    with pytest.raises(RecpoError, match="k is 0"):
+    with pytest.raises(RecpoError, match="is not a run directory"):
+        recpo.calibrate(prepared, [tmp_path])
+    with refused("out_of_range", "k"):
         recpo.calibrate(prepared, factors, k=0)

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 import recpo
+from recpo.evaluation import reward_comparison
 from recpo.log.feature_columns import FeatureColumns
 from recpo.training import tilting
-from recpo.verbs import calibrate as calibration
 
 UNBORN = 20
 
@@ -47,7 +47,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
 
         return ranking(*arguments, measures=[*measures, Lists()], **named)
 
-    ranking, lists_of = tilting.evaluate_ranking, calibration.greedy_lists
+    ranking, lists_of = tilting.evaluate_ranking, reward_comparison.greedy_lists
     monkeypatch.setattr(tilting, "evaluate_ranking", ranked)
     tilted = recpo.tilt(base, tmp_path / "factors", data, out=tmp_path / "run", betas=[0.05, 0.5])
     assert len(tilted.trials) == 3
@@ -61,7 +61,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
         return found
 
     listed.clear()
-    monkeypatch.setattr(calibration, "greedy_lists", greedy)
+    monkeypatch.setattr(reward_comparison, "greedy_lists", greedy)
     recpo.calibrate(data, tmp_path / "factors", k=5, resamples=10)
     assert listed
     assert max(lists.max() for lists in listed) <= known

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.evaluation.agreement import agreement, kendall_tau, overlap, rank_biased_overlap
+from recpo.evaluation.comparison import agreement, kendall_tau, overlap, rank_biased_overlap
 
 K = 6
 LISTS = st.lists(st.integers(1, 9), max_size=K, unique=True)

@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from recpo.base.types import Histories
-from recpo.evaluation.baselines import decayed_counts
+from recpo.evaluation.baselines import (
+    CooccurrenceBaseline,
+    CooccurrenceOptions,
+    EventChunk,
+    decayed_counts,
+    neighbors_of,
+)
 from recpo.evaluation.contenders import recent_counts
-from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 
 ITEMS = 30
 

@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation import beyond_accuracy
 from recpo.evaluation.beyond_accuracy import (
+    POPULARITY_BINS,
     BeyondAccuracy,
     Exposure,
+    ItemFacts,
+    ItemTags,
     diversity,
     gini,
     list_overlap,
     miscalibration,
+    popularity_bins,
     tag_diversity,
 )
-from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, ItemTags, popularity_bins
-from recpo.evaluation.measures import Observed
-from recpo.evaluation.targets import Targets
+from recpo.evaluation.measures import Observed, Targets
 from tests.reference import list_loops
 
 KS = (1, 3, 7)

@@ -13,26 +13,25 @@ import torch
 import yaml
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.base.features import Category
 from recpo.base.types import Recommendations
 from recpo.cli.main import main
-from recpo.evaluation.candidates import ALWAYS, NEVER, Candidates, CandidateTable, begin_of, candidates_of
-from recpo.evaluation.catalog_ranking import evaluate_ranking
-from recpo.evaluation.item_ages import item_age, item_ages
+from recpo.evaluation.candidates import NEVER, Candidates, CandidateTable, begin_of, candidates_of
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.new_items import NewItems, new_items
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.segments import NewItems, item_age, item_ages, new_items
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.prepared import Prepared
+from recpo.log.schema import ALWAYS
 from recpo.verbs.evaluate import evaluate
 from recpo.worlds.log import Simulation
 from tests.evaluation.off_policy.test_off_policy_measure import ITEMS, PLACES, Contender, Given, log
 from tests.evaluation.test_catalog_ranking import batch_of
 from tests.reference import ranking_loops
+from tests.refusals import refused
 
 
 def by_number(item_count):
@@ -79,7 +78,7 @@ def test_what_is_unavailable_is_found_as_in_a_loop():
 def test_what_did_not_exist_is_neither_listed_nor_a_target():
     batch = batch_of([[6, 5, 2, 4]], [[0.9, 0.9, 0.9, 0.1]], [[False, False, False, True]], seen=[[3]])
     available = spans([0, 0, 0, 5, 0, 9])(4)  # items 4 and 6 come later
-    result = evaluate_ranking(by_number(6), [batch], num_items=6, ks=(2, 4), candidates=available)
+    result = evaluate_ranking(by_number(6), [batch], Ranking(num_items=6, ks=(2, 4), candidates=available))
     counts = result.counts
     assert (counts["positive_events"], counts["positive_events_unavailable"]) == (3, 1)
     assert (counts["disliked_events"], counts["disliked_events_unavailable"]) == (1, 1)
@@ -89,7 +88,7 @@ def test_what_did_not_exist_is_neither_listed_nor_a_target():
     expected = ranking_loops.metrics([5, 2, 1], [5, 2], 4)["NDCG"]
     assert result.per_user["NDCG@4"].item() == pytest.approx(expected)
     assert result.totals["coverage@4"] == pytest.approx(3 / 4), "of the four candidates"
-    everything = evaluate_ranking(by_number(6), [batch], num_items=6, ks=(2,))
+    everything = evaluate_ranking(by_number(6), [batch], Ranking(num_items=6, ks=(2,)))
     assert everything.counts["positive_events_unavailable"] == 0
     assert everything.totals["coverage@2"] == pytest.approx(2 / 6)
 
@@ -97,7 +96,7 @@ def test_what_did_not_exist_is_neither_listed_nor_a_target():
 def test_every_user_has_the_candidates_of_the_own_moment():
     batch = batch_of([[2], [2]], [[0.9], [0.9]])
     available = spans([0, 5, 0], i3=6)(np.array([4, 6]))
-    result = evaluate_ranking(by_number(3), [batch], num_items=3, ks=(1,), candidates=available)
+    result = evaluate_ranking(by_number(3), [batch], Ranking(num_items=3, ks=(1,), candidates=available))
     assert result.counts["positive_events_unavailable"] == 1
     assert result.per_user["HitRate@1"][1] == 1.0
     assert math.isnan(result.per_user["HitRate@1"][0])
@@ -106,8 +105,8 @@ def test_every_user_has_the_candidates_of_the_own_moment():
 def test_a_contender_that_lists_what_does_not_exist_is_refused():
     stubborn = Recommender(lambda histories, k, exclude: Recommendations(torch.tensor([[2]]), torch.zeros(1, 1)))
     batches = [batch_of([[1]], [[0.9]])]
-    with pytest.raises(RecpoError, match="returned items that are not candidates"):
-        evaluate_ranking(stubborn, batches, num_items=3, ks=(1,), candidates=spans([0, 7, 0])(3))
+    with refused("bad_value", "candidates"):
+        evaluate_ranking(stubborn, batches, Ranking(num_items=3, ks=(1,), candidates=spans([0, 7, 0])(3)))
 
 
 def test_draws_of_what_does_not_exist_earn_nothing():
@@ -137,11 +136,8 @@ def test_draws_of_what_does_not_exist_earn_nothing():
     evaluate_ranking(
         Recommender(recommend, contender.log_prob),
         batches,
-        num_items=ITEMS,
-        ks=[PLACES],
-        exclude_past=False,
+        Ranking(num_items=ITEMS, ks=[PLACES], exclude_past=False, candidates=candidates),
         measures=[measure],
-        candidates=candidates,
     )
     found = measure.result()
     weighted, weight, size = 0.0, 0.0, 0
@@ -168,7 +164,10 @@ def test_new_items_are_measured_as_in_a_loop():
     assert new_items(train_count, None).sum() == 4
     batch = batch_of([[7, 1, 2, 5], [3, 6, 0, 0]], [[0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.0, 0.0]])
     result = evaluate_ranking(
-        by_number(7), [batch], num_items=7, ks=(1, 3), measures=[NewItems(is_new, (1, 3))], candidates=available
+        by_number(7),
+        [batch],
+        Ranking(num_items=7, ks=(1, 3), candidates=available),
+        measures=[NewItems(is_new, (1, 3))],
     )
     lists = [7, 6, 4, 3, 2, 1]
     for k in (1, 3):
@@ -247,21 +246,22 @@ def test_a_table_of_candidates_is_read_by_its_columns(living):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"item_id": [-1, -2]}, "none of its 2 rows names an item of"),
-        ({"item": [1]}, "column 'item_id' is missing"),
-        (CandidateTable({"item_id": [1002]}, available_from="born"), "column 'born' is missing"),
-        ("nowhere.parquet", "nowhere.parquet: expected a Parquet file"),
+        ({"item_id": [-1, -2]}, ("mismatch", "item_id")),
+        ({"item": [1]}, ("missing_column", "item_id")),
+        (CandidateTable({"item_id": [1002]}, available_from="born"), ("missing_column", "born")),
+        ("nowhere.parquet", ("wrong_file",)),
     ],
 )
 def test_faults_of_a_table_are_named(living, given, message):
-    with pytest.raises(RecpoError, match=message):
+    with refused(*message):
         candidates_of(living[1], "test", given)
 
 
 def test_an_item_with_two_rows_is_refused(living):
     item = living[1].item_ids().to_external(np.array([3]))[0].as_py()
-    with pytest.raises(RecpoError, match=f"item {item} has several rows"):
+    with refused("duplicate", "item_id") as raised:
         candidates_of(living[1], "test", {"item_id": [item, item]})
+    assert f"item {item} " in str(raised.value)
 
 
 def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
@@ -323,10 +323,8 @@ def test_best_new_items_are_worth_what_the_truth_says(living):
     result = evaluate_ranking(
         by_number(data.num_items),
         [batch],
-        num_items=data.num_items,
-        ks=(3,),
+        Ranking(num_items=data.num_items, ks=(3,), new_items_among=measure.others),
         measures=[measure],
-        new_items_among=measure.others,
     )
     best = [item for item in range(data.num_items, 0, -1) if item % 2 == 1][:3]
     expected = known.of_lists(torch.arange(2), torch.tensor([best, best]))["true_reward@3"]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpo.evaluation.collisions import TupleLists, expected_hit_rate, expected_ndcg, expected_recall
+from recpo.evaluation.beyond_accuracy import TupleLists, expected_hit_rate, expected_ndcg, expected_recall
 from recpo.ops.ranking import hit_rate, ndcg, ranked_hits, recall
 from tests.reference import ranking_loops
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
-from recpo.evaluation.item_facts import ItemFeatures, item_facts
+from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.training.curves import training_curves
+from tests.refusals import refused
 
 
 def write(frame, path):
@@ -52,21 +52,21 @@ def test_a_tag_may_be_a_plain_value_and_vectors_are_optional(prepared, catalog, 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"item_id": [10**9], "topic": [1]}, "names no item of the catalog"),
-        ({"item_id": ["x"], "topic": [1]}, "cast them"),
-        ({"item": [1], "topic": [1]}, "has no column item_id; it has item, topic"),
+        ({"item_id": [10**9], "topic": [1]}, ("mismatch", "item_id")),
+        ({"item_id": ["x"], "topic": [1]}, ("wrong_type", "item_id")),
+        ({"item": [1], "topic": [1]}, ("missing_column", "item_id")),
     ],
 )
 def test_unusable_features_are_refused(prepared, tmp_path, rows, message):
     file = write(rows, tmp_path / "f.parquet")
-    with pytest.raises(RecpoError, match=message):
+    with refused(*message):
         item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic"))
 
 
 def test_a_column_name_that_is_not_text_is_refused(prepared, tmp_path):
     file = write({"item_id": [1], "topic": [1], "other": [1]}, tmp_path / "f.parquet")
     file.write_bytes(file.read_bytes().replace(b"other", b"\xffther"))
-    with pytest.raises(RecpoError, match="cannot be read as Parquet"):
+    with refused("wrong_file", str(file)):
         item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic"))
 
 

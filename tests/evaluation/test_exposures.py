@@ -13,10 +13,9 @@ from sklearn.metrics import roc_auc_score
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.catalog_ranking import evaluate_ranking
-from recpo.evaluation.exposures import auc, exposure_auc, first_places
-from recpo.evaluation.measures import Recommender
-from recpo.evaluation.targets import Targets
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.measures import Recommender, Targets, auc, exposure_auc
+from recpo.ops.ranking import first_places
 
 rows = st.lists(
     st.lists(st.tuples(st.sampled_from([-3.0, -2.0, -1.5, -math.inf]), st.sampled_from("pn ")), min_size=9, max_size=9),
@@ -76,7 +75,7 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     def recommend(histories, k, exclude):
         return Recommendations(torch.tensor([[1]]), torch.zeros(1, 1))
 
-    result = evaluate_ranking(Recommender(recommend, lambda feedback: tokens), [batch], num_items=6, ks=(1,))
+    result = evaluate_ranking(Recommender(recommend, lambda feedback: tokens), [batch], Ranking(num_items=6, ks=(1,)))
     assert result.per_user["AUC_other"].item() == 0.5  # of 1 and 5 against 2 alone
     assert result.per_user["AUC_dislikes"].item() == 0.5
-    assert "AUC_other" not in evaluate_ranking(Recommender(recommend), [batch], num_items=6, ks=(1,)).per_user
+    assert "AUC_other" not in evaluate_ranking(Recommender(recommend), [batch], Ranking(num_items=6, ks=(1,))).per_user

@@ -11,14 +11,14 @@ import yaml
 
 import recpo
 from recpo.base.types import Histories, Recommendations
-from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.item_facts import ItemFeatures
+from recpo.evaluation.beyond_accuracy import ItemFeatures
+from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.reranked import reranked_contender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared
 from recpo.serving.item_index import bundle_item_vectors
-from recpo.verbs.reranked import policy_item_vectors
+from recpo.verbs.contenders import policy_item_vectors
+from tests.refusals import refused
 
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 2}
 
@@ -122,13 +122,13 @@ def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(run
 
 def test_what_cannot_be_reranked_is_refused_before_anything_is_loaded(run, prepared, attributes):
     evaluate = partial(recpo.evaluate, prepared, ks=[5], off_policy=None)
-    with pytest.raises(recpo.RecpoError, match="no run, bundle or factor model"):
+    with refused("unused_option", "rerank"):
         evaluate(["popularity"], rerank=[MaximalMarginalRelevance()])
-    with pytest.raises(recpo.RecpoError, match="no attribute 'topic' of the items is known"):
+    with refused("unknown_name", "topic"):
         evaluate([run], rerank=[Calibration("topic")])
-    with pytest.raises(recpo.RecpoError, match="'author' is missing"):
+    with refused("missing_column", "author"):
         evaluate([run], rerank=[AttributeCap("author")], rerank_options=recpo.RerankOptions(attributes=attributes))
-    with pytest.raises(recpo.RecpoError, match="shortlist is 3"):
+    with refused("out_of_range", "rerank_options.shortlist"):
         evaluate([run], rerank=[MaximalMarginalRelevance()], rerank_options=recpo.RerankOptions(shortlist=3))
-    with pytest.raises(recpo.RecpoError, match="two contenders have the name"):
+    with refused("duplicate", "run + mmr 0.7"):
         evaluate([run], rerank=[MaximalMarginalRelevance()] * 2)

@@ -10,11 +10,10 @@ import torch
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.document import ContenderResult, metrics_document
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
@@ -85,11 +84,8 @@ def evaluated(order, sizes):
     return evaluate_ranking(
         scored(),
         [rows_of(whole, rows) for rows in order.split(sizes)],
-        num_items=ITEMS,
-        ks=KS,
+        Ranking(num_items=ITEMS, ks=KS, user_segments=[history_length()], item_segments=item_segments(facts())),
         measures=[BeyondAccuracy(facts(), KS)],
-        user_segments=[history_length()],
-        item_segments=item_segments(facts()),
     )
 
 
@@ -169,7 +165,7 @@ def test_graded_gains_of_quartiles():
     batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([0])), slates, torch.tensor([0])), seen)
     recommender = Recommender(lambda histories, k, exclude: Recommendations(shown, shown.float()))
     for gain, gains in (("linear", (0.3, 1.0, 0.2)), ("exponential", (1, 7, 0))):
-        result = evaluate_ranking(recommender, [batch], num_items=3, ks=(3,), gain=gain)
+        result = evaluate_ranking(recommender, [batch], Ranking(num_items=3, ks=(3,), gain=gain))
         expected = ranking_loops.graded_ndcg([3, 1, 2], dict(enumerate(gains, 1)), 3)
         assert result.per_user["gNDCG@3"].item() == pytest.approx(expected)
 

@@ -9,8 +9,10 @@ import torch
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.batches import held_out
-from recpo.batches.datamodule import FeedbackDataModule, HeldOutBatches, Phases, Rank, ResumableLoader, TrainBatches
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
+from recpo.batches.train_batches import Phases, ResumableLoader, TrainBatches
 from recpo.log.prepared import FORMAT_VERSION, Prepared, write_manifest
 from recpo.log.schema import PAST_SCHEMA
 

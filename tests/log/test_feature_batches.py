@@ -8,12 +8,11 @@ import torch
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.batches.held_out import HeldOutBatches
+from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.batches.train_batches import Rank, TrainBatches
-from recpo.evaluation.behavior_rates import BehaviorRates
-from recpo.evaluation.measures import Observed
+from recpo.batches.train_batches import TrainBatches
+from recpo.evaluation.measures import BehaviorRates, Observed
 from recpo.rewards.rewards import LoggedReward, WeightedSum
 from tests.log.test_features import prepare, rich_log
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from recpo.base.errors import RecpoError
-from recpo.batches.datamodule import FeedbackDataModule, ResumableLoader, TrainBatches, evaluation_batches
+from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
+from recpo.batches.train_batches import ResumableLoader, TrainBatches
 from recpo.log import prepare as prepare_module
 from recpo.log import writing as publishing
 from recpo.log.engine import EngineOptions, Location, locate

@@ -8,9 +8,10 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackRule
-from recpo.batches.datamodule import Rank, TrainBatches
+from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout, uniform
 from recpo.batches.slates import Catalog
+from recpo.batches.train_batches import TrainBatches
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 
 NONE = {"dislikes": 0, "skipped": 0, "uniform": 0, "popularity": 0}

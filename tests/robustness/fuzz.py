@@ -534,7 +534,7 @@ def _evaluation(root: Path) -> str:
 
 
 def _comparison(root: Path) -> str:
-    from recpo.verbs.comparison import Comparison
+    from recpo.evaluation.comparison import Comparison
 
     return _text(json.dumps(Comparison.open(root / "comparison").document, sort_keys=True))
 
@@ -585,7 +585,7 @@ def _histories(root: Path) -> str:
 
 
 def _lists(root: Path) -> str:
-    from recpo.evaluation.lists import Lists, read_lists
+    from recpo.evaluation.contenders import Lists, read_lists
     from recpo.log.prepared import Prepared
 
     data = Prepared.open(_BASE[0] / "prepared")
@@ -596,7 +596,7 @@ def _lists(root: Path) -> str:
 
 
 def _item_table(root: Path) -> str:
-    from recpo.evaluation.item_facts import ItemFeatures, item_facts
+    from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
     from recpo.items.sources import CodesFromFile, VectorsFromParquet
     from recpo.log.prepared import Prepared
 

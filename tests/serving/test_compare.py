@@ -17,13 +17,13 @@ from recpo import Bundle, Prepared
 from recpo.batches.datamodule import evaluation_batches
 from recpo.batches.held_out import HeldOutHistories
 from recpo.cli.main import main
+from recpo.evaluation.comparison import gate
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.export import export_bundle
 from recpo.serving.manifest import BundleFeatures
-from recpo.verbs.comparison import gate
 from tests.log.test_features import prepare
 from tests.refusals import refused
 
@@ -76,6 +76,28 @@ def test_ranking_and_value_are_those_of_evaluate(compared, bundles, prepared):
     assert compared["items"] == {
         "shared": 60, "only_old": 0, "only_new": 0, "old_not_in_data": 0, "new_not_in_data": 0
     }  # fmt: skip
+
+
+class Length(recpo.Measure):
+    """Filled places of a list, and the number of lists."""
+
+    lists = 0
+
+    def update(self, observed):
+        self.lists += len(observed.lists.item_ids)
+        return {f"length@{K}": (observed.lists.item_ids > 0).sum(1).float()}
+
+    def totals(self):
+        return {"lists": float(self.lists)}
+
+
+def test_metrics_of_your_own_are_compared(compared, bundles, prepared):
+    found = recpo.compare(bundles / "old", bundles / "new", prepared, k=K, measures=[Length()]).document
+    own = found["ranking"].pop(f"length@{K}")
+    assert found["ranking"] == compared["ranking"]
+    assert own["old"]["mean"] == own["new"]["mean"] == K
+    assert own["difference"] == {"mean": 0.0, "half_width": 0.0, "n": own["old"]["n"]}
+    assert {found["lists"][name]["lists"] for name in ("old", "new")} == {found["setting"]["requests"]}
 
 
 def test_bundles_of_other_items_and_cutoffs_are_compared_by_external_id(bundles, prepared):
@@ -160,7 +182,7 @@ def test_the_verb_prints_writes_and_ends_with_the_status_of_the_gate(bundles, pr
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 21}, ("invalid",)),
+        ({"k": 21}, ("mismatch", "k")),
         ({"k": 0}, ("out_of_range", "k")),
         ({"max_loss": -0.1}, ("out_of_range", "max_loss")),
         ({"max_loss": float("nan")}, ("out_of_range", "max_loss")),
@@ -178,7 +200,7 @@ def test_other_directories_than_bundles_are_errors(bundles, prepared, capsys):
     arguments = ["compare", "--old", str(bundles / "old"), "--new", str(prepared), "--prepared", str(prepared)]
     assert main(arguments) == 1
     assert "error: " in capsys.readouterr().err
-    with refused("invalid"):
+    with refused("missing_file", "compare.json"):
         recpo.Comparison.open(bundles / "old")
 
 
@@ -204,5 +226,5 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
     assert bundle == pytest.approx(eager, abs=1e-6)
     compared = recpo.compare(out, out, data, k=5, off_policy=None).document
     assert compared["ranking"]["NDCG@5"]["old"]["mean"] == pytest.approx(eager, abs=1e-6)
-    with refused("mismatch", ...):
+    with refused("mismatch", "behaviors"):
         recpo.evaluate(prepare(tmp_path / "other", behaviors={"share": "is_share", "like": "is_like"}), [out], ks=[5])

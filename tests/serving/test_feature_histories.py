@@ -6,8 +6,7 @@ import pytest
 
 from recpo.base.feature_encoding import by_source, decoded
 from recpo.base.features import Reads
-from recpo.batches.held_out import HeldOutBatches, HeldOutHistories
-from recpo.batches.train_batches import Rank
+from recpo.batches.held_out import HeldOutBatches, HeldOutHistories, Rank
 from recpo.serving.histories import HistoryReader
 from tests.log.test_features import item_rows, prepare, rich_log, user_rows
 from tests.refusals import refused

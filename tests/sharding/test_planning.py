@@ -17,15 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.base.errors import RecpoError
 from recpo.sharding import planning
-from recpo.sharding.blocks import GIB, block_bytes
-from recpo.sharding.planning import (
-    Placement,
-    TableBlock,
-    TableSpec,
-    make_collection,
-    plan_tables,
-    table_key,
-)
+from recpo.sharding.blocks import GIB, Placement, TableBlock, TableSpec, block_bytes
+from recpo.sharding.planning import make_collection, plan_tables, table_key
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 

@@ -11,8 +11,9 @@ from torch.optim import Adam
 from recpo.base.contracts import Objective, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, LossOutput, catalog_slates
-from recpo.batches.datamodule import FeedbackDataModule, Phases
+from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
+from recpo.batches.train_batches import Phases
 from recpo.objectives import GRPO, MPO, CatalogPolicyGradient
 from recpo.objectives.advantages import GroupNormalizedAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy

@@ -11,7 +11,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import SlateTraits
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.measures import held_out_targets
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward, SoftmaxDPO
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy

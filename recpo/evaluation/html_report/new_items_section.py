@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 from recpo.evaluation.html_report import tables
 from recpo.evaluation.html_report.blocks import Block, Text
-from recpo.evaluation.new_items import NEW_METRICS
 from recpo.evaluation.reading import Document
+from recpo.evaluation.segments import NEW_METRICS
 
 
 def new_item_blocks(document: Document) -> list[Block]:

@@ -10,8 +10,8 @@ from recpo.evaluation.html_report import charts, tables
 from recpo.evaluation.html_report.blocks import Block, Details, Figures, Lines, Listing, Section, Text
 from recpo.evaluation.html_report.new_items_section import new_item_blocks
 from recpo.evaluation.html_report.off_policy_section import value_blocks
-from recpo.evaluation.new_items import NEW_METRICS
 from recpo.evaluation.reading import Document, further_metrics, reading
+from recpo.evaluation.segments import NEW_METRICS
 
 _KINDS = {
     "run": ("trained run", "trained runs"),

@@ -1,4 +1,4 @@
-"""Estimators of a policy's value from a log of single items, each one formula over rows.
+"""Estimators of a policy's value from a log of single items or of slates, each one formula over rows, and their model.
 
 Every row is one exposure: the context x, the item a that the logging policy showed with probability ``p(a | x)``, and
 its reward r. The estimated value is ``V = E_x E_{a ~ pi(. | x)}[r(x, a)]``, the mean reward per exposure if the target
@@ -7,16 +7,27 @@ policy ``pi`` had chosen the items. All estimators here are sums of ratios of su
     V = sum_j (sum_i numerator_ij) / (sum_i denominator_ij),
 
 so a log is read in chunks, and only the sums are kept; for intervals, per user.
+
+For logs with a reward for each of several positions, ``SlateEstimator`` estimates the value of whole slates, ``V =
+E[sum_s position_weight_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption
+about what the reward of a position depends on, and so in how many weights of single positions, ``w_s = pi(a_s | x,
+a_<s) / p(a_s | x, a_<s)``, they multiply. The weaker the assumption, the larger the variance.
+
+``AdditiveRewardModel`` is the reward model of the direct method and the doubly robust estimators: fast, and without a
+users x items matrix.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recpo.base.errors import RecpoError
 
@@ -51,7 +62,11 @@ class Rows(NamedTuple):
         """
         if not (self.propensity > 0).all():
             row = int((~(self.propensity > 0)).argmax())
-            raise RecpoError(f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out")
+            raise RecpoError(
+                f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out",
+                code="out_of_range",
+                field="propensity",
+            )
         return np.asarray(self.target / self.propensity)
 
 
@@ -251,11 +266,222 @@ def _terms(*ratios: tuple[FloatArray, FloatArray | None]) -> Terms:
 
 def _v_hat(rows: Rows) -> FloatArray:
     if rows.v_hat is None:
-        raise ValueError("this estimator needs the reward model's v_hat")
+        raise RecpoError("this estimator needs the reward model's v_hat", code="missing_value", field="v_hat")
     return rows.v_hat
 
 
 def _corrections(rows: Rows) -> FloatArray:
     if rows.q_hat is None:
-        raise ValueError("this estimator needs the reward model's q_hat")
+        raise RecpoError("this estimator needs the reward model's q_hat", code="missing_value", field="q_hat")
     return rows.weight * (rows.reward - rows.q_hat)
+
+
+class SlateRows(NamedTuple):
+    """Logged slates.
+
+    Attributes:
+        reward: ``[N, S]`` reward of every position.
+        weight: ``[N, S]`` importance weight of every position.
+        mask: ``[N, S]`` bool, False if the slate has no such position; its values are not read.
+    """
+
+    reward: FloatArray
+    weight: FloatArray
+    mask: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SlateEstimator(ABC):
+    """A sum over positions of weighted rewards. A position that a slate lacks has reward 0.
+
+    Attributes:
+        self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates: lower
+            variance, with a bias that falls as 1/N.
+        position_weight: weight of a reward at position 1, 2, ..., such as the discounts of DCG; empty = 1 each.
+    """
+
+    name: ClassVar[str]
+    self_normalized: bool = False
+    position_weight: tuple[float, ...] | None = None
+
+    @abstractmethod
+    def slate_weights(self, weight: FloatArray) -> FloatArray:
+        """The factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no position)."""
+
+    def terms(self, rows: SlateRows) -> Terms:
+        """Numerators and denominators ``[N, S]``: one ratio per position.
+
+        Raises:
+            RecpoError: more positions than position weights.
+        """
+        positions = rows.mask.shape[1]
+        counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
+        if len(counts) < positions:
+            raise RecpoError(
+                f"{len(counts)} position weights for slates of {positions}",
+                code="wrong_shape",
+                field="position_weight",
+            )
+        weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
+        gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
+        return Terms(gained, weight if self.self_normalized else np.ones_like(gained))
+
+    def __call__(self, rows: SlateRows) -> float:
+        """The estimate over ``rows``; nan without slates, or for a self-normalized estimator if all weights are 0."""
+        terms = self.terms(rows)
+        return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
+
+
+@dataclass(frozen=True)
+class StandardIPS(SlateEstimator):
+    """``mean((prod_s w_s) sum_s r_s)``: a reward may depend on the whole slate (Precup et al., 2000).
+
+    Unbiased for any user behavior, but only useful for very short slates, because the weights multiply.
+    """
+
+    name: ClassVar[str] = "standard IPS"
+
+    def slate_weights(self, weight: FloatArray) -> FloatArray:
+        """See ``SlateEstimator``."""
+        return np.broadcast_to(weight.prod(axis=1, keepdims=True), weight.shape)
+
+
+@dataclass(frozen=True)
+class IndependentIPS(SlateEstimator):
+    """``mean(sum_s w_s r_s)``: a reward depends only on its own item and position.
+
+    The item-position model of Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen (KDD 2018, arXiv 1804.10488).
+    Its weights are those of single items, ``pi(a_s | x) / p(a_s | x)``.
+    """
+
+    name: ClassVar[str] = "independent IPS"
+
+    def slate_weights(self, weight: FloatArray) -> FloatArray:
+        """See ``SlateEstimator``."""
+        return weight
+
+
+@dataclass(frozen=True)
+class RewardInteractionIPS(SlateEstimator):
+    """``mean(sum_s (prod_{t <= s} w_t) r_s)``: a reward depends on its own item and on the items above it.
+
+    McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users read a slate from the top,
+    and earlier positions influence their behavior at later ones.
+    """
+
+    name: ClassVar[str] = "reward-interaction IPS"
+
+    def slate_weights(self, weight: FloatArray) -> FloatArray:
+        """See ``SlateEstimator``."""
+        return np.cumprod(weight, axis=1)
+
+
+class RewardedExposures(NamedTuple):
+    """Exposures of the training period.
+
+    Attributes:
+        users: ``[N]`` int64, 0..U-1, ``EvaluationBatch.user_ids``.
+        items: ``[N]`` int64, 1..V.
+        reward: ``[N]``; rows with nan (unknown) are skipped.
+    """
+
+    users: NDArray[np.integer]
+    items: NDArray[np.integer]
+    reward: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class AdditiveRewardModel:
+    """``q_hat(u, i) = mean + user_effect_u + item_effect_i``, with effects shrunk toward 0.
+
+    It models generous users and good items, but no tastes. It is fitted on the training period alone, so its
+    predictions are for rewards that it was not fitted to.
+
+    Attributes:
+        mean: mean of all training rewards.
+        user_effect: ``[U]`` float64; a user without training events has 0.
+        item_effect: ``[V + 1]`` float64, item 0 has 0.
+    """
+
+    mean: float
+    user_effect: Tensor
+    item_effect: Tensor
+
+    @classmethod
+    def fit(
+        cls,
+        exposures: Callable[[], Iterable[RewardedExposures]],
+        *,
+        num_users: int,
+        num_items: int,
+        rounds: int = 3,
+    ) -> AdditiveRewardModel:
+        """Fits by backfitting in streaming passes: item effects given user effects, then the other way round.
+
+        An effect is ``sum of residuals / (n + s^2 / t^2)``, the empirical-Bayes estimate under a normal prior: s^2 is
+        the variance of the residuals, t^2 that of the true effects, estimated by moments (DerSimonian and Laird, 1986).
+
+        Args:
+            exposures: each call yields the training period chunk by chunk.
+            num_users: U.
+            num_items: V.
+            rounds: number of rounds, of two passes each.
+
+        Raises:
+            RecpoError: no exposure has a reward.
+        """
+        totals = np.zeros(3)
+        for chunk in exposures():
+            reward = _known(chunk).reward
+            totals += [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]
+        if not totals[0]:
+            raise RecpoError(
+                "the reward model has nothing to learn from: no training event has a reward",
+                code="empty",
+                field="reward",
+            )
+        mean = totals[1] / totals[0]
+        noise = totals[2] / totals[0] - mean**2
+        users, items = np.zeros(num_users), np.zeros(num_items + 1)
+        for _ in range(rounds):
+            items, noise = _effects(exposures, mean, users, items, noise, of_items=True)
+            users, noise = _effects(exposures, mean, users, items, noise, of_items=False)
+        items[0] = 0.0
+        return cls(float(mean), torch.from_numpy(users), torch.from_numpy(items))
+
+    def __call__(self, users: Tensor, items: Tensor) -> Tensor:
+        """Predictions ``[B, S]`` float64 for ``users [B]`` and ``items [B, S]``."""
+        known = users < len(self.user_effect)
+        user = self.user_effect.to(users.device)[users.where(known, 0)].where(known, 0.0)
+        return self.mean + user[:, None] + self.item_effect.to(items.device)[items]
+
+
+def _effects(
+    exposures: Callable[[], Iterable[RewardedExposures]],
+    mean: float,
+    users: NDArray[np.float64],
+    items: NDArray[np.float64],
+    noise: float,
+    *,
+    of_items: bool,
+) -> tuple[NDArray[np.float64], float]:
+    """New effects of one side given the other, and the variance of the residuals."""
+    size = len(items) if of_items else len(users)
+    count, total, squares = np.zeros(size), np.zeros(size), 0.0
+    for chunk in map(_known, exposures()):
+        residual = chunk.reward - mean - (users[chunk.users] if of_items else items[chunk.items])
+        rows = chunk.items if of_items else chunk.users
+        count += np.bincount(rows, minlength=size)
+        total += np.bincount(rows, residual, size)
+        squares += float((residual**2).sum())
+    seen, rows_in_all = count > 0, count.sum()
+    between = (total[seen] ** 2 / count[seen]).sum() - (seen.sum() - 1) * noise
+    between /= max(rows_in_all - (count**2).sum() / rows_in_all, 1.0)
+    effect = total / (count + noise / between) if between > 0 else np.zeros(size)
+    explained = (2 * effect * total - count * effect**2).sum()
+    return effect, float(max(squares - explained, 0.0) / rows_in_all)
+
+
+def _known(chunk: RewardedExposures) -> RewardedExposures:
+    known = ~np.isnan(chunk.reward)
+    return RewardedExposures(*(column[known] for column in chunk))

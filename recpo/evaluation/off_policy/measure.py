@@ -1,24 +1,33 @@
-"""Off-policy value within the pass over held-out users."""
+"""Off-policy value within the pass over held-out users, and its setting from prepared data.
+
+The setting has the propensities and a reward model of the training period.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.base.contracts import RewardFunction
+from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.base.types import Histories
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.measures import Measure, Observed
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
-from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import Propensities
-from recpo.evaluation.off_policy.results import LOGGING_POLICY, POLICY, OffPolicyResult, result_of
-from recpo.evaluation.off_policy.target_sums import TargetSums
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, LoggedMean, RewardedExposures, Rows
+from recpo.evaluation.off_policy.options import (
+    EstimatedPropensities,
+    LoggedPropensities,
+    OffPolicyOptions,
+    Propensities,
+    UniformPropensities,
+)
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, POLICY, OffPolicyResult, TargetSums, result_of
+from recpo.log.prepared import Events, Prepared
 from recpo.ops.ranking import is_member
 
 #: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
@@ -112,7 +121,9 @@ class OffPolicyMeasure(Measure):
             raise RecpoError(
                 f"off-policy value refused: none of the held-out exposures has both a reward and a propensity "
                 f"({self._without_reward:,} lack a reward, {self._without_propensity:,} a propensity of the kind "
-                f"'{self._propensities.source}'); choose another kind of propensity"
+                f"'{self._propensities.source}'); choose another kind of propensity",
+                code="empty",
+                field="off_policy.propensity",
             )
         return result_of(totals, self._options, self._propensities.source)
 
@@ -131,7 +142,11 @@ class OffPolicyMeasure(Measure):
             choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
-                raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")
+                raise RecpoError(
+                    f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}",
+                    code="out_of_range",
+                    field="off_policy.top_k",
+                )
             first = lists[:, :k]
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
@@ -164,7 +179,9 @@ class OffPolicyMeasure(Measure):
         if least < low or most > high:
             raise RecpoError(
                 f"off-policy value: rewards from {least:g} to {most:g} leave the reward_range [{low:g}, {high:g}]: "
-                "name the least and the largest possible reward"
+                "name the least and the largest possible reward",
+                code="out_of_range",
+                field="off_policy.reward_range",
             )
 
 
@@ -184,3 +201,81 @@ class _Choice(NamedTuple):
 
 def _numpy(kept: Tensor, *columns: Tensor) -> list[NDArray[Any]]:
     return [column[kept].cpu().numpy() for column in columns]
+
+
+@dataclass(frozen=True)
+class OffPolicySetting:
+    """The setting that all contenders share; ``measure`` creates the measure of each.
+
+    Attributes:
+        options: how values are estimated.
+        reward: reward of logged items.
+        propensities: propensities of logged items.
+        model: reward model, fitted on the training period.
+        num_items: V.
+        ks: list lengths, unless the options name others.
+    """
+
+    options: OffPolicyOptions
+    reward: RewardFunction
+    propensities: Propensities
+    model: AdditiveRewardModel
+    num_items: int
+    ks: Sequence[int]
+
+    def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
+        """The measure of a policy that can be sampled, or of a contender that only has lists."""
+        return OffPolicyMeasure(
+            self.options,
+            reward=self.reward,
+            propensities=self.propensities,
+            num_items=self.num_items,
+            ks=self.ks,
+            model=self.model,
+            sample=None if policy is None else lambda histories, size: policy.sample(histories, size)[0],
+        )
+
+
+def off_policy_setting(
+    options: OffPolicyOptions, data: Prepared, reward: RewardFunction, ks: Sequence[int]
+) -> OffPolicySetting:
+    """Reads item counts and fits the reward model, in passes over the training shards.
+
+    Raises:
+        RecpoError: no training event has a reward.
+    """
+    reward = reward.for_behaviors(data.behaviors)
+
+    def training() -> Iterator[RewardedExposures]:
+        for shard in range(data.num_shards("train")):
+            events = data.load("train", shard, reward.reads)
+            exposures = rewarded(events, reward)
+            yield RewardedExposures(*(column[events.is_target] for column in exposures))
+
+    propensities: Propensities = {
+        "logged": LoggedPropensities,
+        "uniform": lambda: UniformPropensities(options.pool_size or data.num_items),
+        "estimated": lambda: EstimatedPropensities(torch.from_numpy(data.item_counts())),
+    }[options.propensity]()
+    num_users = int(data.manifest["num_users"])
+    model = AdditiveRewardModel.fit(training, num_users=num_users, num_items=data.num_items)
+    return OffPolicySetting(options, reward, propensities, model, data.num_items, ks)
+
+
+def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
+    """Whether any held-out event of the period has a logged propensity."""
+    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
+
+
+def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
+    """The rewards of a shard's events, each as a separate slate."""
+    columns = (events.item_index, events.label, events.dislike)
+    items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
+    mask = torch.ones_like(items, dtype=torch.bool)
+    slates = Slates(items, torch.zeros_like(items), mask, quantile, dislike, is_logged=mask)
+    if events.behaviors is not None:
+        slates = slates._replace(behaviors=torch.tensor(events.behaviors)[:, None])
+    nothing = torch.zeros_like(items[:, :0])
+    batch = FeedbackBatch(Histories(nothing, torch.zeros(len(items), dtype=torch.long)), slates, items[:, 0])
+    return RewardedExposures(events.user_index, events.item_index, reward(batch, slates)[:, 0].double().numpy())

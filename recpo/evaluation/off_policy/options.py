@@ -1,11 +1,20 @@
-"""The options of off-policy evaluation."""
+"""Options of off-policy evaluation, and propensities: the logging policy's probabilities of items.
+
+Propensities are logged, known by design, or estimated.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from recpo.base.errors import RecpoError, validate_seed
+import torch
+from torch import Tensor
+
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, Seed, validate_ranges
+from recpo.base.types import Slates
 from recpo.evaluation.off_policy.estimators import (
     DM,
     DR,
@@ -17,7 +26,98 @@ from recpo.evaluation.off_policy.estimators import (
     NaiveAverage,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.propensities import PropensitySource
+
+PropensitySource = Literal["logged", "uniform", "estimated"]
+
+
+class Propensities(ABC):
+    """The probability of every slate item under the logging policy.
+
+    Attributes:
+        source: description of their origin, in every result.
+    """
+
+    source: ClassVar[PropensitySource]
+
+    @abstractmethod
+    def __call__(self, slates: Slates) -> Tensor:
+        """``[B, S]`` float64 in (0, 1]; nan = unknown, and estimators that need it skip the row."""
+
+
+@dataclass(frozen=True)
+class LoggedPropensities(Propensities):
+    """The propensity column of the log, ``exp(Slates.logp_behavior)``."""
+
+    source: ClassVar[PropensitySource] = "logged"
+
+    def __call__(self, slates: Slates) -> Tensor:
+        """See ``Propensities``.
+
+        Raises:
+            RecpoError: there is no such column, or a probability above 1.
+        """
+        if slates.logp_behavior is None:
+            raise RecpoError(
+                "off-policy value: these slates have no logged propensities; map the log's propensity column in "
+                "`recpo prepare`, or take propensity uniform (random exposures) or estimated",
+                code="missing_column",
+                field="propensity",
+            )
+        logged = slates.logp_behavior.double()
+        if bool((logged > 1e-6).any()):
+            raise RecpoError(
+                f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1",
+                code="out_of_range",
+                field="propensity",
+            )
+        return torch.where(torch.isneginf(logged), torch.nan, logged.exp())
+
+
+@dataclass(frozen=True)
+class UniformPropensities(Propensities):
+    """``1 / pool_size`` for exposures that the log marks as random; the others have none.
+
+    Attributes:
+        pool_size: number of equally likely items that a random exposure was drawn from.
+    """
+
+    source: ClassVar[PropensitySource] = "uniform"
+    pool_size: int
+
+    def __call__(self, slates: Slates) -> Tensor:
+        """See ``Propensities``.
+
+        Raises:
+            RecpoError: the slates do not say which exposures were random.
+        """
+        if slates.is_random is None:
+            raise RecpoError(
+                "off-policy value: propensity uniform needs the log's is_random column",
+                code="missing_column",
+                field="is_random",
+            )
+        return torch.where(slates.is_random, 1.0 / self.pool_size, torch.nan).double()
+
+
+@dataclass(frozen=True)
+class EstimatedPropensities(Propensities):
+    """The item's smoothed share of exposures in the training period, ``(count + 1) / (sum of counts + V)``.
+
+    It models how often the log shows an item, but not to whom. So it corrects for popularity, but not for a
+    personalized logging policy. Its estimates are labeled, because their intervals do not contain this error.
+
+    Attributes:
+        counts: ``[V]`` exposures of item 1, 2, ..., V in the training period.
+    """
+
+    source: ClassVar[PropensitySource] = "estimated"
+    counts: Tensor
+
+    def __call__(self, slates: Slates) -> Tensor:
+        """See ``Propensities``."""
+        counts = self.counts.to(slates.item_ids.device).double()
+        share = (counts + 1) / (counts.sum() + len(counts))
+        return torch.where(slates.item_ids > 0, share[(slates.item_ids - 1).clamp_min(0)], torch.nan)
 
 
 @dataclass(frozen=True)
@@ -42,32 +142,27 @@ class OffPolicyOptions:
     """
 
     propensity: PropensitySource = "logged"
-    pool_size: int | None = None
-    top_k: tuple[int, ...] | None = None
+    pool_size: PositiveInt | None = None
+    top_k: tuple[PositiveInt, ...] | None = None
     average: Literal["exposure", "user"] = "exposure"
-    clip: float = 100.0
-    switch_threshold: float = 100.0
-    samples: int = 32
-    level: float = 0.95
-    resamples: int = 1000
+    clip: PositiveFloat = 100.0
+    switch_threshold: NonNegativeFloat = 100.0
+    samples: PositiveInt = 32
+    level: OpenUnitInterval = 0.95
+    resamples: PositiveInt = 1000
     reward_range: tuple[float, float] | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        validate_seed(self.seed, "off-policy value: seed")
-        checks = {
-            "pool_size": (self.pool_size is None or self.pool_size >= 1, "at least 1, or null"),
-            "top_k": (self.top_k is None or (len(self.top_k) > 0 and min(self.top_k) >= 1), "list lengths from 1 on"),
-            "clip": (self.clip > 0, "above 0"),
-            "switch_threshold": (self.switch_threshold >= 0, "at least 0"),
-            "samples": (self.samples >= 1, "at least 1"),
-            "level": (0 < self.level < 1, "between 0 and 1"),
-            "resamples": (self.resamples >= 1, "at least 1"),
-            "reward_range": (self.reward_range is None or self.reward_range[0] < self.reward_range[1], "low < high"),
-        }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise RecpoError(f"off-policy value: {name} is {getattr(self, name)!r}, expected {expected}")
+        validate_ranges(self, "off_policy.")
+        if self.top_k == ():
+            raise RecpoError("off_policy.top_k names no list length", code="empty", field="off_policy.top_k")
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            raise RecpoError(
+                f"off_policy.reward_range is {self.reward_range}, expected low < high",
+                code="out_of_range",
+                field="off_policy.reward_range",
+            )
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""

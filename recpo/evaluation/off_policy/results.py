@@ -1,29 +1,265 @@
-"""Estimates with intervals and warnings from the sums of every target, and paired differences of two contenders."""
+"""Estimates with intervals and warnings from sums per user, and paired differences of two contenders.
+
+Memory grows with users, not with rows. Intervals are those of sums of ratios over users, whose rows depend on each
+other: ``sums [U, 2 J]`` hold each user's numerators and denominators, and users are taken as independent draws from a
+population. A user's rows may depend on each other in any way.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import Interval
-from recpo.evaluation.off_policy.diagnostics import Diagnostics, warnings_of
-from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, sum_of_ratios
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import PropensitySource
-from recpo.evaluation.off_policy.ratio_intervals import (
-    NOWHERE,
-    bootstrap_values,
-    empirical_bernstein_interval,
-    influence,
-    normal_interval,
-    percentile_interval,
-    standard_error,
+from recpo.evaluation.off_policy.diagnostics import (
+    MEAN_WEIGHT_LEVEL,
+    Diagnostics,
+    WeightDistribution,
+    effective_sample_size,
+    warnings_of,
 )
-from recpo.evaluation.off_policy.target_sums import IntArray, TargetSums, TargetTotals
+from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, sum_of_ratios
+from recpo.evaluation.off_policy.options import OffPolicyOptions, PropensitySource
+
+_CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
+
+NOWHERE = Interval(math.nan, math.nan)
+
+
+def influence(sums: FloatArray) -> FloatArray:
+    """How much each user moves the estimate: ``[U]``, of sum 0.
+
+    The delta method: ``sum_j (numerator_uj - ratio_j denominator_uj) / sum_u denominator_uj``.
+    """
+    numerator, denominator = np.split(sums, 2, axis=1)
+    total = denominator.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(((numerator - numerator.sum(0) / total * denominator) / total).sum(1))
+
+
+def normal_interval(influences: FloatArray, value: float, level: float = 0.95) -> Interval:
+    """``value +- z sqrt(U / (U - 1) sum_u influence_u^2)``: right for many users and weights without a long tail.
+
+    nan at both ends where the value is nan, and below two users.
+
+    Args:
+        influences: ``[U]`` of the estimate, or differences of those of two estimates on the same users.
+        value: the estimate.
+        level: probability with which the interval is to contain what is estimated.
+    """
+    half_width = ndtri((1 + level) / 2).item() * standard_error(influences)
+    return Interval(value - half_width, value + half_width)
+
+
+def standard_error(influences: FloatArray) -> float:
+    """``sqrt(U / (U - 1) sum_u influence_u^2)`` of ``influences [U]``; nan below two users."""
+    users = len(influences)
+    return math.sqrt(users / (users - 1) * (influences**2).sum()) if users > 1 else math.nan
+
+
+def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -> list[FloatArray]:
+    """Estimates ``[resamples]`` of each of ``samples`` over users drawn with replacement.
+
+    The same users for all: values of two contenders may be subtracted. Memory: a few resamples at a time.
+
+    Args:
+        samples: ``[U, 2 J]`` sums of as many estimators over the same users.
+        resamples: how many.
+        seed: of the random numbers.
+    """
+    users = len(samples[0])
+    rng = np.random.default_rng(seed)
+    joined = np.concatenate(samples, axis=1)
+    totals = np.empty((resamples, joined.shape[1]))
+    at_once = max(1, _CELLS_AT_ONCE // users)
+    for begin in range(0, resamples, at_once):
+        part = totals[begin : begin + at_once]
+        drawn = [np.bincount(rng.integers(0, users, users), minlength=users) for _ in part]
+        part[:] = np.array(drawn, np.float64) @ joined
+    edges = np.cumsum([sample.shape[1] for sample in samples])[:-1]
+    return [sum_of_ratios(part) for part in np.split(totals, edges, axis=1)]
+
+
+def percentile_interval(values: FloatArray, level: float = 0.95) -> Interval:
+    """The middle ``level`` of bootstrap values (Efron, 1979); resamples without an estimate are left out.
+
+    Closer than the normal interval where the estimate is skewed. Neither knows of a large weight that the log does not
+    happen to contain.
+    """
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return NOWHERE
+    return Interval(*np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist())
+
+
+def empirical_bernstein_interval(values: FloatArray, low: float, high: float, level: float = 0.95) -> Interval:
+    """An interval that holds for every number of independent ``values [U]`` in ``[low, high]``, not only for many.
+
+        mean +- (sqrt(2 s^2 ln(4 / delta) / U) + 7 (high - low) ln(4 / delta) / (3 (U - 1))),   delta = 1 - level
+
+    Maurer and Pontil (COLT 2009, arXiv 0907.3740), theorem 4, applied to both sides with delta / 2 each. Wide: it pays
+    for what it promises.
+
+    Raises:
+        RecpoError: a value outside the range.
+    """
+    users = len(values)
+    if users < 2:
+        return NOWHERE
+    slack = 1e-9 * max(-low, high, 1.0)
+    if values.min() < low - slack or values.max() > high + slack:
+        raise RecpoError(
+            f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}",
+            code="out_of_range",
+            field="values",
+        )
+    log_term = math.log(4 / (1 - level))
+    mean, variance = float(values.mean()), float(values.var(ddof=1))
+    half_width = math.sqrt(2 * variance * log_term / users) + 7 * (high - low) * log_term / (3 * (users - 1))
+    return Interval(max(low, mean - half_width), min(high, mean + half_width))
+
+
+IntArray = NDArray[np.integer]
+
+_ROW, _WEIGHT, _SQUARED_WEIGHT, _OWN_COLUMNS = 0, 1, 2, 3
+
+
+class Clusters(NamedTuple):
+    """Sums per user.
+
+    Attributes:
+        users: ``[U]`` int64, ascending.
+        sums: ``[U, K]`` float64, sums over the user's rows.
+        rows: ``[U]`` int64, number of the user's rows.
+    """
+
+    users: IntArray
+    sums: FloatArray
+    rows: IntArray
+
+
+class ClusterSums:
+    """Adds up columns of rows per user. A user's rows may come in several chunks."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._merged = Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))
+        self._pending: list[Clusters] = []
+
+    def update(self, users: IntArray, columns: FloatArray) -> None:
+        """Adds rows: ``users [N]`` and ``columns [N, K]``."""
+        if not len(users):
+            return
+        self._pending.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
+        if sum(len(part.users) for part in self._pending) > len(self._merged.users):
+            self._merge()  # merged at every doubling, so each user is merged a logarithmic number of times
+
+    def compute(self) -> Clusters:
+        """The sums so far."""
+        if self._pending:
+            self._merge()
+        return self._merged
+
+    def _merge(self) -> None:
+        parts = [self._merged, *self._pending]
+        users, sums, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        self._merged, self._pending = _summed(users, sums, rows), []
+
+
+def _summed(users: IntArray, columns: FloatArray, rows: IntArray) -> Clusters:
+    distinct, position = np.unique(users, return_inverse=True)
+    sums = np.empty((len(distinct), columns.shape[1]))
+    for column, values in enumerate(columns.T):
+        sums[:, column] = np.bincount(position, values, len(distinct))
+    return Clusters(distinct, sums, np.bincount(position, rows, len(distinct)).astype(np.int64))
+
+
+class TargetTotals(NamedTuple):
+    """The sums of one target policy over the whole log.
+
+    Attributes:
+        users: ``[U]`` int64, ascending.
+        rows: ``[U]`` int64, number of the user's rows.
+        by_estimator: estimator -> its numerators and denominators ``[U, 2 J]``: sums over the user's rows, divided by
+            their number if every user has the same weight.
+        diagnostics: diagnostics of the weights.
+    """
+
+    users: IntArray
+    rows: IntArray
+    by_estimator: dict[Estimator, FloatArray]
+    diagnostics: Diagnostics
+
+
+class TargetSums:
+    """Accumulates the sums per user for the estimators and diagnostics of one target policy.
+
+    Memory: some numbers per user and two per item, for any number of rows.
+    """
+
+    def __init__(self, estimators: Sequence[Estimator], num_items: int) -> None:
+        ends = list(accumulate((2 * e.num_ratios for e in estimators), initial=_OWN_COLUMNS))
+        self._columns = {e: slice(*ends[i : i + 2]) for i, e in enumerate(estimators)}
+        self._sums = ClusterSums(ends[-1])
+        self._weights = WeightDistribution()
+        self._shown = np.zeros(num_items + 1, bool)
+        self._chosen = np.zeros(num_items + 1, np.int64)
+
+    def update(self, users: IntArray, items: IntArray, rows: Rows) -> None:
+        """Adds rows: ``users [N]`` who were shown ``items [N]``."""
+        weight = rows.weight
+        self._weights.update(weight)
+        self._shown[items] = True
+        own = np.stack([np.ones_like(weight), weight, weight**2], 1)
+        terms = [part for estimator in self._columns for part in estimator.terms(rows)]
+        self._sums.update(users, np.concatenate([own, *terms], axis=1))
+
+    def add_choices(self, items: IntArray) -> None:
+        """Counts the items that the target policy would show: item ids, 0 = a draw that is not an item."""
+        self._chosen += np.bincount(items, minlength=len(self._chosen))
+
+    def compute(self, *, by_user: bool, rows_without_reward: int, rows_without_propensity: int) -> TargetTotals:
+        """The totals so far.
+
+        Args:
+            by_user: a mean over users of their means over exposures; False: a mean over exposures.
+            rows_without_reward: see ``Diagnostics``.
+            rows_without_propensity: see ``Diagnostics``.
+        """
+        clusters = self._sums.compute()
+        sums = clusters.sums / clusters.rows[:, None] if by_user else clusters.sums
+        weight, squares = sums[:, _WEIGHT], sums[:, _SQUARED_WEIGHT] / (clusters.rows if by_user else 1)
+        against_rows = sums[:, [_WEIGHT, _ROW]]
+        mean_weight = float(sum_of_ratios(against_rows.sum(0)))
+        total = float(weight.sum())
+        diagnostics = Diagnostics(
+            rows=int(clusters.rows.sum()),
+            users=len(clusters.users),
+            rows_without_reward=rows_without_reward,
+            rows_without_propensity=rows_without_propensity,
+            effective_rows=total**2 / float(squares.sum()) if total else 0.0,
+            effective_users=effective_sample_size(weight),
+            mean_weight=mean_weight,
+            mean_weight_interval=normal_interval(influence(against_rows), mean_weight, MEAN_WEIGHT_LEVEL),
+            tail=self._weights.compute(),
+            unsupported_share=_share(self._chosen[1:][~self._shown[1:]], self._chosen[1:]),
+            no_item_share=_share(self._chosen[:1], self._chosen),
+        )
+        by_estimator = {estimator: sums[:, columns] for estimator, columns in self._columns.items()}
+        return TargetTotals(clusters.users, clusters.rows, by_estimator, diagnostics)
+
+
+def _share(part: IntArray, whole: IntArray) -> float:
+    total = int(whole.sum())
+    return float(part.sum() / total) if total else np.nan
+
 
 #: The target of the logging policy.
 LOGGING_POLICY = "logging policy"
@@ -122,12 +358,12 @@ class OffPolicyResult:
         """One estimate.
 
         Raises:
-            KeyError: there is no such target or estimator.
+            RecpoError: there is no such target or estimator.
         """
         for found in self.estimates:
             if (found.target, found.estimator) == (target, estimator):
                 return found
-        raise KeyError(f"no estimate {estimator} of {target}")
+        raise RecpoError(f"there is no estimate {estimator} of {target}", code="unknown_name", field=estimator)
 
     def differences(self, other: OffPolicyResult) -> tuple[OffPolicyDifference, ...]:
         """The difference in value to ``other``, for every common target and estimator.
@@ -136,7 +372,7 @@ class OffPolicyResult:
         narrower than two separate intervals suggest, if the contenders agree. Targets without an estimate are omitted.
 
         Raises:
-            ValueError: the two were not evaluated on the same rows.
+            RecpoError: the two were not evaluated on the same rows.
         """
         found: list[OffPolicyDifference] = []
         for target, mine in self.totals.items():
@@ -144,7 +380,11 @@ class OffPolicyResult:
                 continue
             theirs = other.totals[target]
             if not (np.array_equal(mine.users, theirs.users) and np.array_equal(mine.rows, theirs.rows)):
-                raise ValueError("a paired difference needs both results on the same rows of the same users")
+                raise RecpoError(
+                    "a paired difference needs both results on the same rows of the same users",
+                    code="mismatch",
+                    field="users",
+                )
             shared = [estimator for estimator in mine.by_estimator if estimator in theirs.by_estimator]
             found += self._differences(target, {e: (mine.by_estimator[e], theirs.by_estimator[e]) for e in shared})
         return tuple(found)
@@ -216,7 +456,9 @@ def _validate_rows(rows: Rows) -> None:
         if not holds.all():
             row = int((~holds).argmax())
             found = getattr(rows, name)[row]
-            raise RecpoError(f"off-policy value: {name} of row {row} is {found:g}, expected {expected}")
+            raise RecpoError(
+                f"off-policy value: {name} of row {row} is {found:g}, expected {expected}", code="bad_value", field=name
+            )
 
 
 def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:

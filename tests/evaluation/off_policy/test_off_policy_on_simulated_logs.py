@@ -11,10 +11,14 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.types import Recommendations, Slates
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
+from recpo.evaluation.off_policy.options import (
+    EstimatedPropensities,
+    LoggedPropensities,
+    OffPolicyOptions,
+    UniformPropensities,
+)
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward

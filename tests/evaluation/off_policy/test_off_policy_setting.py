@@ -8,10 +8,10 @@ import torch
 
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity
-from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.measure import has_propensities, off_policy_setting, rewarded
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.setting import has_propensities, off_policy_setting, rewarded
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
@@ -29,7 +29,9 @@ def evaluated(root, propensity, policy=None):
         else Recommender(policy.recommend, policy.log_prob)
     )
     batches = evaluation_batches(root, "test", 20, 32)
-    evaluate_ranking(recommender, batches, num_items=data.num_items, ks=KS, exclude_past=False, measures=[measure])
+    evaluate_ranking(
+        recommender, batches, Ranking(num_items=data.num_items, ks=KS, exclude_past=False), measures=[measure]
+    )
     return setting, measure.result()
 
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import Interval
-from recpo.evaluation.off_policy.diagnostics import Diagnostics, warnings_of
+from recpo.evaluation.off_policy.diagnostics import Diagnostics, WeightTail, warnings_of
 from recpo.evaluation.off_policy.estimators import DM, DR, IPS, SNDR, SNIPS, ClippedIPS, NaiveAverage, SwitchDR
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.weights import WeightTail
+from tests.refusals import refused
 
 CALM_TAIL = WeightTail(1.0, 2.0, 3.0, 0.01, 0.05, 0.0, 0.3)
 CALM = Diagnostics(1000, 100, 0, 0, 500.0, 80.0, 1.0, Interval(0.99, 1.01), CALM_TAIL, 0.0, 0.0)
@@ -96,16 +95,17 @@ def test_defaults_and_bounds_of_the_options():
     least = {"pool_size": 1, "top_k": (1,), "clip": 0.5, "switch_threshold": 0.0, "samples": 1, "resamples": 1}
     assert OffPolicyOptions(**least).samples == 1
     assert OffPolicyOptions(reward_range=(-1.0, 0.0)).reward_range == (-1.0, 0.0)
-    refused = {"pool_size": 0, "switch_threshold": -0.1, "samples": 0, "resamples": 0, "reward_range": (1.0, 1.0)}
+    wrong = {"pool_size": 0, "switch_threshold": -0.1, "samples": 0, "resamples": 0, "reward_range": (1.0, 1.0)}
     for name, value in [
-        *refused.items(),
+        *wrong.items(),
         ("level", 0.0),
         ("level", 1.0),
         ("top_k", ()),
         ("top_k", (3, 0)),
         ("clip", 0),
+        ("seed", -1),
     ]:
-        with pytest.raises(RecpoError, match=f"off-policy value: {name} is"):
+        with refused("empty" if value == () else "out_of_range", f"off_policy.{name}"):
             OffPolicyOptions(**{name: value})
     without = OffPolicyOptions(clip=7.0).estimators(with_model=False)
     assert without == [NaiveAverage(), IPS(), ClippedIPS(7.0), SNIPS()]

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from recpo.evaluation.off_policy import weights as weights_module
-from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size, pareto_shape
+from recpo.evaluation.off_policy import diagnostics as weights_module
+from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size, pareto_shape
 
 
 def tail_of(weight, chunks=7):
