@@ -16,10 +16,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.contradictions import validate_options
-from recpo.training.guards import IN_TERMINAL
 from recpo.training.inputs import InputBuilder, StepInputs
 from recpo.training.kl_control import KLControl
-from recpo.training.monitor import LOWER_IS_BETTER, has_pair_loss
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     block_weights,
@@ -30,7 +28,20 @@ from recpo.training.optimizers import (
 )
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.validation import ScoreMetrics, ValidationMetrics
+from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, has_pair_loss
+
+IN_TERMINAL = frozenset(
+    {
+        "reward_mean",
+        "monitor_reward_mean",
+        "approx_kl",
+        "clip_fraction",
+        "unique_share",
+        "zero_group_share",
+        "draw_entropy",
+    }
+)
+"""Training metrics that the progress bar shows beside the loss. The loggers get all metrics."""
 
 
 class PreferenceModule(LightningModule):

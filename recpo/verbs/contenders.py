@@ -23,9 +23,9 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
-from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
+from recpo.training.validation import training_curves
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
 Named = Run | Bundle | Factors | Lists | Contender | str | Path

@@ -15,7 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.policies.tilted import validate_beta
 from recpo.rewards.factors import Factors
-from recpo.training.configuration import as_arguments, train_parser
+from recpo.training.fit import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.factorize import factorize
 from recpo.verbs.tilt import tilt

@@ -18,8 +18,7 @@ from recpo.artifacts.yaml_values import as_configuration
 from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
-from recpo.training.configuration import as_arguments, parse_arguments, train_parser
-from recpo.training.fit import run_configuration
+from recpo.training.fit import as_arguments, parse_arguments, run_configuration, train_parser
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb
 

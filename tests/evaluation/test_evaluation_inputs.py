@@ -12,7 +12,7 @@ from recpo.base.errors import RecpoError
 from recpo.evaluation.item_facts import ItemFeatures, item_facts
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
-from recpo.training.curves import training_curves
+from recpo.training.validation import training_curves
 
 
 def write(frame, path):

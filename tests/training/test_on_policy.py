@@ -17,7 +17,7 @@ from recpo.objectives import DAPO, DPO, GBPO, GRPO, GSPO, MPO, PPO, DrGRPO, Like
 from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
 from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.guards import CollapseGuard
+from recpo.training.callbacks import CollapseGuard
 from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks

@@ -23,7 +23,7 @@ from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.class_names import without_trust
-from recpo.training.configuration import parse_arguments
+from recpo.training.fit import parse_arguments
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
