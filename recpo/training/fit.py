@@ -56,8 +56,7 @@ from recpo.training.class_names import class_names, validate_class_names, withou
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions, rewards_of
-from recpo.training.run import CHECKPOINTS, RESOLVED, Run
-from recpo.training.run_features import hand_over
+from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
 from recpo.training.trainer import DEFAULT_EPOCHS, Throughput, says_when_to_stop, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training

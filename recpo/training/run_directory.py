@@ -22,7 +22,6 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
-from recpo.training.card_facts import data_facts
 from recpo.training.checkpoints import RUN
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
@@ -69,7 +68,7 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
             "catalog_checksum": data.catalog_checksum,
             "manifest_sha256": _sha256_of(data.manifest),
         },
-        "data": data_facts(data),
+        "data": _data_facts(data),
         "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
     }
     if base is not None and (base / FINISHED).is_file():
@@ -82,6 +81,18 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
         checksums = {path: _checksum_of_reward(path) for path in runs}
         content["reward_runs"] = {path: checksum for path, checksum in checksums.items() if checksum is not None}
     return content
+
+
+def _data_facts(data: Prepared) -> dict[str, Any]:
+    """Period, counts, type of the user ids and column of the item ids, for the model card and the readers of ids."""
+    return {
+        "boundaries": dict(data.manifest["boundaries"]),
+        "splits": dict(data.manifest["counts"]["splits"]),
+        "label": data.manifest["label"]["class_path"],
+        "time_unit": data.manifest["config"]["columns"]["time_unit"],
+        "user_ids": data.user_id_type,
+        "item_column": data.item_column,
+    }
 
 
 def identity(text: str, now: dict[str, Any]) -> str:
@@ -324,7 +335,7 @@ def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
         return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).facts["files"]) if (Path(path) / FINISHED).is_file() else None
+    return _sha256_of(Run.open(path).facts.files) if (Path(path) / FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import read_json, read_yaml, write_json
+from recpo.artifacts import read_yaml, write_json
 from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
@@ -47,10 +47,10 @@ from recpo.training.run import (
     RESOLVED,
     Run,
     checkpoint_path,
+    copy_features,
     mark_finished,
     write_text,
 )
-from recpo.training.run_features import copy_features
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -420,7 +420,7 @@ def write_tilted(
     write_text(root / RESOLVED, text)
     origin = {
         "format_version": FORMAT_VERSION,
-        "data": read_json(base.root / ORIGIN, REMEDY).get("data"),
+        "data": base.origin.get("data"),
         "contexts_per_step": 0,  # because nothing was trained
         "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
         "factors": factors.facts,
@@ -444,7 +444,7 @@ def write_tilted(
 def _weights(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
     """The checksums of a checkpoint."""
     inside = f"{CHECKPOINTS}/{checkpoint}.ckpt"
-    return {name: checksum for name, checksum in run.facts["files"].items() if name.startswith(inside)}
+    return {name: checksum for name, checksum in run.facts.files.items() if name.startswith(inside)}
 
 
 def _finite(trial: TiltTrial) -> dict[str, float | None]:

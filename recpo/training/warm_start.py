@@ -25,8 +25,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
-from recpo.training.run import CODES, Run, load_weights
-from recpo.training.run_features import features_that_differ
+from recpo.training.run import CODES, Run, features_that_differ, load_weights
 
 _BLOCK_ROWS = 1 << 16
 _CHECKSUM, _TRAINED = "codes_checksum", "features.trained"

@@ -24,7 +24,7 @@ from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
+from recpo.training.run import FINISHED, RESOLVED, Run
 from recpo.training.validation import training_curves
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
@@ -116,7 +116,7 @@ def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: to
         "kind": "run",
         "path": str(run.root),
         "checkpoint": checkpoint,
-        "weights_sha256": run.facts["files"].get(f"{CHECKPOINTS}/{checkpoint}.ckpt", ""),
+        "weights_sha256": run.weights_checksum(checkpoint) or "",
         "configuration": (run.root / RESOLVED).read_text(encoding="utf-8"),
     }
     return Contender(name, "run", partial(_load_run, name, run, checkpoint, device), facts, training_curves(run.root))

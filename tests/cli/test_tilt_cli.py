@@ -135,11 +135,11 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     assert plain.lower_bound == 0.0
     assert plain.run.policy().factors.lower_bound == 0.0
     assert "factors.item_variances" not in plain.run.policy().state_dict()
-    assert not found.recommend(road.log, k=5).equals(plain.run.recommend(road.log, k=5))
+    assert not recpo.recommend(found, road.log, k=5).equals(recpo.recommend(plain.run, road.log, k=5))
 
 
 def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
-    expected = recpo.load(road.root / "run").recommend(road.log, k=3)
+    expected = recpo.recommend(road.root / "run", road.log, k=3)
     shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")
     for name in ("base", "factors", "run"):
         (road.root / name).rename(road.root / f"{name}-gone")
@@ -150,7 +150,7 @@ def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monk
         assert isinstance(policy, TiltedPolicy)
         assert policy.max_history == 30
         assert policy.base.max_history == 10
-        pd.testing.assert_frame_equal(moved.recommend(road.log, k=3), expected)
+        pd.testing.assert_frame_equal(recpo.recommend(moved, road.log, k=3), expected)
         assert main(["export", "--run", "elsewhere/moved", "--out", "bundle", "--k", "3"]) == 0
         bundle = recpo.load("bundle")
         assert bundle.manifest.max_history == 30
@@ -190,8 +190,8 @@ def test_a_given_beta_needs_no_data(road, tmp_path):
     base = recpo.load(road.root / "base")
     # the base reads the last 10 of the 30 events
     pd.testing.assert_frame_equal(
-        found.run.recommend(road.log, k=3)[["user_id", "item_id"]],
-        base.recommend(road.log, k=3)[["user_id", "item_id"]],
+        recpo.recommend(found.run, road.log, k=3)[["user_id", "item_id"]],
+        recpo.recommend(base, road.log, k=3)[["user_id", "item_id"]],
     )
 
 
@@ -333,8 +333,8 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     made = run.policy()
     assert isinstance(made, RerankedPolicy)
     assert made.candidates == 30
-    expected = run.recommend(road.log, k=3)
-    served = run.export(tmp_path / "bundle", k=3).recommend(road.log, k=3)
+    expected = recpo.recommend(run, road.log, k=3)
+    served = recpo.export(run, out=tmp_path / "bundle", k=3).recommend(road.log, k=3)
     assert served["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), abs=1e-4)
     frame = recpo.evaluate(road.prepared, [run], ks=[10]).to_pandas("off_policy")
     assert set(frame[frame["contender"] == "run"]["target"]) == {"top_10"}

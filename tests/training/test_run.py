@@ -85,7 +85,7 @@ def test_alignment_takes_what_is_not_given_from_the_run_it_starts_from(prepared,
 
 def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, tmp_path, monkeypatch):
     histories = pd.read_parquet(prepared / "histories.parquet")
-    before = base.recommend(histories, k=3)
+    before = recpo.recommend(base, histories, k=3)
     data = shutil.copytree(prepared, tmp_path / "data")
     run = train(data, out=tmp_path / "first", **OPTIONS)
     shutil.rmtree(data)
@@ -93,7 +93,7 @@ def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, t
     moved.mkdir()
     shutil.move(run.root, moved / "run")
     monkeypatch.chdir(moved)
-    pd.testing.assert_frame_equal(Run.open("run").recommend(histories, k=3), before)
+    pd.testing.assert_frame_equal(recpo.recommend("run", histories, k=3), before)
 
 
 def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
@@ -108,7 +108,7 @@ def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
     run, first = Run.open(copy.root), ids[0].as_py()
     nothing = {"user_id": pa.array([], pa.int64()), "item_id": ids[:0], "timestamp": pa.array([], pa.int64())}
     for at, listed in (("2033-05-17", False), ("2033-05-19", True)):
-        lists = run.recommend(nothing, copy.num_items, users=[1], at=at)
+        lists = recpo.recommend(run, nothing, copy.num_items, users=[1], at=at)
         assert (first in set(lists["item_id"])) is listed
         assert len(lists) == copy.num_items - (not listed)
 
