@@ -21,7 +21,6 @@ import os
 import shutil
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +28,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
+from verbs import call, configurations
 
 from recpo import calibrate, factorize, prepare, simulate, train
 from recpo.artifacts import write_json
 from recpo.batches.datamodule import evaluation_batches
-from recpo.cli.main import run
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards
@@ -70,14 +69,6 @@ REWARDS = {
 METRICS = ("true value", "disliked", "coverage", "tail recall", "NDCG")
 
 
-def call(verb, **arguments):
-    with redirect_stdout(sys.stderr):
-        run(
-            verb.__name__,
-            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
-        )
-
-
 def world(options):
     log, prepared = options.work / "log", options.work / "prepared"
     if not (prepared / "manifest.json").is_file():
@@ -93,7 +84,7 @@ def start(seed, prepared, options):
     quick = {"trainer__max_epochs": 1} if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
     if not (pretrained / "run.json").is_file():
-        call(train, config=options.configs / "pretrain.yaml", out=pretrained, **common, **quick)
+        call(train, config=configurations(options.configs, "pretrain"), out=pretrained, **common, **quick)
     return pretrained
 
 
@@ -110,14 +101,15 @@ def reward_of(name, seed, prepared, options):
         own = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
         own |= {"trainer__max_epochs": 1} if options.quick else {}
         first = start(seed, prepared, options)
-        call(train, config=options.configs / "reward_model.yaml", init_from=first, out=run, **own)
+        call(train, config=configurations(options.configs, "reward_model"), init_from=first, out=run, **own)
         call(calibrate, rewards=run, prepared=prepared)
     return {"class_path": "LearnedReward", "init_args": {"run": str(run), "grade_weight": 1.0, "dislike_cost": 1.0}}
 
 
 def reads_reward(name, options):
     """Whether a method learns from a reward model; the others learn from the log."""
-    text = (options.configs / f"{METHODS[name]}.yaml").read_text(encoding="utf-8")
+    files = configurations(options.configs, METHODS[name])
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
     return "\nreward:" in text and "LoggedReward" not in text
 
 
@@ -129,7 +121,7 @@ def align(name, reward, seed, prepared, truth, options):
     if kept.is_file():
         return json.loads(kept.read_text())
     pretrained = start(seed, prepared, options)
-    config = options.configs / f"{METHODS[name]}.yaml"
+    config = configurations(options.configs, METHODS[name])
     arguments = {
         "config": config,
         "data__prepared": prepared,
@@ -224,9 +216,9 @@ def throughput(prepared, options):
     pretrained = start(options.seeds[0], prepared, options)
     reward = json.dumps(reward_of(options.rewards[0], options.seeds[0], prepared, options))
     contenders = {
-        "pre-training": {"config": options.configs / "pretrain.yaml"},
-        "GRPO, log": {"config": options.configs / "grpo.yaml", "rollout": "null"},
-        "GRPO, rollout": {"config": options.configs / "grpo.yaml"},
+        "pre-training": {"config": configurations(options.configs, "pretrain")},
+        "GRPO, log": {"config": configurations(options.configs, "grpo"), "rollout": "null"},
+        "GRPO, rollout": {"config": configurations(options.configs, "grpo")},
     }
     for name, arguments in contenders.items():
         out = options.work / "throughput"

@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
+from verbs import call, configurations
 
 import recpo
 from recpo import factorize, prepare, tilt, train
@@ -50,7 +51,6 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.features import FeatureArrays, Reads
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
 from recpo.batches.datamodule import evaluation_batches
-from recpo.cli.main import run
 from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
@@ -118,14 +118,6 @@ FEATURE_TREES = {
 }
 
 
-def call(verb, **arguments):
-    with redirect_stdout(sys.stderr):
-        run(
-            verb.__name__,
-            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
-        )
-
-
 def prepared_log(options):
     """The prepared data, and the factorization of its grades."""
     prepared, factors = options.work / "prepared", options.work / "factors"
@@ -146,8 +138,8 @@ def trained(seed, prepared, factors, options):
         out = runs[name] = directory(name, seed, options)
         if not (out / "run.json").is_file():
             first = {} if start is None else {"init_from": runs[start]}
-            file = options.configs / f"{config}.yaml"
-            call(train, config=file, out=out, overwrite="true", **first, **{**others, **common})
+            files = configurations(options.configs, config)
+            call(train, config=files, out=out, overwrite="true", **first, **{**others, **common})
     if options.items:
         return runs
     out = directory(TILTED, seed, options)

@@ -62,20 +62,17 @@ COLUMNS = {
 def configuration(name, options):
     """One of the shipped configurations at the sizes of this benchmark."""
     content = yaml.safe_load((options.configs / f"{name}.yaml").read_text(encoding="utf-8"))
-    policy = content["policy"]["init_args"]
-    policy |= {"dim": options.dim, "layers": options.layers, "max_history": options.max_history}
-    policy |= {"fold_in": options.fold_in}
-    policy |= {"attention_length": min(policy["attention_length"], options.max_history)}
-    layout = content["data"]["layout"]["init_args"]
-    layout["history_length"] = min(layout["history_length"], options.max_history)
+    if name == "pretrain":  # the others take its policy
+        policy = content["policy"]["init_args"]
+        policy |= {"dim": options.dim, "layers": options.layers, "max_history": options.max_history}
+        policy |= {"fold_in": options.fold_in}
+        policy |= {"attention_length": min(policy["attention_length"], options.max_history)}
+    layout = content["data"]["layout"].setdefault("init_args", {})
+    layout["history_length"] = min(layout.get("history_length", 50), options.max_history)
     content["data"]["batch_size"] = options.batch_size
     content["trainer"]["max_epochs"] = {"pretrain": options.epochs, "mpo": options.mpo_epochs}.get(
         name, options.align_epochs or content["trainer"]["max_epochs"]
     )
-    if name == "mpo":
-        # the schedule ends with training: requests of the start's train period, a step per batch
-        requests = options.events / 5 * (options.days - 2) / options.days
-        content["lr_scheduler"]["init_args"]["total_iters"] = int(options.mpo_epochs * requests / options.batch_size)
     if name == "gbpo":
         content["old_policy"] = "logged"
     return content

@@ -18,16 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import torch
+from verbs import call, configurations
 
+from recpo import train
 from recpo.batches.datamodule import evaluation_batches
-from recpo.cli.main import run
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
@@ -47,8 +46,8 @@ def values(policy, prepared, truth):
     return torch.cat(found, 1).numpy()
 
 
-def is_on_policy(config):
-    return "\nrollout:" in config.read_text()
+def is_on_policy(files):
+    return any("\nrollout:" in file.read_text() for file in files)
 
 
 def align(name, seed, options):
@@ -59,7 +58,7 @@ def align(name, seed, options):
     before = values(Run.open(pretrained).policy(), options.prepared, options.truth)
     started = time.perf_counter()
     arguments = {
-        "config": options.configs / f"{name}.yaml",
+        "config": configurations(options.configs, name),
         "data.prepared": options.prepared,
         "init_from": pretrained,
         "out": out,
@@ -72,8 +71,7 @@ def align(name, seed, options):
     }
     if is_on_policy(arguments["config"]):
         arguments |= {"rollout": "null", "reward": "LoggedReward"}
-    with redirect_stdout(sys.stderr):
-        run("train", [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
+    call(train, **{key.replace(".", "__"): value for key, value in arguments.items()})
     seconds = time.perf_counter() - started
     after = values(Run.open(out).policy("last"), options.prepared, options.truth)
     difference = after[0] - before[0]
@@ -102,7 +100,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", nargs="+", help="names of configurations; default: all but pretrain")
     options = parser.parse_args()
-    aligned = [file for file in options.configs.glob("*.yaml") if "init_from:" in file.read_text()]
+    aligned = [file for file in options.configs.glob("*.yaml") if "--init_from" in file.read_text()]
     listed = sorted(file.stem for file in aligned if "preference:" not in file.read_text())  # lists want candidates
     for seed in options.seeds:
         for name in options.objectives or listed:

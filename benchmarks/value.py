@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +29,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
+from verbs import call, configurations
 
 from recpo import evaluate, factorize, prepare, simulate, tilt, tokenize, train
-from recpo.cli.main import run
 from recpo.evaluation.estimates import estimate_over_seeds
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
@@ -60,14 +58,6 @@ class World(NamedTuple):
         """The world of ``kind:seed``."""
         kind, _, seed = text.partition(":")
         return cls(kind, int(seed))
-
-
-def call(verb, **arguments):
-    with redirect_stdout(sys.stderr):
-        run(
-            verb.__name__,
-            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
-        )
 
 
 def prepared_world(world, root, options):
@@ -106,7 +96,7 @@ def trained(root, seed, prepared, factors, options):
             start["policy__init_args__codes"] = codes_of(root, prepared)
         if name == "mpo" or name in further:
             start["reward__init_args__factors"] = factors
-        call(train, config=options.configs / f"{name}.yaml", out=out, overwrite="true", **common, **start)
+        call(train, config=configurations(options.configs, name), out=out, overwrite="true", **common, **start)
     tilted = root / f"tilted-{seed}"
     if not (tilted / "run.json").is_file():
         named = {"run": runs["mpo"], "factors": factors, "prepared": prepared}

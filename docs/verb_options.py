@@ -54,8 +54,8 @@ def markdown(verb: str) -> str:
     for position, (title, options) in enumerate(groups(verb)):
         if position:
             parts.append(f"### {title[:1].upper()}{title[1:]}\n")
-        parts += [_entry(option) for option in options]
-    return "\n".join(parts) or "None of its own: see [options of every verb](../index.md#options-of-every-verb)."
+        parts += [_entry(option, verb) for option in options]
+    return "\n".join(parts) or "None of its own: see [options of every verb](index.md#options-of-every-verb)."
 
 
 def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
@@ -100,7 +100,7 @@ def _kind(hint: Any) -> str:
     return text.replace(" | ", " or ").replace("NoneType", "null").replace("None", "null").replace("PosixPath", "Path")
 
 
-def _entry(option: Option) -> str:
+def _entry(option: Option, verb: str) -> str:
     name = option.flags[0]
     shown = ", ".join(f"`{flag}`" for flag in option.flags)
     facts = [
@@ -108,7 +108,7 @@ def _entry(option: Option) -> str:
     ]
     if option.default is not None and not option.required:
         facts.append(f"default `{option.default}`")
-    anchor = f'<span id="{name.lstrip("-")}"></span>'
+    anchor = f'<span id="{verb}-{name.lstrip("-")}"></span>'
     body = option.text[:1].upper() + option.text[1:] or "No description."
     return f"{anchor}{shown} ({', '.join(facts)})\n:   {body}\n" if facts else f"{anchor}{shown}\n:   {body}\n"
 

@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from recpo.verbs.simulate import simulate as simulate
     from recpo.verbs.recommend import recommend as recommend
     from recpo.training.module import PreferenceModule as PreferenceModule
+    from recpo.training.optimizers import LinearDecay as LinearDecay
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.training.tilting import TiltResult as TiltResult
@@ -231,6 +232,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.simulate": ("simulate",),
     "recpo.verbs.recommend": ("recommend",),
     "recpo.training.module": ("PreferenceModule",),
+    "recpo.training.optimizers": ("LinearDecay",),
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),
     "recpo.verbs.tilt": ("tilt",),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo import advantages as torch_advantages
+from recpo.objectives import advantages as torch_advantages
 from recpo.objectives.aspo import aspo_loss
 from recpo.objectives.cispo import cispo_loss
 from recpo.objectives.dpo import dpo_loss

@@ -79,6 +79,9 @@ def clone(tmp_path, monkeypatch):
 def _complete(verb, words):
     """A document may show one option alone: what the verb cannot do without is filled in."""
     words = ["--config", "configs/gbpo.yaml", *words] if verb == "train" and "--config" not in words else words
+    if verb == "train" and not any("help" in word for word in words):
+        for option in ("--data.prepared", "--out"):
+            words = words if option in words else [*words, option, "anything"]
     for option in _NEEDED.get(verb, ()):
         if f"--{option}" not in words and "--config" not in words:
             words = [*words, f"--{option}", "anything"]
@@ -109,7 +112,7 @@ def test_the_trainer_options_of_the_documents_are_understood(clone):
     (options,) = re.findall(r"```yaml\n(trainer:.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
     (clone / "trainer.yaml").write_text(options, encoding="utf-8")
     configuration = parser_of(verb_class("train")).parse_args(
-        ["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"]
+        ["--config", "configs/gbpo.yaml", "--data.prepared", "any", "--out", "any", "--config", "trainer.yaml"]
     )
     assert configuration.trainer.init_args.devices == 2
 

@@ -20,6 +20,7 @@ from recpo.training.inputs import InputBuilder, StepInputs
 from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
+    LinearDecay,
     block_weights,
     build_optimizer,
     clip_gradients,
@@ -171,10 +172,14 @@ class PreferenceModule(LightningModule):
         optimizer = build_optimizer(self, self._options.optimizer, self._options.sparse_optimizer)
         if self._options.lr_scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self._options.lr_scheduler(optimizer), "interval": "step"},
-        }
+        scheduler = self._options.lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Tells a schedule in shares of the training how long the training is, also after a resume."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, LinearDecay):
+            scheduler.set_length(self.trainer.estimated_stepping_batches)
 
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
         """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""

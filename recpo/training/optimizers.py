@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable
 from recpo.training.options import OptimizerFactory
 
@@ -51,6 +53,60 @@ class JointOptimizer(Optimizer):
         for optimizer, state in zip(self.members, state_dict["members"], strict=True):
             optimizer.load_state_dict(state)
         self.param_groups = [group for o in self.members for group in o.param_groups]
+
+
+class LinearDecay(LRScheduler):
+    """Raises the learning rate over a share of the training, then lowers it on a straight line until the last step.
+
+    Lengths are shares of the training, not steps: a configuration means the same on every log. In step ``t`` of ``n``,
+    with ``w = warmup n``, the rate is the optimizer's rate times ``(t + 1) / (w + 1)`` while ``t < w``, then times
+    ``1 + (final - 1) (t - w) / (n - w)``.
+
+    Args:
+        optimizer: the optimizer.
+        final: factor of the rate after the last step, in [0, 1].
+        warmup: share of the steps until the whole rate is reached, in [0, 1).
+
+    Raises:
+        RecpoError: an option outside its range.
+    """
+
+    def __init__(self, optimizer: Optimizer, final: float = 0.0, warmup: float = 0.0) -> None:
+        for name, value, fits in (("final", final, 0.0 <= final <= 1.0), ("warmup", warmup, 0.0 <= warmup < 1.0)):
+            if not fits:
+                raise RecpoError(f"{name} of LinearDecay is a share, got {value}", code="out_of_range", field=name)
+        self.final, self.warmup = final, warmup
+        self._length = 1
+        super().__init__(optimizer)
+
+    def set_length(self, steps: float) -> None:
+        """Tells how many optimizer steps the training has; ``PreferenceModule`` does it before the first one.
+
+        Raises:
+            RecpoError: the training has no known end.
+        """
+        if not 0 < steps < float("inf"):
+            raise RecpoError(
+                "LinearDecay needs the length of the training: set trainer.max_epochs or trainer.max_steps",
+                code="missing_option",
+                field="trainer.max_epochs",
+            )
+        self._length = int(steps)
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of this step, one per parameter group."""
+        step, rising = min(self.last_epoch, self._length), self.warmup * self._length
+        if step < rising:
+            factor = (step + 1) / (rising + 1)
+        else:
+            factor = 1 + (self.final - 1) * (step - rising) / max(self._length - rising, 1)
+        return [rate * factor for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the length, which a resumed training may change."""
+        return {name: value for name, value in super().state_dict().items() if name != "_length"}
 
 
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:

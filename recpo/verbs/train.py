@@ -55,7 +55,7 @@ class Train(Verb[Run]):
 def train(
     data: Prepared | Path | str | None = None,
     *,
-    config: Path | str | Mapping[str, Any] | None = None,
+    config: Path | str | Mapping[str, Any] | Sequence[Path | str] | None = None,
     out: Path | str,
     objective: Objective | type | Mapping[str, Any] | str | None = None,
     policy: Callable[[int], Policy] | Mapping[str, Any] | str | None = None,
@@ -80,7 +80,7 @@ def train(
 
     Args:
         data: prepared directory; None = ``data.prepared`` of ``config``.
-        config: YAML file, or its content.
+        config: YAML file, or its content; several files: each changes what those before it say.
         out: output run directory.
         objective: the objective to minimize.
         policy: the policy to train: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options
@@ -113,7 +113,11 @@ def train(
         options["module"] = as_configuration(options["module"])["class_path"]
     tree = {"progress": False, "out": out, "resume": resume, "overwrite": overwrite, **options}
     tree |= {name: value for name, value in given.items() if value is not None}
-    start = as_arguments(config) if isinstance(config, Mapping) else [] if config is None else ["--config", str(config)]
+    if isinstance(config, Mapping):
+        start = as_arguments(config)
+    else:
+        files = [config] if isinstance(config, Path | str) else config or []
+        start = [word for file in files for word in ("--config", str(file))]
     try:
         configuration = parse_arguments([*start, *as_arguments(tree | ({"trust": list(trust)} if trust else {}))])
     except ArgumentError as error:

@@ -46,7 +46,7 @@ VALUE = {
         "layout": {"class_path": "ImpressionLayout", "init_args": {"history_length": 40, "slate_length": 20}},
     },
     "objective": {"class_path": "MPO", "init_args": {"base": "reference", "candidates_are_draws": False}},
-    "reward": {"class_path": "recpo.rewards.FactorReward", "init_args": {"users": "trained"}},
+    "reward": {"class_path": "recpo.FactorReward", "init_args": {"users": "trained"}},
     "rollout": {"candidates": "catalog", "batches": 1, "epochs": 1},
     "old_policy": "snapshot",
     "reference": "frozen",

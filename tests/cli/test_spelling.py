@@ -21,7 +21,11 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CONFIG
 
 
 def verb_of(config):
-    (verb,) = {*re.findall(r"recpo (\w+) --config configs/" + config.name, config.read_text(encoding="utf-8"))}
+    (verb,) = {
+        *re.findall(
+            r"recpo (\w+) (?:--config \S+ )?--config configs/" + config.name, config.read_text(encoding="utf-8")
+        )
+    }
     return verb
 
 

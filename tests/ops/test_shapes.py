@@ -127,7 +127,7 @@ def test_every_public_function_is_here():
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
     # metrics of objectives, and what the objectives themselves check with
-    own = {f for f in public if f.__module__.rpartition(".")[2] in ("health", "inputs", "preference")}
+    own = {f for f in public if f.__module__.rpartition(".")[2] in ("advantages", "health", "inputs", "preference")}
     assert public - own - {reduce.check_same_shape} == SHAPES.keys() | OF_ONE_SHAPE
 
 
