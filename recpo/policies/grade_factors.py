@@ -137,14 +137,14 @@ class GradeFactors(nn.Module):
         variances = self.lower_bound**2 * quadratic_forms.of_users(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
 
-    def tilt(self, users: Tensor, beta: float) -> Tensor:
-        """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: the factor that is multiplied with ``item_vectors``.
+    def tilt(self, users: Tensor, temperature: float) -> Tensor:
+        """``[p / t, 1 / t, s / t^2]`` of folded-in users at the temperature t: the factor of ``item_vectors``.
 
         The part that all items share (``mean + b``) is left out.
         """
         rank = self.item_factors.shape[1]
-        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / beta
-        return torch.cat([own, users[:, rank + 1 :] / beta**2], 1) if self.rooted else own
+        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
+        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
 
     def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
         """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
