@@ -56,7 +56,8 @@ def diverged(what: str, step: int) -> RecpoError:
     """The error of a diverged run."""
     return RecpoError(
         f"training has diverged: at step {step} {what}. Lower the learning rate (optimizer.init_args.lr), clip "
-        "gradients (trainer.gradient_clip_val), or raise a policy.temperature close to 0; earlier checkpoints are kept"
+        "gradients (trainer.gradient_clip_val), or raise a policy.temperature close to 0; earlier checkpoints are kept",
+        code="diverged",
     )
 
 
@@ -130,7 +131,9 @@ def _stop(name: str, value: float, what: str, step: int) -> None:
     raise RecpoError(
         f"the policy has collapsed: at step {step} {name} is {value:.4g}, it {what}. Lower the learning rate or the "
         "number of rollout.epochs, set rollout.max_kl, raise objective.init_args.kl_coef or entropy_coef, or change "
-        "the limit in rollout.collapse (null = none)"
+        "the limit in rollout.collapse (null = none)",
+        code="diverged",
+        field=name,
     )
 
 

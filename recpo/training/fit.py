@@ -123,7 +123,11 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
             base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
             if "data" not in base:
-                raise RecpoError(f"{given.init_from} was tilted, not trained: start from the run that it was made from")
+                raise RecpoError(
+                    f"{given.init_from} was tilted, not trained: start from the run that it was made from",
+                    code="unsupported",
+                    field="init_from",
+                )
             start: dict[str, Any] = {"policy": base["policy"]}
             if "layout" not in given.data.get("init_args", given.data):
                 start["data"] = {"layout": base["data"]["init_args"]["layout"]}
@@ -170,7 +174,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
             raise error.__cause__ from error
-        raise RecpoError(f"an option is refused: {' '.join(str(error).split())}") from error
+        raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
 
 
 def resolved(configuration: Namespace) -> str:
@@ -203,13 +207,12 @@ def _part(configuration: Namespace, name: str, kind: Any) -> Any:
     return parser.instantiate(Namespace({name: configuration[name]}))[name]
 
 
-def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = (), trust: Sequence[str] = ()) -> Run:
+def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = ()) -> Run:
     """Trains by the result of ``parse_arguments``. Checks everything before it changes ``out``.
 
     Args:
         configuration: every option.
         callbacks: additional callbacks that observe training.
-        trust: packages whose classes the run of ``init_from`` may name.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
@@ -217,7 +220,7 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
-    start = None if base is None or configuration.resume else _warm_start(configuration, options, base, trust)
+    start = None if base is None or configuration.resume else _warm_start(configuration, options, base)
     module = _module(options, start)
     if start is not None and start.with_training:
         start.load_critic(module)
@@ -246,7 +249,8 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         if trainer.global_step == 0:
             raise RecpoError(
                 f"no training step was taken: {options.data.prepared.root} gives this layout no batch, or max_epochs, "
-                "max_steps or limit_train_batches of trainer is 0"
+                "max_steps or limit_train_batches of trainer is 0",
+                code="empty",
             )
         if trainer.is_global_zero:
             run_directory.finish(out, module, options.data.prepared)
@@ -278,13 +282,15 @@ def _for_behaviors(options: TrainOptions) -> TrainOptions:
     return replace(options, objective=objective, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
-def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, trust: Sequence[str]) -> WarmStart:
-    base = Run.open(path, trust=trust)
+def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> WarmStart:
+    base = Run.open(path, trust=configuration.trust)
     growth, asked = growth_of(base, options.data.prepared), configuration.init_training
     if asked and (options.trainer.shards_tables or base.checkpoint().is_dir()):
         raise RecpoError(
             "init_training: the optimizer state of sharded tables cannot be copied: leave it out, or train without "
-            "ShardedStrategy"
+            "ShardedStrategy",
+            code="unsupported",
+            field="init_training",
         )
     same = not options.trainer.shards_tables and same_training(base, growth, yaml.safe_load(resolved(configuration)))
     return WarmStart(base, growth, same if asked is None else asked)
@@ -317,7 +323,9 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
     try:
         module.configure_optimizers()  # created again when training begins
     except (ValueError, TypeError) as error:
-        raise RecpoError(f"optimizer or lr_scheduler: {' '.join(str(error).split())}") from error
+        raise RecpoError(
+            f"optimizer or lr_scheduler: {' '.join(str(error).split())}", code="bad_value", field="optimizer"
+        ) from error
     return module
 
 
@@ -329,7 +337,9 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
     if model.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than those of {data.root} (items.parquet differs); make them "
-            "for this directory with `recpo tokenize`"
+            "for this directory with `recpo tokenize`",
+            code="mismatch",
+            field="policy",
         )
 
 
@@ -395,14 +405,16 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
         if "find_unused_parameters" in str(error):
             raise RecpoError(
                 "this objective leaves some parameters without a gradient, and the strategy has to know: set "
-                "trainer.strategy to ddp_find_unused_parameters_true, or ShardedStrategy's find_unused_parameters: true"
+                "trainer.strategy to ddp_find_unused_parameters_true, or find_unused_parameters of ShardedStrategy",
+                code="conflicting_options",
+                field="strategy",
             ) from error
         if "Early stopping conditioned on metric" in str(error):
-            raise RecpoError(f"trainer.callbacks: {str(error).strip()}") from error
+            raise RecpoError(f"trainer.callbacks: {str(error).strip()}", code="bad_value", field="callbacks") from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
-        raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})") from error
+        raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})", code="failed") from error
 
 
 def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -152,7 +153,9 @@ class PreferenceModule(LightningModule):
             if any(weight.is_meta for weight in self.policy.parameters()):
                 raise RecpoError(
                     "reference: cached needs whole tables before training begins: with sharded ones set reference: "
-                    "frozen, whose copy is sharded like the policy"
+                    "frozen, whose copy is sharded like the policy",
+                    code="conflicting_options",
+                    field="reference",
                 )
             batches = self.trainer.datamodule.every_context()  # type: ignore[attr-defined]
             device = self.trainer.strategy.root_device
@@ -220,23 +223,19 @@ class PreferenceModule(LightningModule):
         self.networks.refresh(step, length)
 
     def training_step(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
-        """One micro-batch; see the class for the denominator."""
+        """One micro-batch: what the objective reads, its loss, the losses beside it, and their health.
+
+        Every loss is divided by the same denominator; see the class.
+        """
         if self._kl.stopped:
-            self._step_count = torch.zeros((), device=self.device)
-            self._log_step(batch, {})
-            return self._no_loss()
-        inputs, logged, metrics, items = self.step_inputs(batch)
-        denominator = self._nominal_denominator(self.objective.count(inputs))
-        loss, of_objective = self.loss(inputs._replace(denominator=denominator))
-        self._kl.measure(inputs.logp, of_objective)
-        metrics = of_objective | metrics
-        if self._anchor_coef:
-            anchor = self._anchor(logged._replace(denominator=denominator))
-            loss = loss + self._anchor_coef * anchor.loss
-            metrics |= {f"anchor_{name}": value for name, value in anchor.metrics.items()}
-        if items is not None:
-            loss = loss - self._options.item_coef * items.sum() / denominator
-            metrics["item_nll"] = -items.detach().sum() / batch.slates.mask.sum().clamp(min=1)
+            return self._skipped(batch)
+        inputs = self.step_inputs(batch)
+        denominator = self._nominal_denominator(self.objective.count(inputs.objective))
+        loss, metrics = self.loss(inputs.objective._replace(denominator=denominator))
+        self._kl.measure(inputs.objective.logp, metrics)
+        metrics = metrics | inputs.metrics
+        for further in self._losses_beside(inputs, batch, denominator):
+            loss, metrics = loss + further.loss, metrics | further.metrics
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
             loss = loss + self._no_loss()
         self._log_step(batch, metrics, loss.detach())
@@ -253,6 +252,23 @@ class PreferenceModule(LightningModule):
     def loss(self, inputs: ObjectiveInputs) -> LossOutput:
         """The loss of a micro-batch, divided by ``inputs.denominator``, and its metrics. Override it to add a term."""
         return self._kl.objective(inputs)
+
+    def _losses_beside(self, inputs: StepInputs, batch: FeedbackBatch, denominator: Tensor) -> Iterator[LossOutput]:
+        """The weighted losses that are added to that of the objective: the anchor and the items as a whole."""
+        if self._anchor_coef:
+            anchor = self._anchor(inputs.logged._replace(denominator=denominator))
+            metrics = {f"anchor_{name}": value for name, value in anchor.metrics.items()}
+            yield LossOutput(self._anchor_coef * anchor.loss, metrics)
+        if inputs.items is not None:
+            total = inputs.items.sum()
+            mean = -total.detach() / batch.slates.mask.sum().clamp(min=1)
+            yield LossOutput(-(self._options.item_coef * total / denominator), {"item_nll": mean})
+
+    def _skipped(self, batch: FeedbackBatch) -> Tensor:
+        """A micro-batch of a phase that ended early: nothing is learned, but every rank takes part."""
+        self._step_count = torch.zeros((), device=self.device)
+        self._log_step(batch, {})
+        return self._no_loss()
 
     def _log_step(self, batch: FeedbackBatch, metrics: dict[str, Tensor], loss: Tensor | None = None) -> None:
         size = int(batch.context_ids.shape[0])
@@ -317,7 +333,9 @@ class PreferenceModule(LightningModule):
             raise RecpoError(
                 f"{self.monitor}, by which the best checkpoint is chosen, is undefined on the validation users: none "
                 f"has the events it needs; {instead} data.max_validation_users, or prepare the log with a longer "
-                "validation period"
+                "validation period",
+                code="empty",
+                field="monitor",
             )
         self.log_dict(self.validated, prog_bar=True)
 

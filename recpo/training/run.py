@@ -133,22 +133,32 @@ class Run:
         if not (root / FINISHED).is_file():
             if (root / RESOLVED).is_file() and kind_of(root) in (None, "run"):
                 raise RecpoError(
-                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
+                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`",
+                    code="unfinished",
+                    field=FINISHED,
                 )
             other = other_kind(root, "run") or ""
             raise RecpoError(
-                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`"
+                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`",
+                code="wrong_file",
+                field=FINISHED,
             )
         facts = read_json(root / FINISHED, REMEDY)
         if facts.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
-                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>"
+                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>",
+                code="old_format",
+                field="format_version",
             )
         facts = unseal(facts, root / FINISHED, REMEDY)
         missing = set(RunFacts._fields) - facts.keys()
         if missing:
-            raise RecpoError(f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again")
+            raise RecpoError(
+                f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again",
+                code="damaged",
+                field=FINISHED,
+            )
         run = cls(root, RunFacts(**{name: facts[name] for name in RunFacts._fields}), tuple(trust))
         run.verify([name for name in run.facts.files if not name.startswith(CHECKPOINTS)])
         validate_class_names(run.configuration, run.trust, root / RESOLVED)
@@ -164,7 +174,11 @@ class Run:
         for name in files:
             file = self.root / name
             if not is_inside(name):
-                raise RecpoError(f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}")
+                raise RecpoError(
+                    f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}",
+                    code="untrusted",
+                    field=name,
+                )
             if not file.is_file():
                 wrong.append(f"{name} (missing)")
             elif sha256(file) != self.facts.files[name]:
@@ -172,7 +186,9 @@ class Run:
         if wrong:
             raise RecpoError(
                 f"{self.root} is not as it was written: {', '.join(sorted(wrong))}; copy the whole run again, or train "
-                "it again"
+                "it again",
+                code="damaged",
+                field=min(wrong).partition(" ")[0],
             )
 
     @cached_property
@@ -230,7 +246,9 @@ class Run:
         if not self.items.equals(data.item_ids()):  # a longer log of the same items has other counts in the file
             raise RecpoError(
                 f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
-                "prepared directory it was trained on, or one with the same items in the same order"
+                "prepared directory it was trained on, or one with the same items in the same order",
+                code="mismatch",
+                field=ITEMS,
             )
 
     def validate_data(self, data: Prepared) -> None:
@@ -248,7 +266,9 @@ class Run:
         inside = f"{CHECKPOINTS}/{name}.ckpt"
         files = [file for file in self.facts.files if file == inside or file.startswith(inside + "/")]
         if not files:
-            raise RecpoError(f"{path} is missing: the run kept no such checkpoint")
+            raise RecpoError(
+                f"{path} is missing: the run kept no such checkpoint", code="missing_file", field=path.name
+            )
         self.verify(files)
         return path
 
@@ -265,7 +285,9 @@ class Run:
         except (ArgumentError, KeyError, ImportError) as error:
             raise RecpoError(
                 f"{self.root / RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); train the run again "
-                "with this version"
+                "with this version",
+                code="damaged",
+                field=name,
             ) from error
 
     def policy(self, checkpoint: str = "best") -> Policy:
@@ -282,7 +304,9 @@ class Run:
             policy = factory(self.num_items)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RecpoError(
-                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}"
+                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}",
+                code="damaged",
+                field="policy",
             ) from error
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
@@ -390,7 +414,9 @@ def load_weights(
     if faults:
         listed = "\n  ".join(sorted(faults)[:10])
         raise RecpoError(
-            f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}"
+            f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}",
+            code="mismatch",
+            field=checkpoint.name,
         )
     # a table without memory gets its values when it is sharded
     whole = {n: w if isinstance(w, Tensor) or own[n].is_meta else w.whole() for n, w in weights.items()}
@@ -398,7 +424,9 @@ def load_weights(
     if spoiled:
         raise RecpoError(
             f"{checkpoint} holds weights that are not numbers ({', '.join(sorted(spoiled)[:5])}): its training "
-            "diverged; train that run again with a lower learning rate"
+            "diverged; train that run again with a lower learning rate",
+            code="diverged",
+            field=checkpoint.name,
         )
     module.load_state_dict(whole)
 
@@ -451,7 +479,7 @@ def _vocabulary(file: Path) -> pa.Array:
     try:
         return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
     except (OSError, pa.ArrowException) as error:
-        raise RecpoError(f"{file} cannot be read ({error}); {REMEDY}") from error
+        raise RecpoError(f"{file} cannot be read ({error}); {REMEDY}", code="damaged", field=file.name) from error
 
 
 def _sides(policy: Policy) -> list[Side]:
@@ -511,7 +539,11 @@ def hand_over_kept(policy: Policy, root: Path) -> None:
         try:
             table = pq.read_table(root / ITEM_FEATURES)
         except OSError as error:
-            raise RecpoError(f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {REMEDY}") from error
+            raise RecpoError(
+                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {REMEDY}",
+                code="missing_file",
+                field=ITEM_FEATURES,
+            ) from error
         policy.set_item_features(read_features(schema.item, table, first_missing=True).tensors())
 
 

@@ -312,28 +312,42 @@ def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutF
     if known is not None and monitor not in known:
         raise RecpoError(
             f"monitor: {monitor} is a metric of policies, and objective {name} trains a reward model: set monitor to "
-            f"{' or '.join(sorted(known))}, or leave it out"
+            f"{' or '.join(sorted(known))}, or leave it out",
+            code="conflicting_options",
+            field="monitor",
         )
     if known is None and monitor == "log_likelihood":
         raise RecpoError(
-            f"monitor: log_likelihood is a metric of reward models, and objective {name} trains a policy: leave it out"
+            f"monitor: log_likelihood is a metric of reward models, and objective {name} trains a policy: leave it out",
+            code="conflicting_options",
+            field="monitor",
         )
     if monitor == "reward" and options.validation_reward is None:
-        raise RecpoError("monitor: reward is the value of lists under a reward: set validation_reward")
+        raise RecpoError(
+            "monitor: reward is the value of lists under a reward: set validation_reward",
+            code="missing_option",
+            field="validation_reward",
+        )
     if monitor == "SNIPS" and not facts.propensity_share:
         raise RecpoError(
             "monitor: SNIPS weighs held-out exposures by logged propensities, and no validation event has one: set "
-            "monitor to AUC_other, or map the log's propensity column in `recpo prepare`"
+            "monitor to AUC_other, or map the log's propensity column in `recpo prepare`",
+            code="missing_column",
+            field="propensity",
         )
     if monitor == "pair_loss" and not has_pair_loss(options.objective):
         raise RecpoError(
             f"monitor: pair_loss rises while {name} trains a better policy, as it has neither its beta nor its "
-            "reference: set monitor to AUC_other, or leave it out"
+            "reference: set monitor to AUC_other, or leave it out",
+            code="conflicting_options",
+            field="monitor",
         )
     if monitor in ("AUC_other", "pair_loss") and not facts.comparing_users:
         raise RecpoError(
             f"monitor: {monitor} compares a user's positive events with the user's others, and no user of the "
-            "validation period has both: set monitor to NDCG, or prepare the log with a longer validation period"
+            "validation period has both: set monitor to NDCG, or prepare the log with a longer validation period",
+            code="empty",
+            field="monitor",
         )
 
 
@@ -364,6 +378,7 @@ def training_curves(run: Path) -> Curves:
             raise RecpoError(
                 f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
                 "its curves need",
+                code="damaged",
                 field=file.name,
             ) from error
     return {name: _thinned([list(point) for point in sorted(points.items())]) for name, points in curves.items()}
