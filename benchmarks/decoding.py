@@ -42,7 +42,7 @@ from recpo.base.types import Histories
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.semantic_search import Trie
-from recpo.training.allocator import tune_allocator
+from recpo.training.callbacks import tune_allocator
 
 BATCH, HISTORY, K = 64, 50, 50
 SIZES = (256, 256, 256)

@@ -143,7 +143,7 @@ def trained(seed, prepared, factors, options):
     out = directory(TILTED, seed, options)
     if not (out / "run.json").is_file():
         call(tilt, run=runs["value-aligned"], factors=factors, prepared=prepared, out=out, overwrite="true")
-    # where no beta is better, the untilted policy is what tilting gives
+    # where no temperature is better, the untilted policy is what tilting gives
     runs[TILTED] = out if (out / "run.json").is_file() else runs["value-aligned"]
     return runs
 

@@ -8,8 +8,8 @@ A cell is a way to serve and a recipe. Ways: ``unlogged`` (the best items, a log
 best items, each with its propensity), ``exploring`` (drawn, with exact propensities). Recipes: ``imitation``
 (pre-training, then the likelihood of positives), ``gbpo`` (pre-training, then GBPO against the logged propensities),
 ``value`` (pre-training, then MPO toward a factorization), ``tilted`` (pre-training, tilted by a factorization with
-``--beta``: the same value for a third of the time). The configurations are those of ``configs/`` with the sizes of this
-benchmark.
+``--temperature``: the same value for a third of the time). The configurations are those of ``configs/`` with the sizes
+of this benchmark.
 
 Prints one JSON line per round, and a table per world: the true value's share of the oracle's as the last day was
 served, as all days were, and of the last policy's best lists; regret per round; coverage and dislikes of the last day;
@@ -99,7 +99,7 @@ def run_cell(cell, world, seed, options):
             seed=seed,
             exploration=explored if way == "exploring" else None,
             log_propensities=way != "unlogged",
-            tilt=options.beta if recipe == "tilted" else None,
+            tilt=options.temperature if recipe == "tilted" else None,
             repeat_after=options.repeat_after,
             warm_epochs=options.warm_epochs,
             users=options.users,
@@ -185,7 +185,7 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.3, help="of the exploring way")
     parser.add_argument("--epsilon", type=float, default=0.01, help="of the exploring way")
     parser.add_argument("--shortlist", type=int, default=100, help="of the exploring way")
-    parser.add_argument("--beta", type=float, default=0.025, help="of the recipe tilted")
+    parser.add_argument("--temperature", type=float, default=0.025, help="of the recipe tilted")
     parser.add_argument("--align_epochs", type=int, help="of gbpo and imitation; as their files say")
     parser.add_argument("--repeat_after", type=float, help="days after which an item may be shown again; never")
     parser.add_argument("--until", help="HH:MM: begin no further round")

@@ -39,7 +39,7 @@ from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.semantic_search import Trie
-from recpo.training.allocator import tune_allocator
+from recpo.training.callbacks import tune_allocator
 from recpo.training.optimizers import build_optimizer
 
 BATCH, HISTORY, DIM = 32, 50, 64

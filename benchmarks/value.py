@@ -122,7 +122,7 @@ def evaluated(world, options):
     )
     document = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     found = {one["name"]: metrics_of(one) for one in document["contenders"] if "true_reward@10" in one["metrics"]}
-    # where no beta is better, the untilted policy is what tilting gives
+    # where no temperature is better, the untilted policy is what tilting gives
     return {f"tilted-{seed}": found[f"mpo-{seed}"] for seed in options.seeds} | found
 
 

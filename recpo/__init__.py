@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     )
     from recpo.serving.bundle import Bundle as Bundle
     from recpo.serving.item_index import IndexOptions as IndexOptions
+    from recpo.serving.of_runs import score as score
     from recpo.worlds.log import Simulation as Simulation
     from recpo.items.sources import VectorsFromCooccurrence as VectorsFromCooccurrence
     from recpo.items.sources import VectorsFromFeatures as VectorsFromFeatures
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from recpo.evaluation.comparison import Comparison as Comparison
     from recpo.verbs.compare import compare as compare
     from recpo.verbs.evaluate import evaluate as evaluate
+    from recpo.verbs.export import export as export
     from recpo.verbs.factorize import factorize as factorize
     from recpo.verbs.init import Inspection as Inspection, init as init
     from recpo.verbs.load import load as load
@@ -210,6 +212,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "recpo.serving.bundle": ("Bundle",),
     "recpo.serving.item_index": ("IndexOptions",),
+    "recpo.serving.of_runs": ("score",),
     "recpo.worlds.log": ("Simulation",),
     "recpo.items.sources": (
         "VectorsFromCooccurrence",
@@ -223,6 +226,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.evaluation.comparison": ("Comparison",),
     "recpo.verbs.compare": ("compare",),
     "recpo.verbs.evaluate": ("evaluate",),
+    "recpo.verbs.export": ("export",),
     "recpo.verbs.factorize": ("factorize",),
     "recpo.verbs.init": ("Inspection", "init"),
     "recpo.verbs.load": ("load",),

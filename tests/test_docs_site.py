@@ -56,7 +56,8 @@ users = pd.DataFrame({"user_id": sorted(set(log["user_id"])), "age": 30})
 import recpo
 recpo.simulate("world", users=80, items=60, events=5000, days=10)
 data = recpo.prepare("world/log", out="prepared")
-recpo.train(data, out="run", **{"trainer.max_epochs": 1, "trainer.limit_train_batches": 2}).export("runs/bundle")
+run = recpo.train(data, out="run", **{"trainer.max_epochs": 1, "trainer.limit_train_batches": 2})
+recpo.export(run, out="runs/bundle")
 """,
 }
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -109,7 +110,7 @@ def test_prepare_takes_any_frame_and_writes_the_same(road, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_and_a_bundle_take_any_frame_and_return_pandas_in_external_ids(road, bundle, kind):
     frame = KINDS[kind](road.log)
-    for lists in (road.run.recommend(frame, k=3), bundle.recommend(frame, k=3)):
+    for lists in (recpo.recommend(road.run, frame, k=3), bundle.recommend(frame, k=3)):
         assert isinstance(lists, pd.DataFrame)
         assert list(lists) == ["user_id", "rank", "item_id", "score"]
         assert lists["item_id"].dtype == road.log["item_id"].dtype
@@ -120,7 +121,17 @@ def test_a_run_and_a_bundle_take_any_frame_and_return_pandas_in_external_ids(roa
 
 @pytest.fixture(scope="module")
 def bundle(road):
-    return road.run.export(road.out / "bundle", k=5)
+    return recpo.export(road.run, out=road.out / "bundle", k=5)
+
+
+def test_a_run_scores_candidates_as_its_bundle_does(road, bundle):
+    users = road.log["user_id"].unique()[:4]
+    pairs = pd.DataFrame({"user_id": users.repeat(3), "item_id": [*road.log["item_id"].unique()[:11], -1]})
+    scored = recpo.score(road.run.root, road.log, pairs)
+    pd.testing.assert_frame_equal(scored[["user_id", "item_id"]], pairs)
+    assert np.isnan(scored["score"].iloc[-1])
+    expected = recpo.Bundle.load(bundle.root, "torch").score(road.log, pairs)
+    pd.testing.assert_frame_equal(scored, expected, check_exact=False, atol=1e-4)
 
 
 def test_the_functions_print_nothing(road, tmp_path, capfd):
@@ -128,7 +139,7 @@ def test_the_functions_print_nothing(road, tmp_path, capfd):
     run = recpo.train(data, objective=recpo.GBPO(), init_from=road.run, out=tmp_path / "aligned", **TINY)
     result = recpo.evaluate(data, [road.run, run, "popularity"], out=tmp_path / "evaluation")
     assert {"run", "aligned", "popularity"} <= set(result.to_pandas()["contender"])
-    run.export(tmp_path / "bundle", k=3).recommend(road.log, k=2)
+    recpo.export(run, out=tmp_path / "bundle", k=3).recommend(road.log, k=2)
     assert capfd.readouterr() == ("", "")
     kinds = {"prepared": recpo.Prepared, "aligned": recpo.Run, "bundle": recpo.Bundle, "evaluation": recpo.Evaluation}
     for name, kind in kinds.items():
@@ -137,14 +148,14 @@ def test_the_functions_print_nothing(road, tmp_path, capfd):
 
 
 def test_a_run_on_another_path_without_its_prepared_data_recommends_and_exports(road, tmp_path, monkeypatch):
-    expected = road.run.recommend(road.log, k=3)
+    expected = recpo.recommend(road.run, road.log, k=3)
     shutil.copytree(road.out / "run", tmp_path / "elsewhere" / "moved")
     monkeypatch.chdir(tmp_path)
     road.data.root.rename(tmp_path / "gone")
     try:
         moved = recpo.load("elsewhere/moved")
-        pd.testing.assert_frame_equal(moved.recommend(road.log, k=3), expected)
-        served = moved.export(tmp_path / "bundle", k=3).recommend(road.log, k=3)
+        pd.testing.assert_frame_equal(recpo.recommend(moved, road.log, k=3), expected)
+        served = recpo.export(moved, out=tmp_path / "bundle", k=3).recommend(road.log, k=3)
         assert served[["user_id", "rank", "item_id"]].equals(expected[["user_id", "rank", "item_id"]])
     finally:
         (tmp_path / "gone").rename(road.data.root)

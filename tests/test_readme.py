@@ -172,7 +172,7 @@ def test_the_python_road_of_the_readme_runs(clone):
     _write_own_log(clone)
     road = _block("python")
     assert len([line for line in road.splitlines() if line and not line.startswith("import")]) <= 15
-    show = "\nprint('rows', len(run.recommend(recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
+    show = "\nprint('rows', len(recpo.recommend(run, recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
     done = subprocess.run(
         [sys.executable, "-c", road + show], env=_environment(), capture_output=True, text=True, check=False
     )

@@ -26,7 +26,7 @@ from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.allocator import tune_allocator
+from recpo.training.callbacks import tune_allocator
 from recpo.training.module import PreferenceModule
 from recpo.training.options import LearningOptions
 from recpo.training.trainer import TrainerOptions

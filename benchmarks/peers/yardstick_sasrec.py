@@ -49,7 +49,7 @@ def main() -> None:
     setting = Setting.parse()
     pace = Pace(setting)
     if setting.variant == "allocator":
-        from recpo.training.allocator import tune_allocator
+        from recpo.training.callbacks import tune_allocator
 
         tune_allocator()
     torch.manual_seed(setting.seed)

@@ -139,7 +139,7 @@ def find(module: str, name: str, chain: int = 0) -> Definition | None:
 def entry(verb: str) -> Definition | None:
     """What declares the options of a verb: its dataclass, or the function that builds the parser of ``train``."""
     if verb == "train":
-        return find("recpo.training.configuration", "train_parser")
+        return find("recpo.training.fit", "train_parser")
     return find(f"recpo.verbs.{verb}", verb.capitalize())
 
 

@@ -22,35 +22,40 @@ _NAMES = {
 
 
 def show(verb: Tilt, found: TiltResult) -> VerbResult:
-    """Prints the table of betas; the run, or the untilted one if it is kept, is evaluated next."""
+    """Prints the table of temperatures; the run, or the untilted one if it is kept, is evaluated next."""
     print_tilt(found)
-    facts = {"beta": found.beta, "lower_bound": found.lower_bound, "trials": [asdict(one) for one in found.trials]}
+    facts = {
+        "temperature": found.temperature,
+        "lower_bound": found.lower_bound,
+        "trials": [asdict(one) for one in found.trials],
+    }
     wrote = () if found.run is None else (str(found.run.root),)
     run = path_of(verb.run) if found.run is None else found.run.root
     return VerbResult(wrote, evaluation_of(run, path_of(verb.prepared or "prepared")), facts)
 
 
 def print_tilt(found: TiltResult) -> None:
-    """Prints the table of betas and the chosen one; a path is never read as markup."""
+    """Prints the table of temperatures and the chosen one; a path is never read as markup."""
     terminal = console()
     if found.trials:
         terminal.print(_table(found))
     if found.run is None:
         terminal.print(
-            "no temperature (beta) is better than the untilted policy: keep the run as it is; nothing was written. "
-            "--beta NUMBER writes a tilted run regardless",
+            "no temperature is better than the untilted policy: keep the run as it is; nothing was written. "
+            "--temperature NUMBER writes a tilted run regardless",
             soft_wrap=True,
         )
         return
     if found.trials and _taken(found).value < found.trials[0].value:
         terminal.print("warning: by this criterion the untilted policy is worth more", style="yellow", soft_wrap=True)
     terminal.print(
-        f"{found.run.root}: tilted with beta {found.beta:g}, lower bound {found.lower_bound:g}", soft_wrap=True
+        f"{found.run.root}: tilted with temperature {found.temperature:g}, lower bound {found.lower_bound:g}",
+        soft_wrap=True,
     )
 
 
 def _taken(found: TiltResult) -> TiltTrial:
-    return next(trial for trial in found.trials if trial.beta == found.beta)
+    return next(trial for trial in found.trials if trial.temperature == found.temperature)
 
 
 def _table(found: TiltResult) -> Table:
@@ -63,15 +68,28 @@ def _table(found: TiltResult) -> Table:
         box=None,
         padding=(0, 1, 0, 0),
     )
-    for column in ("beta", "value", "±", "behind", "±", "rows", "grade", "SNIPS", "AUC", "NDCG", "coverage", "KL"):
+    for column in (
+        "temp.",
+        "value",
+        "±",
+        "behind",
+        "±",
+        "rows",
+        "grade",
+        "SNIPS",
+        "AUC",
+        "NDCG",
+        "coverage",
+        "KL",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for trial in found.trials:
-        name = "base" if trial.beta == math.inf else f"{trial.beta:g}"
+        name = "base" if trial.temperature == math.inf else f"{trial.temperature:g}"
         numbers = (trial.value, trial.half_width, trial.loss, trial.loss_error)
         others = (trial.grade, trial.top_k, trial.auc, trial.ndcg, trial.coverage)
         rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
         kl = "-" if math.isnan(trial.kl) else f"{trial.kl:.2f}"
-        name += " *" if trial.beta == found.beta else ""
+        name += " *" if trial.temperature == found.temperature else ""
         table.add_row(name, *map(_shown, numbers), rows, *map(_shown, others), kl)
     return table
 

@@ -1,7 +1,8 @@
-"""A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / beta)``.
+"""A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / temperature)``.
 
-It maximizes ``E_pi[g] - beta KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that the factor model
-expects, or a lower confidence bound of it. Users are folded in from the given history, so new users need nothing else.
+It maximizes ``E_pi[g] - temperature KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that the factor
+model expects, or a lower confidence bound of it. Users are folded in from the given history, so new users need nothing
+else.
 """
 
 from __future__ import annotations
@@ -162,14 +163,14 @@ class GradeFactors(nn.Module):
         variances = self.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
 
-    def tilt(self, users: Tensor, beta: float) -> Tensor:
-        """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: the factor that is multiplied with ``item_vectors``.
+    def tilt(self, users: Tensor, temperature: float) -> Tensor:
+        """``[p / t, 1 / t, s / t^2]`` of folded-in users at the temperature t: the factor of ``item_vectors``.
 
         The part that all items share (``mean + b``) is left out.
         """
         rank = self.item_factors.shape[1]
-        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / beta
-        return torch.cat([own, users[:, rank + 1 :] / beta**2], 1) if self.rooted else own
+        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
+        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
 
     def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
         """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
@@ -216,13 +217,13 @@ class _OnBase(Policy):
 
 
 class TiltedPolicy(_OnBase, StatePolicy):
-    """``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)`` with a catalog softmax as base; exact, and a catalog softmax.
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a catalog softmax, exact, and one itself.
 
-    With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]``, its logit is
-    one dot product; the part that all items of a context share (``mean + b(h)``) cancels. For ``beta`` toward infinity
-    it is the base, and toward 0 it ranks like the factor model. With a lower bound, the logit is that product minus the
-    root of a second product with ``(r + 1) (r + 2)`` more columns, and probabilities of given items require all scores
-    of a context at once.
+    With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
+    b]``, its logit is one dot product; the part that all items of a context share (``mean + b(h)``) cancels. For
+    ``temperature`` toward infinity it is the base, and toward 0 it ranks like the factor model. With a lower bound, the
+    logit is that product minus the root of a second product with ``(r + 1) (r + 2)`` more columns, and probabilities of
+    given items require all scores of a context at once.
 
     Args:
         num_items: catalog size V.
@@ -231,7 +232,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         mean: mean grade of the factor model.
         ridge: ridge of the factor model.
         bias_ridge: ridge of the user bias in the factor model.
-        beta: the grade that is worth one nat of log-probability; above 0.
+        temperature: the grade that is worth one nat of log-probability; above 0.
         max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
             policy's ``max_history`` is the larger of the two.
         lower_bound: reduce the grade by this many standard deviations of its posterior.
@@ -248,13 +249,13 @@ class TiltedPolicy(_OnBase, StatePolicy):
         mean: float,
         ridge: float,
         bias_ridge: float,
-        beta: float,
+        temperature: float,
         max_history: int,
         lower_bound: float = 0.0,
     ) -> None:
-        validate_beta(beta)
+        validate_temperature(temperature)
         super().__init__()
-        self.base, self.beta = base(num_items), beta
+        self.base, self.temperature = base(num_items), temperature
         if not isinstance(self.base, CatalogSoftmaxPolicy):
             raise RecpoError(
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
@@ -422,11 +423,11 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return self._joined(states, torch.cat(users))
 
     def _joined(self, states: Tensor, users: Tensor) -> Tensor:
-        return torch.cat([states, self.factors.tilt(users, self.beta)], 1)
+        return torch.cat([states, self.factors.tilt(users, self.temperature)], 1)
 
 
 class RerankedPolicy(_OnBase):
-    """``base(i | h) exp(grade(h, i) / beta)``, normalized over the best items of the base's own search.
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized over the best items of the base's own search.
 
     For policies that cannot score the complete catalog, such as policies over semantic ids. Their beam search finds the
     candidates, and base and factor model together rank them. Lists and draws are exact for the distribution over these
@@ -440,7 +441,7 @@ class RerankedPolicy(_OnBase):
         mean: mean grade of the factor model.
         ridge: ridge of the factor model.
         bias_ridge: ridge of the user bias in the factor model.
-        beta: the grade that is worth one nat of log-probability; above 0.
+        temperature: the grade that is worth one nat of log-probability; above 0.
         max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
             policy's ``max_history`` is the larger of the two.
         candidates: number of the base's items to rerank; at least ``k``.
@@ -458,18 +459,18 @@ class RerankedPolicy(_OnBase):
         mean: float,
         ridge: float,
         bias_ridge: float,
-        beta: float,
+        temperature: float,
         max_history: int,
         candidates: int = 200,
         lower_bound: float = 0.0,
     ) -> None:
-        validate_beta(beta)
+        validate_temperature(temperature)
         if candidates < 1:
             raise RecpoError(
                 f"candidates must be at least 1, got {candidates}", code="out_of_range", field="candidates"
             )
         super().__init__()
-        self.base, self.beta, self.candidates = base(num_items), beta, candidates
+        self.base, self.temperature, self.candidates = base(num_items), temperature, candidates
         self.factors = GradeFactors(
             num_items,
             rank=rank,
@@ -547,7 +548,7 @@ class RerankedPolicy(_OnBase):
         size = min(self.num_items, self.candidates if size is None else size)
         listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
         users = self.factors.fold_in(histories)
-        scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.beta
+        scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(users, listed.item_ids, listed.scores, scores, lse)
@@ -559,7 +560,7 @@ class RerankedPolicy(_OnBase):
         recent, one = prefix.recent(self.base.max_history), items[:, None]
         slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
         tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
-        grade = self.factors.relative_grades(ranked.users[state], one)[:, 0] / self.beta
+        grade = self.factors.relative_grades(ranked.users[state], one)[:, 0] / self.temperature
         own, lse = tokens.sum(1) + grade, ranked.lse[state]
         lse = torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
         return torch.cat([tokens[:, :-1], (tokens[:, -1] + grade - lse)[:, None]], 1)
@@ -572,7 +573,7 @@ class _Ranked(NamedTuple):
         users: ``[N, r + 1 + rooted]`` folded-in users.
         item_ids: ``[N, C]``; 0 if the base lists fewer.
         base: ``[N, C]`` the base's log-probabilities; -inf for id 0.
-        scores: ``[N, C]`` with the grade divided by beta added.
+        scores: ``[N, C]`` with the grade divided by temperature added.
         lse: ``[N]`` log-sum-exp of the scores.
     """
 
@@ -583,13 +584,13 @@ class _Ranked(NamedTuple):
     lse: Tensor
 
 
-def validate_beta(beta: float) -> None:
-    """Raises ``RecpoError`` unless ``beta`` is a number above 0."""
-    if not 0 < beta < float("inf"):
+def validate_temperature(temperature: float) -> None:
+    """Raises ``RecpoError`` unless ``temperature`` is a number above 0."""
+    if not 0 < temperature < float("inf"):
         raise RecpoError(
-            f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy",
+            f"temperature is {temperature}, expected a number above 0: small follows the factors, large the policy",
             code="out_of_range",
-            field="beta",
+            field="temperature",
         )
 
 

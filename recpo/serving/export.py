@@ -197,7 +197,7 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
         if read != bool(known):
             raise RecpoError(
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)",
+                f"{'has none' if read else 'has them'}: pass those of the run (recpo.export does)",
                 code="mismatch",
                 field="features",
             )

@@ -22,7 +22,7 @@ def model_card(manifest: BundleManifest, facts: Mapping[str, Any]) -> str:
 
     Args:
         manifest: manifest of the bundle, without its files.
-        facts: of the run, as ``recpo.training.card_facts`` gathers them; missing facts are marked as missing.
+        facts: of the run, as ``recpo.serving.of_runs.card_facts`` gathers them; missing facts are marked as missing.
     """
     origin = manifest.origin
     parts = [

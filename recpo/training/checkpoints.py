@@ -89,7 +89,9 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
     if checkpoint.is_file():
         return dict(_weights(_loaded(checkpoint, "cpu"), checkpoint))
     if not (checkpoint / META).is_file():
-        raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
+        raise RecpoError(
+            f"{checkpoint} is missing: the run kept no such checkpoint", code="missing_file", field=checkpoint.name
+        )
     blocks: dict[str, list[_Block]] = defaultdict(list)
     with _damage(checkpoint):
         for path in sorted(checkpoint.glob("*.safetensors")):
@@ -101,7 +103,11 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
         tensors = {name: SavedTensor(name, parts) for name, parts in blocks.items()}
     holes = sorted(name for name, parts in blocks.items() if _numbers(parts) != tensors[name].shape.numel())
     if holes:
-        raise RecpoError(f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it")
+        raise RecpoError(
+            f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it",
+            code="damaged",
+            field=checkpoint.name,
+        )
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer_states.")}
 
 
@@ -129,7 +135,9 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
     if run is not None and (not isinstance(content, dict) or content.get(RUN) != run):
         raise RecpoError(
             f"{checkpoint} was written by another run than {checkpoint.parents[1]}, with other options or data, or by "
-            f"another version of recpo; {_REMEDY}"
+            f"another version of recpo; {_REMEDY}",
+            code="mismatch",
+            field=checkpoint.name,
         )
 
 
@@ -155,7 +163,11 @@ def _weights(content: Any, checkpoint: Path) -> dict[str, Tensor]:
         for name, value in weights.items()
     )
     if not dense:
-        raise RecpoError(f"{checkpoint} is damaged (state_dict is no mapping of names to tensors); {_REMEDY}")
+        raise RecpoError(
+            f"{checkpoint} is damaged (state_dict is no mapping of names to tensors); {_REMEDY}",
+            code="damaged",
+            field=checkpoint.name,
+        )
     return dict(weights)  # type: ignore[arg-type]  # a mapping, as checked
 
 
@@ -165,10 +177,16 @@ def _damage(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecpoError(f"{describe_os_error(error, checkpoint)}; {_REMEDY}") from error
+        raise RecpoError(
+            f"{describe_os_error(error, checkpoint)}; {_REMEDY}", code="wrong_file", field=checkpoint.name
+        ) from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise RecpoError(f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {_REMEDY}") from error
+        raise RecpoError(
+            f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {_REMEDY}",
+            code="damaged",
+            field=checkpoint.name,
+        ) from error
 
 
 def _numbers(blocks: list[_Block]) -> int:

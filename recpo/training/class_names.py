@@ -138,18 +138,24 @@ def validate_class_names(configuration: Mapping[str, Any], trust: Sequence[str],
     try:
         names, packages = list(class_names(configuration)), (*TRUSTED, *trust)
     except RecpoError as error:
-        raise RecpoError(f"{file}: {error}") from error
+        raise RecpoError(f"{file}: {error}", code=error.code, field=error.field) from error
     for given in names:
         if "." in given.name and not any(lies_in(given.name, package) for package in packages):
             package = given.name.partition(".")[0]
             raise RecpoError(
                 f"{file} names {given.name}, which is not a part of {', '.join(TRUSTED)}: loading it would run its "
                 f"code. If you trust it, allow the package: --trust '[\"{package}\"]' on the command line "
-                f'(--reward.trust and --vectors.trust for the runs that those name), trust=["{package}"] in Python'
+                f'(--reward.trust and --vectors.trust for the runs that those name), trust=["{package}"] in Python',
+                code="untrusted",
+                field=given.option,
             )
     _validate_trust(configuration, file)
     if not isinstance(configuration.get("critic", {}), Mapping):  # the option parser would read a file of this name
-        raise RecpoError(f"{file}: critic is {configuration['critic']!r}, expected a mapping of options")
+        raise RecpoError(
+            f"{file}: critic is {configuration['critic']!r}, expected a mapping of options",
+            code="wrong_type",
+            field="critic",
+        )
     for given in names:
         _validate(given, packages, file)
 
@@ -163,15 +169,25 @@ def _validate(given: ClassName, packages: Sequence[str], file: Path) -> None:
         own = named_class(given.name, bases, packages)
     except ValueError as error:
         raise RecpoError(
-            f"{says}, which {error}; a run names its classes by their full path, and nothing but classes"
+            f"{says}, which {error}; a run names its classes by their full path, and nothing but classes",
+            code="untrusted",
+            field=given.option,
         ) from error
     except ImportError as error:
         if given.is_built:
-            raise RecpoError(f"{says}, which cannot be imported: {' '.join(str(error).split())}") from error
+            raise RecpoError(
+                f"{says}, which cannot be imported: {' '.join(str(error).split())}",
+                code="unknown_name",
+                field=given.option,
+            ) from error
         return
     for name, value in given.arguments.items():
         if isinstance(value, str) and _is_group(own, name):
-            raise RecpoError(f"{says}, with the text {value[:60]!r} as {name}: expected a mapping of options")
+            raise RecpoError(
+                f"{says}, with the text {value[:60]!r} as {name}: expected a mapping of options",
+                code="wrong_type",
+                field=name,
+            )
 
 
 def _is_group(own: type, name: str) -> bool:
@@ -190,7 +206,9 @@ def _validate_trust(configuration: Any, file: Path, keys: tuple[str, ...] = ()) 
             if name == "trust" and isinstance(value, str | list | tuple | Mapping) and value:
                 raise RecpoError(
                     f"{file}: {'.'.join(own)} is {value!r}, but whom you trust is never read from a run: remove it, "
-                    "and allow packages on your command line (--trust)"
+                    "and allow packages on your command line (--trust)",
+                    code="untrusted",
+                    field=".".join(own),
                 )
             _validate_trust(value, file, own)
     elif isinstance(configuration, list | tuple):
@@ -202,7 +220,9 @@ def _options_in(text: str, keys: tuple[str, ...]) -> Any:
     """What an option parser would read in a text: a mapping or a list of options, or a plain value."""
     if len(text) > _LONGEST_TEXT:
         raise RecpoError(
-            f"{'.'.join(keys)} is a text of {len(text):,} characters, a run has at most {_LONGEST_TEXT:,} in an option"
+            f"{'.'.join(keys)} is a text of {len(text):,} characters, a run has at most {_LONGEST_TEXT:,} in an option",
+            code="out_of_range",
+            field=".".join(keys),
         )
     with suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
         return parse_yaml(text, _LOADER)

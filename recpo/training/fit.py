@@ -1,56 +1,218 @@
-"""Trains by a configuration: checks everything, builds the module and the trainer, and keeps what was trained."""
+"""From the options of a run to the finished run.
+
+The configuration is parsed the same way from flags, YAML files and Python objects (``parse_arguments``). Everything is
+checked before the run directory changes; then the module and the trainer are built, and what was trained is kept
+(``run_configuration``).
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from jsonargparse import Namespace
-from lightning import LightningModule, Trainer
+from jsonargparse import ArgumentParser, Namespace
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from recpo.artifacts import describe_os_error
-from recpo.base.contracts import Policy
+import recpo.batches.preference_lists
+import recpo.evaluation.true_rewards
+import recpo.objectives
+import recpo.objectives.advantages
+import recpo.policies.semantic_id
+import recpo.rewards.rewards
+import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
+from recpo.artifacts import describe_os_error, validate_configuration_files
+from recpo.artifacts.documents import as_configuration
+from recpo.base.contracts import Objective, Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.train_batches import Phases
+from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
 from recpo.training import run_directory
-from recpo.training.allocator import tune_allocator
+from recpo.training.callbacks import (
+    CollapseGuard,
+    FiniteGuard,
+    ReportLostRanks,
+    ValidateAtEnd,
+    WeightAveraging,
+    lost_rank,
+    tune_allocator,
+)
 from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint
-from recpo.training.class_names import class_names, validate_class_names
-from recpo.training.configuration import instantiate, resolved
+from recpo.training.class_names import class_names, validate_class_names, without_trust
 from recpo.training.contradictions import feedback_warnings
-from recpo.training.guards import CollapseGuard, FiniteGuard
-from recpo.training.lost_ranks import ReportLostRanks, lost_rank
 from recpo.training.module import PreferenceModule
-from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions, rewards_of
-from recpo.training.run import CHECKPOINTS, RESOLVED, Run
-from recpo.training.run_features import hand_over
-from recpo.training.trainer import Throughput, trainer_error
+from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
+from recpo.training.trainer import DEFAULT_EPOCHS, Throughput, says_when_to_stop, trainer_error
+from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
-from recpo.training.weight_averaging import WeightAveraging
+
+DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
+"""Default advantage of objectives that weigh logged feedback only by advantages, such as GBPO."""
+_UNRECORDED = ("config", "resume", "overwrite", "trust")
 
 
-def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = (), trust: Sequence[str] = ()) -> Run:
+def train_parser() -> ArgumentParser:
+    """The parser of ``recpo train``: ``TrainOptions``, and where a run goes and starts from."""
+    parser = ArgumentParser(
+        prog="recpo train",
+        description="Trains a policy on prepared data, or aligns a trained one. The result is a run directory: "
+        "checkpoints, logs, the resolved configuration that repeats it, the item ids and everything else that "
+        "recommending needs, and run.json, which marks it as finished. --resume true continues a killed run, with the "
+        "same result.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_class_arguments(TrainOptions, as_group=False, instantiate=False)
+    parser.add_argument("--out", type=Path, required=True, help="run directory to write")
+    parser.add_argument(
+        "--init_from",
+        type=Path | None,
+        default=None,
+        help="run directory whose best policy training starts from: the same items, or the first of today's (see "
+        "recpo prepare --extends); options of policy that are not given, and data.layout, are those of that run",
+    )
+    parser.add_argument(
+        "--init_training",
+        type=bool | None,
+        default=None,
+        help="also copy the critic heads and the optimizer state of the run of init_from; null = only if the "
+        "catalog has grown since, and objective and optimizers are the same",
+    )
+    parser.add_argument("--resume", type=bool, default=False, help="continue from last.ckpt in out")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace the run in out once training has begun")
+    parser.add_argument(
+        "--trust",
+        type=list[str],
+        default=[],
+        help="packages, in addition to recpo, torch.optim and lightning, whose classes the run of init_from may name",
+    )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Parses the flags of ``recpo train`` and fills in missing ones.
+
+    Options of ``policy`` that are not given, and ``data.layout``, come from ``init_from``. An objective that weighs
+    logged feedback only by advantages (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` if none is given. Training without a
+    given end uses ``DEFAULT_EPOCHS``.
+
+    Raises:
+        ArgumentError: an unknown option, or a value of a wrong type.
+        RecpoError: the run of ``init_from`` cannot be opened.
+    """
+    validate_configuration_files(arguments)
+    parser, arguments = train_parser(), _readable_nulls(arguments)
+    given = parser.parse_args(arguments, defaults=False)
+    if given.get("init_from") is not None:
+        with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
+            base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
+            if "data" not in base:
+                raise RecpoError(
+                    f"{given.init_from} was tilted, not trained: start from the run that it was made from",
+                    code="unsupported",
+                    field="init_from",
+                )
+            start: dict[str, Any] = {"policy": base["policy"]}
+            if "layout" not in given.data.get("init_args", given.data):
+                start["data"] = {"layout": base["data"]["init_args"]["layout"]}
+            arguments = ["--config", json.dumps(start), *arguments]
+    configuration = parser.parse_args(list(arguments))
+    if configuration.advantage is None and configuration.reward is None:
+        requires = _part(configuration, "objective", Objective).requires
+        if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
+            arguments = [*arguments, "--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
+            configuration = parser.parse_args(list(arguments))
+    trainer = configuration.trainer  # an object if no trainer option is given
+    if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
+        configuration = parser.parse_args([*arguments, "--trainer.max_epochs", str(DEFAULT_EPOCHS)])
+    return configuration
+
+
+def _readable_nulls(arguments: Sequence[str]) -> list[str]:
+    """Rewrites ``--a.b.c null`` as ``--a.b {c: null}``; jsonargparse reads the former as text at this depth."""
+    readable: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        group, _, name = flag.rpartition(".")
+        if not flag.startswith("--") or flag.count(".") < 2 or group.endswith(".init_args"):
+            readable.append(word)
+            continue
+        value = value if equals else next(words, "")
+        is_null = value in ("null", "~")
+        readable += [group, json.dumps({name: None})] if is_null else [word] if equals else [flag, value]
+    return readable
+
+
+def instantiate(configuration: Namespace) -> TrainOptions:
+    """Builds the options; each validates itself.
+
+    Raises:
+        RecpoError: a value is refused.
+    """
+    try:
+        values = train_parser().instantiate(configuration)
+        return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
+    except RecpoError:
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
+            raise error.__cause__ from error
+        raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
+
+
+def resolved(configuration: Namespace) -> str:
+    """YAML of every option, including defaults, except those on an existing run and on whom to trust."""
+    kept = configuration.clone()
+    for name in _UNRECORDED:
+        kept.pop(name, None)
+    text: str = train_parser().dump(kept, skip_unset=False, skip_validation=True)
+    recorded = yaml.safe_load(text)
+    kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
+    return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of Python, by their names (``trainer={"max_epochs": 1}`` or ``{"trainer.max_epochs": 1}``), as flags."""
+    tree: dict[str, Any] = {}
+    for name, value in options.items():
+        *groups, last = name.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        value, there = as_configuration(value), place.get(last)
+        place[last] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
+    return ["--config", json.dumps(tree)] if tree else []
+
+
+def _part(configuration: Namespace, name: str, kind: Any) -> Any:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    return parser.instantiate(Namespace({name: configuration[name]}))[name]
+
+
+def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = ()) -> Run:
     """Trains by the result of ``parse_arguments``. Checks everything before it changes ``out``.
 
     Args:
         configuration: every option.
         callbacks: additional callbacks that observe training.
-        trust: packages whose classes the run of ``init_from`` may name.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
@@ -58,7 +220,7 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
-    start = None if base is None or configuration.resume else _warm_start(configuration, options, base, trust)
+    start = None if base is None or configuration.resume else _warm_start(configuration, options, base)
     module = _module(options, start)
     if start is not None and start.with_training:
         start.load_critic(module)
@@ -87,7 +249,8 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         if trainer.global_step == 0:
             raise RecpoError(
                 f"no training step was taken: {options.data.prepared.root} gives this layout no batch, or max_epochs, "
-                "max_steps or limit_train_batches of trainer is 0"
+                "max_steps or limit_train_batches of trainer is 0",
+                code="empty",
             )
         if trainer.is_global_zero:
             run_directory.finish(out, module, options.data.prepared)
@@ -119,13 +282,15 @@ def _for_behaviors(options: TrainOptions) -> TrainOptions:
     return replace(options, objective=objective, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
-def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, trust: Sequence[str]) -> WarmStart:
-    base = Run.open(path, trust=trust)
+def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> WarmStart:
+    base = Run.open(path, trust=configuration.trust)
     growth, asked = growth_of(base, options.data.prepared), configuration.init_training
     if asked and (options.trainer.shards_tables or base.checkpoint().is_dir()):
         raise RecpoError(
             "init_training: the optimizer state of sharded tables cannot be copied: leave it out, or train without "
-            "ShardedStrategy"
+            "ShardedStrategy",
+            code="unsupported",
+            field="init_training",
         )
     same = not options.trainer.shards_tables and same_training(base, growth, yaml.safe_load(resolved(configuration)))
     return WarmStart(base, growth, same if asked is None else asked)
@@ -158,7 +323,9 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
     try:
         module.configure_optimizers()  # created again when training begins
     except (ValueError, TypeError) as error:
-        raise RecpoError(f"optimizer or lr_scheduler: {' '.join(str(error).split())}") from error
+        raise RecpoError(
+            f"optimizer or lr_scheduler: {' '.join(str(error).split())}", code="bad_value", field="optimizer"
+        ) from error
     return module
 
 
@@ -170,7 +337,9 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
     if model.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than those of {data.root} (items.parquet differs); make them "
-            "for this directory with `recpo tokenize`"
+            "for this directory with `recpo tokenize`",
+            code="mismatch",
+            field="policy",
         )
 
 
@@ -185,17 +354,6 @@ def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> li
         callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
     callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
     return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
-
-
-class ValidateAtEnd(Callback):
-    """Validates a run that ``max_steps`` ends within an epoch, as at the end of an epoch."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Makes Lightning validate within the epoch if training is about to stop."""
-        if trainer.global_step >= trainer.max_steps > 0:
-            trainer.should_stop = True
 
 
 @contextmanager
@@ -247,14 +405,16 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
         if "find_unused_parameters" in str(error):
             raise RecpoError(
                 "this objective leaves some parameters without a gradient, and the strategy has to know: set "
-                "trainer.strategy to ddp_find_unused_parameters_true, or ShardedStrategy's find_unused_parameters: true"
+                "trainer.strategy to ddp_find_unused_parameters_true, or find_unused_parameters of ShardedStrategy",
+                code="conflicting_options",
+                field="strategy",
             ) from error
         if "Early stopping conditioned on metric" in str(error):
-            raise RecpoError(f"trainer.callbacks: {str(error).strip()}") from error
+            raise RecpoError(f"trainer.callbacks: {str(error).strip()}", code="bad_value", field="callbacks") from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
-        raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})") from error
+        raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})", code="failed") from error
 
 
 def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:

@@ -60,7 +60,9 @@ class RewardModel(nn.Module):
         if bool((slates.mask & (dropped > 0) & (slates.visible < lengths)).any()):
             raise RecpoError(
                 f"the reward model reads {most} events and is asked about positions in the middle of longer histories: "
-                f"set data.layout.init_args.history_length to {most}, or train it with a larger max_history"
+                f"set data.layout.init_args.history_length to {most}, or train it with a larger max_history",
+                code="unsupported",
+                field="history_length",
             )
         return histories.recent(most), slates._replace(visible=(slates.visible - dropped).clamp_min(0))
 
@@ -97,7 +99,9 @@ def _objective_of(run: Run) -> Objective:
     if "score" not in objective.requires:
         raise RecpoError(
             f"{run.root} trained {type(objective).__name__}, which is no reward model: name a run of PointwiseReward "
-            "or PairwiseReward"
+            "or PairwiseReward",
+            code="wrong_class",
+            field="run",
         )
     return objective
 
@@ -127,13 +131,25 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[st
     )
     file = Path(run) / CALIBRATION
     if not file.is_file():
-        raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {fix}")
+        raise RecpoError(
+            f"{run} is not calibrated: its scores are no probabilities yet; {fix}",
+            code="missing_file",
+            field=CALIBRATION,
+        )
     content = unseal(read_json(file, fix), file, fix)
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
-        raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}")
+        raise RecpoError(
+            f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}",
+            code="mismatch",
+            field=CALIBRATION,
+        )
     if set(content["targets"]) != set(names):
         found, expected = ", ".join(content["targets"]), ", ".join(names)
-        raise RecpoError(f"{file} is of a reward model of other targets ({found}), expected {expected}; train it again")
+        raise RecpoError(
+            f"{file} is of a reward model of other targets ({found}), expected {expected}; train it again",
+            code="old_format",
+            field=CALIBRATION,
+        )
     fitted = [content["targets"][name]["calibration"] for name in names]
     return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
 
@@ -172,7 +188,9 @@ class LearnedReward(RewardFunction):
         if unknown := sorted(self.behaviors.keys() - set(predicted)):
             raise RecpoError(
                 f"LearnedReward weighs the behavior {unknown[0]!r}, and {self.run} predicts "
-                f"{', '.join(predicted) or 'none'}: train it with objective.init_args.behaviors"
+                f"{', '.join(predicted) or 'none'}: train it with objective.init_args.behaviors",
+                code="unknown_name",
+                field="behaviors",
             )
         if self.calibrated and isinstance(objective, PointwiseReward):
             load_calibration(self.run, self.checkpoint, objective.target_names)

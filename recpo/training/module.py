@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,10 +17,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.contradictions import validate_options
-from recpo.training.guards import IN_TERMINAL
 from recpo.training.inputs import InputBuilder, StepInputs
 from recpo.training.kl_control import KLControl
-from recpo.training.monitor import LOWER_IS_BETTER, has_pair_loss
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     LinearDecay,
@@ -31,7 +30,20 @@ from recpo.training.optimizers import (
 )
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.validation import ScoreMetrics, ValidationMetrics
+from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, has_pair_loss
+
+IN_TERMINAL = frozenset(
+    {
+        "reward_mean",
+        "monitor_reward_mean",
+        "approx_kl",
+        "clip_fraction",
+        "unique_share",
+        "zero_group_share",
+        "draw_entropy",
+    }
+)
+"""Training metrics that the progress bar shows beside the loss. The loggers get all metrics."""
 
 
 class PreferenceModule(LightningModule):
@@ -144,7 +156,9 @@ class PreferenceModule(LightningModule):
             if any(weight.is_meta for weight in self.policy.parameters()):
                 raise RecpoError(
                     "reference: cached needs whole tables before training begins: with sharded ones set reference: "
-                    "frozen, whose copy is sharded like the policy"
+                    "frozen, whose copy is sharded like the policy",
+                    code="conflicting_options",
+                    field="reference",
                 )
             batches = self.trainer.datamodule.every_context()  # type: ignore[attr-defined]
             device = self.trainer.strategy.root_device
@@ -212,23 +226,19 @@ class PreferenceModule(LightningModule):
         self.networks.refresh(step, length)
 
     def training_step(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
-        """One micro-batch; see the class for the denominator."""
+        """One micro-batch: what the objective reads, its loss, the losses beside it, and their health.
+
+        Every loss is divided by the same denominator; see the class.
+        """
         if self._kl.stopped:
-            self._step_count = torch.zeros((), device=self.device)
-            self._log_step(batch, {})
-            return self._no_loss()
-        inputs, logged, metrics, items = self.step_inputs(batch)
-        denominator = self._nominal_denominator(self.objective.count(inputs))
-        loss, of_objective = self.loss(inputs._replace(denominator=denominator))
-        self._kl.measure(inputs.logp, of_objective)
-        metrics = of_objective | metrics
-        if self._anchor_coef:
-            anchor = self._anchor(logged._replace(denominator=denominator))
-            loss = loss + self._anchor_coef * anchor.loss
-            metrics |= {f"anchor_{name}": value for name, value in anchor.metrics.items()}
-        if items is not None:
-            loss = loss - self._options.item_coef * items.sum() / denominator
-            metrics["item_nll"] = -items.detach().sum() / batch.slates.mask.sum().clamp(min=1)
+            return self._skipped(batch)
+        inputs = self.step_inputs(batch)
+        denominator = self._nominal_denominator(self.objective.count(inputs.objective))
+        loss, metrics = self.loss(inputs.objective._replace(denominator=denominator))
+        self._kl.measure(inputs.objective.logp, metrics)
+        metrics = metrics | inputs.metrics
+        for further in self._losses_beside(inputs, batch, denominator):
+            loss, metrics = loss + further.loss, metrics | further.metrics
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
             loss = loss + self._no_loss()
         self._log_step(batch, metrics, loss.detach())
@@ -245,6 +255,23 @@ class PreferenceModule(LightningModule):
     def loss(self, inputs: ObjectiveInputs) -> LossOutput:
         """The loss of a micro-batch, divided by ``inputs.denominator``, and its metrics. Override it to add a term."""
         return self._kl.objective(inputs)
+
+    def _losses_beside(self, inputs: StepInputs, batch: FeedbackBatch, denominator: Tensor) -> Iterator[LossOutput]:
+        """The weighted losses that are added to that of the objective: the anchor and the items as a whole."""
+        if self._anchor_coef:
+            anchor = self._anchor(inputs.logged._replace(denominator=denominator))
+            metrics = {f"anchor_{name}": value for name, value in anchor.metrics.items()}
+            yield LossOutput(self._anchor_coef * anchor.loss, metrics)
+        if inputs.items is not None:
+            total = inputs.items.sum()
+            mean = -total.detach() / batch.slates.mask.sum().clamp(min=1)
+            yield LossOutput(-(self._options.item_coef * total / denominator), {"item_nll": mean})
+
+    def _skipped(self, batch: FeedbackBatch) -> Tensor:
+        """A micro-batch of a phase that ended early: nothing is learned, but every rank takes part."""
+        self._step_count = torch.zeros((), device=self.device)
+        self._log_step(batch, {})
+        return self._no_loss()
 
     def _log_step(self, batch: FeedbackBatch, metrics: dict[str, Tensor], loss: Tensor | None = None) -> None:
         size = int(batch.context_ids.shape[0])
@@ -309,7 +336,9 @@ class PreferenceModule(LightningModule):
             raise RecpoError(
                 f"{self.monitor}, by which the best checkpoint is chosen, is undefined on the validation users: none "
                 f"has the events it needs; {instead} data.max_validation_users, or prepare the log with a longer "
-                "validation period"
+                "validation period",
+                code="empty",
+                field="monitor",
             )
         self.log_dict(self.validated, prog_bar=True)
 

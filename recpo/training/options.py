@@ -59,9 +59,15 @@ class CriticOptions:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.gamma < 1.0:
-            raise RecpoError(f"critic.gamma must lie in [0, 1), got {self.gamma}")
+            raise RecpoError(
+                f"critic.gamma must lie in [0, 1), got {self.gamma}", code="out_of_range", field="critic.gamma"
+            )
         if not 0.0 < self.target_rate <= 1.0:
-            raise RecpoError(f"critic.target_rate must lie in (0, 1], got {self.target_rate}")
+            raise RecpoError(
+                f"critic.target_rate must lie in (0, 1], got {self.target_rate}",
+                code="out_of_range",
+                field="critic.target_rate",
+            )
         _validate_at_least("critic", self, target_every=1, hidden=1)
 
 
@@ -89,7 +95,11 @@ class CollapseLimits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             if not (getattr(self, limit.name) or 0) >= 0:
-                raise RecpoError(f"rollout.collapse.{limit.name} must not be negative, got {getattr(self, limit.name)}")
+                raise RecpoError(
+                    f"rollout.collapse.{limit.name} must not be negative, got {getattr(self, limit.name)}",
+                    code="out_of_range",
+                    field=f"rollout.collapse.{limit.name}",
+                )
 
 
 @dataclass(frozen=True)
@@ -148,31 +158,47 @@ class RolloutOptions:
         if not self.temperature > 0 or not 0 < self.top_p <= 1 or not 0 <= self.logged_share <= 1:
             raise RecpoError(
                 "rollout.temperature must be above 0, rollout.top_p in (0, 1] and rollout.logged_share in [0, 1], got "
-                f"{self.temperature}, {self.top_p} and {self.logged_share}"
+                f"{self.temperature}, {self.top_p} and {self.logged_share}",
+                code="out_of_range",
+                field="rollout",
             )
         if self.max_kl is not None and not self.max_kl > 0:
-            raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
+            raise RecpoError(
+                f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop",
+                code="out_of_range",
+                field="rollout.max_kl",
+            )
         self._validate_kl_coef()
         if self.candidates == "beam" and self.resamples:
             raise RecpoError(
                 "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
-                "or resamples to 0"
+                "or resamples to 0",
+                code="conflicting_options",
+                field="rollout.resamples",
             )
         self._validate_catalog()
 
     def _validate_kl_coef(self) -> None:
         """Raises if there is a KL penalty without draws to estimate it from, or without advantages to learn it by."""
         if not 0.0 <= self.kl_coef < float("inf"):
-            raise RecpoError(f"rollout.kl_coef is a weight of at least 0, got {self.kl_coef}")
+            raise RecpoError(
+                f"rollout.kl_coef is a weight of at least 0, got {self.kl_coef}",
+                code="out_of_range",
+                field="rollout.kl_coef",
+            )
         if self.kl_coef and self.candidates != "draws":
             raise RecpoError(
                 f"rollout.kl_coef estimates a divergence from draws, and rollout.candidates is {self.candidates}: set "
-                "candidates to draws, or kl_coef to 0 and the kl_coef of the objective instead"
+                "candidates to draws, or kl_coef to 0 and the kl_coef of the objective instead",
+                code="conflicting_options",
+                field="rollout.kl_coef",
             )
         if self.kl_coef and self.preference is not None:
             raise RecpoError(
                 "rollout.kl_coef changes rewards after rollout.preference has sorted the candidates by them: leave one "
-                "of them out"
+                "of them out",
+                code="conflicting_options",
+                field="rollout.preference",
             )
 
     def _validate_catalog(self) -> None:
@@ -190,7 +216,9 @@ class RolloutOptions:
         if self.candidates == "catalog" and changed:
             raise RecpoError(
                 f"rollout.candidates: catalog takes every item in the order of the ids, which leaves nothing to "
-                f"{', '.join(changed)}: leave that out, or set candidates to draws"
+                f"{', '.join(changed)}: leave that out, or set candidates to draws",
+                code="conflicting_options",
+                field="rollout.candidates",
             )
 
     @property
@@ -227,7 +255,9 @@ class KLTarget:
     def __post_init__(self) -> None:
         if not self.target > 0 or self.horizon < 1:
             raise RecpoError(
-                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}"
+                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}",
+                code="out_of_range",
+                field="adaptive_kl",
             )
 
 
@@ -298,7 +328,7 @@ class LearningOptions:
         validate_seed(self.seed)
         for name, weight in (("anchor_coef", self.anchor_coef), ("item_coef", self.item_coef)):
             if not 0.0 <= weight < float("inf"):
-                raise RecpoError(f"{name} is a weight of at least 0, got {weight}")
+                raise RecpoError(f"{name} is a weight of at least 0, got {weight}", code="out_of_range", field=name)
 
 
 def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
@@ -331,7 +361,11 @@ class WeightAverage:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay < 1.0:
-            raise RecpoError(f"weight_averaging.decay must lie between 0 and 1, got {self.decay}")
+            raise RecpoError(
+                f"weight_averaging.decay must lie between 0 and 1, got {self.decay}",
+                code="out_of_range",
+                field="weight_averaging.decay",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,12 +409,16 @@ class TrainOptions(LearningOptions):
         if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(
                 "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the "
-                "ranks: leave one of the two out"
+                "ranks: leave one of the two out",
+                code="conflicting_options",
+                field="weight_averaging",
             )
         if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
             raise RecpoError(
                 "rollout.candidates: catalog needs a whole item table on every rank, and trainer.strategy cuts it over "
-                "them: set candidates to draws, or leave trainer.strategy out"
+                "them: set candidates to draws, or leave trainer.strategy out",
+                code="conflicting_options",
+                field="rollout.candidates",
             )
 
 
@@ -389,4 +427,8 @@ def _validate_at_least(group: str, options: object, **least: int) -> None:
     for name, bound in least.items():
         value = getattr(options, name)
         if not value >= bound:
-            raise RecpoError(f"{group}{'.' * bool(group)}{name} must be at least {bound}, got {value}")
+            raise RecpoError(
+                f"{group}{'.' * bool(group)}{name} must be at least {bound}, got {value}",
+                code="out_of_range",
+                field=f"{group}{'.' * bool(group)}{name}",
+            )

@@ -6,7 +6,10 @@
     run/items.parquet      external item ids of 1..V
     run/feedback.json      how feedback levels are computed from raw events
     run/codes/             the item codes of a policy over semantic ids
-    run/features.json      and item_features.parquet, for a policy that reads features (run_features.py)
+    run/features.json      for a policy that reads features: the fitted schema, and the behaviors in the order of their
+                           bits
+    run/item_features.parquet  the features of the items; row v - 1 is item v
+    run/vocabularies/      of the categories, for raw features in serving
     run/origin.json        the run's inputs (prepared data, init_from, reward models), with checksums
     run/checkpoints/       best.ckpt (by the validation metric) and last.ckpt: plain tensors and numbers, read with
                            torch.load(weights_only=True); for a sharded run, directories of safetensors
@@ -21,13 +24,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from recpo.artifacts import (
     MARKER,
+    describe_os_error,
     is_inside,
     kind_of,
     marker,
@@ -43,38 +49,57 @@ from recpo.artifacts import (
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.features import Categories, Category, Feature, FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
-from recpo.base.frames import Frame, FrameOrPath
 from recpo.log.id_map import IdMap
-from recpo.log.prepared import Prepared
-from recpo.policies.catalog_search import Precision
-from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
-from recpo.serving.histories import HistoryReader
-from recpo.serving.item_index import IndexOptions
-from recpo.serving.recommending import Moment, recommend_lists, score_candidates
-from recpo.serving.runtimes import PolicyRuntime
-from recpo.training.card_facts import card_facts, evaluation_facts
+from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
-from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_features, write_features
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from recpo.evaluation.evaluation import Evaluation
 
 FORMAT_VERSION = 4
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
+FEATURE_SCHEMA, VOCABULARIES = "features.json", "vocabularies"
+FEATURE_FILES: Final = (FEATURE_SCHEMA, ITEM_FEATURES)
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
+
+
+class RunFacts(NamedTuple):
+    """Content of ``run.json``, without its format version and its own checksum.
+
+    Attributes:
+        num_items: catalog size V.
+        catalog_checksum: checksum of the items it was trained on (``Prepared.catalog_checksum``).
+        results: the metrics of the last step and of the last validation; None = not a number.
+        monitor: the metric that selected the best checkpoint; None = nothing was validated.
+        files: SHA-256 of the other files, by their path in the directory.
+    """
+
+    num_items: int
+    catalog_checksum: str
+    results: dict[str, float | None]
+    monitor: str | None
+    files: dict[str, str]
+
+
+class RunFeatures(NamedTuple):
+    """What a policy reads beside items and feedback.
+
+    Attributes:
+        fitted: the fitted features of the sides that it reads; those of items make the vectors of new ones.
+        behaviors: names of the behaviors that it reads, in the order of their bits.
+    """
+
+    fitted: dict[Side, FittedFeatures]
+    behaviors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """A finished run, as plain data and a policy. ``recpo.recommend``, ``recpo.score`` and ``recpo.export`` serve it.
 
     Attributes:
         root: its directory.
@@ -83,7 +108,7 @@ class Run:
     """
 
     root: Path
-    facts: dict[str, Any] = field(repr=False)
+    facts: RunFacts = field(repr=False)
     trust: tuple[str, ...] = ()
 
     @classmethod
@@ -108,24 +133,34 @@ class Run:
         if not (root / FINISHED).is_file():
             if (root / RESOLVED).is_file() and kind_of(root) in (None, "run"):
                 raise RecpoError(
-                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
+                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`",
+                    code="unfinished",
+                    field=FINISHED,
                 )
             other = other_kind(root, "run") or ""
             raise RecpoError(
-                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`"
+                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`",
+                code="wrong_file",
+                field=FINISHED,
             )
         facts = read_json(root / FINISHED, REMEDY)
         if facts.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
-                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>"
+                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>",
+                code="old_format",
+                field="format_version",
             )
         facts = unseal(facts, root / FINISHED, REMEDY)
-        missing = {"num_items", "catalog_checksum", "results", "files"} - facts.keys()
+        missing = set(RunFacts._fields) - facts.keys()
         if missing:
-            raise RecpoError(f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again")
-        run = cls(root, facts, tuple(trust))
-        run.verify([name for name in facts["files"] if not name.startswith(CHECKPOINTS)])
+            raise RecpoError(
+                f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again",
+                code="damaged",
+                field=FINISHED,
+            )
+        run = cls(root, RunFacts(**{name: facts[name] for name in RunFacts._fields}), tuple(trust))
+        run.verify([name for name in run.facts.files if not name.startswith(CHECKPOINTS)])
         validate_class_names(run.configuration, run.trust, root / RESOLVED)
         return run
 
@@ -135,20 +170,25 @@ class Run:
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        expected = self.facts["files"]
         wrong = []
         for name in files:
             file = self.root / name
             if not is_inside(name):
-                raise RecpoError(f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}")
+                raise RecpoError(
+                    f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}",
+                    code="untrusted",
+                    field=name,
+                )
             if not file.is_file():
                 wrong.append(f"{name} (missing)")
-            elif sha256(file) != expected[name]:
+            elif sha256(file) != self.facts.files[name]:
                 wrong.append(f"{name} (changed)")
         if wrong:
             raise RecpoError(
                 f"{self.root} is not as it was written: {', '.join(sorted(wrong))}; copy the whole run again, or train "
-                "it again"
+                "it again",
+                code="damaged",
+                field=min(wrong).partition(" ")[0],
             )
 
     @cached_property
@@ -166,22 +206,28 @@ class Run:
     @property
     def results(self) -> dict[str, float | None]:
         """The metrics of the last step and of the last validation; None = not a number."""
-        return dict(self.facts["results"])
+        return dict(self.facts.results)
 
     @property
     def monitor(self) -> str | None:
         """The metric that selected the best checkpoint."""
-        return self.facts.get("monitor")
+        return self.facts.monitor
 
     @property
     def num_items(self) -> int:
         """Catalog size V."""
-        return int(self.facts["num_items"])
+        return self.facts.num_items
 
     @property
     def catalog_checksum(self) -> str:
         """Checksum of the items it was trained on (``Prepared.catalog_checksum``)."""
-        return str(self.facts["catalog_checksum"])
+        return self.facts.catalog_checksum
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """The inputs of the run, with checksums, from ``origin.json``."""
+        content: dict[str, Any] = read_json(self.root / ORIGIN, REMEDY)
+        return content
 
     @cached_property
     def items(self) -> IdMap:
@@ -200,7 +246,9 @@ class Run:
         if not self.items.equals(data.item_ids()):  # a longer log of the same items has other counts in the file
             raise RecpoError(
                 f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
-                "prepared directory it was trained on, or one with the same items in the same order"
+                "prepared directory it was trained on, or one with the same items in the same order",
+                code="mismatch",
+                field=ITEMS,
             )
 
     def validate_data(self, data: Prepared) -> None:
@@ -216,11 +264,17 @@ class Run:
         """
         path = checkpoint_path(self.root, name)
         inside = f"{CHECKPOINTS}/{name}.ckpt"
-        files = [file for file in self.facts["files"] if file == inside or file.startswith(inside + "/")]
+        files = [file for file in self.facts.files if file == inside or file.startswith(inside + "/")]
         if not files:
-            raise RecpoError(f"{path} is missing: the run kept no such checkpoint")
+            raise RecpoError(
+                f"{path} is missing: the run kept no such checkpoint", code="missing_file", field=path.name
+            )
         self.verify(files)
         return path
+
+    def weights_checksum(self, checkpoint: str = "best") -> str | None:
+        """SHA-256 of a checkpoint; None if it is the directory of a sharded run."""
+        return self.facts.files.get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
@@ -231,7 +285,9 @@ class Run:
         except (ArgumentError, KeyError, ImportError) as error:
             raise RecpoError(
                 f"{self.root / RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); train the run again "
-                "with this version"
+                "with this version",
+                code="damaged",
+                field=name,
             ) from error
 
     def policy(self, checkpoint: str = "best") -> Policy:
@@ -248,147 +304,13 @@ class Run:
             policy = factory(self.num_items)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RecpoError(
-                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}"
+                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}",
+                code="damaged",
+                field="policy",
             ) from error
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
-
-    def recommend(
-        self,
-        histories: Frame,
-        k: int | None = None,
-        *,
-        exclude: Frame | None = None,
-        users: Iterable[Any] | None = None,
-        user_features: Frame | None = None,
-        context: Frame | None = None,
-        at: Moment | None = None,
-    ) -> pd.DataFrame:
-        """The best items for every user, from the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
-
-        Args:
-            histories: raw events, one per row: ``user_id``, ``item_id``, ``timestamp`` and, if the log had them,
-                ``watch_time`` and ``duration`` in seconds, ``dislike`` and ``label``; external ids.
-            k: list length; None = 10, or all items of a smaller catalog.
-            exclude: ``user_id`` and ``item_id`` pairs that must not be listed, in addition to the items of the history.
-            users: the users to serve, in this order; may include new users. None = the users of ``histories``.
-            user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
-            context: ``user_id`` and the features of the current requests, if the policy reads them.
-            at: when the lists are made: items that are not available then are left out; see ``Bundle.recommend``.
-
-        Returns:
-            ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` reports what was left out, as for a
-            bundle.
-        """
-        k = min(10, self.num_items) if k is None else k
-        return recommend_lists(
-            self.runtime,
-            self.reader,
-            histories,
-            k=k,
-            exclude=exclude,
-            users=users,
-            user_features=user_features,
-            context=context,
-            at=at,
-        ).to_pandas()
-
-    def score(
-        self,
-        histories: Frame,
-        candidates: Frame,
-        *,
-        user_features: Frame | None = None,
-        context: Frame | None = None,
-    ) -> pd.DataFrame:
-        """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
-
-        Args:
-            histories: raw events, as in ``recommend``.
-            candidates: ``user_id`` and ``item_id``.
-            user_features: as in ``recommend``.
-            context: as in ``recommend``.
-
-        Returns:
-            ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
-        """
-        served = score_candidates(
-            self.runtime, self.reader, histories, candidates, user_features=user_features, context=context
-        )
-        return served.to_pandas()
-
-    @cached_property
-    def runtime(self) -> PolicyRuntime:
-        """Ranks and scores encoded histories with the best checkpoint."""
-        return PolicyRuntime(self.policy())
-
-    @cached_property
-    def reader(self) -> HistoryReader:
-        """Reads histories for this policy."""
-        policy = self.runtime.policy
-        known = kept_features(policy, self.root)
-        parts = known.behaviors, known.user, known.context
-        return HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps, *parts)
-
-    def export(
-        self,
-        out: Path | str,
-        k: int = 100,
-        *,
-        checkpoint: str = "best",
-        item_precision: Precision = "float32",
-        index: IndexOptions | None = None,
-        repeats: bool = False,
-        attributes: FrameOrPath | None = None,
-        evaluation: Evaluation | Path | str | None = None,
-        overwrite: bool = False,
-    ) -> Bundle:
-        """Writes the policy as a bundle for serving. It needs nothing but the run.
-
-        Args:
-            out: bundle directory to create.
-            k: length of its lists; a smaller catalog limits it.
-            checkpoint: ``best`` or ``last``.
-            item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
-            index: use an approximate index instead of scoring the complete catalog; see there.
-            repeats: items of the history may be listed again; only the items that a request excludes are left out.
-            attributes: ``item_id`` and attributes of the items for the filters of requests.
-            evaluation: an evaluation with this run as a contender; its metrics, and those of the baselines, go into the
-                model card.
-            overwrite: replace a bundle in ``out``.
-
-        Raises:
-            RecpoError: ``out`` already exists, an option does not fit the policy, or an engine differs from it.
-        """
-        name, origin = self.root.resolve().name, read_json(self.root / ORIGIN, REMEDY)
-        measured = None if evaluation is None else evaluation_facts(evaluation, name)
-        policy, weights = self.policy(checkpoint), f"{CHECKPOINTS}/{checkpoint}.ckpt"
-        export_bundle(
-            policy,
-            self.items,
-            self.feedback,
-            Path(out),
-            k=min(k, self.num_items),
-            item_precision=item_precision,
-            index=index,
-            repeats=repeats,
-            options=self.configuration["policy"].get("init_args", {}),
-            origin={
-                "run": name,
-                "checkpoint": checkpoint,
-                "weights": self.facts["files"].get(weights),
-                "catalog_checksum": self.catalog_checksum,
-                "user_ids": origin.get("data", {}).get("user_ids"),
-                "item_column": origin.get("data", {}).get("item_column"),
-            },
-            features=kept_features(policy, self.root),
-            attributes=attributes,
-            card=card_facts(self.configuration, self.facts, origin, measured),
-            overwrite=overwrite,
-            inputs=[self.root],
-        )
-        return Bundle.load(Path(out))
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
@@ -440,15 +362,9 @@ def mark_finished(
     kept += [
         str(file.relative_to(root)) for part in (CODES, CHECKPOINTS, VOCABULARIES) for file in _files_in(root / part)
     ]
-    content = {
-        "format_version": FORMAT_VERSION,
-        "num_items": policy.num_items,
-        "catalog_checksum": data.catalog_checksum,
-        "results": results,
-        "monitor": monitor,
-        "files": {name: sha256(root / name) for name in kept},
-    }
-    write_json(root / FINISHED, seal(content))
+    files = {name: sha256(root / name) for name in kept}
+    facts = RunFacts(policy.num_items, data.catalog_checksum, results, monitor, files)
+    write_json(root / FINISHED, seal({"format_version": FORMAT_VERSION, **facts._asdict()}))
 
 
 def _files_in(directory: Path) -> list[Path]:
@@ -498,7 +414,9 @@ def load_weights(
     if faults:
         listed = "\n  ".join(sorted(faults)[:10])
         raise RecpoError(
-            f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}"
+            f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}",
+            code="mismatch",
+            field=checkpoint.name,
         )
     # a table without memory gets its values when it is sharded
     whole = {n: w if isinstance(w, Tensor) or own[n].is_meta else w.whole() for n, w in weights.items()}
@@ -506,6 +424,128 @@ def load_weights(
     if spoiled:
         raise RecpoError(
             f"{checkpoint} holds weights that are not numbers ({', '.join(sorted(spoiled)[:5])}): its training "
-            "diverged; train that run again with a lower learning rate"
+            "diverged; train that run again with a lower learning rate",
+            code="diverged",
+            field=checkpoint.name,
         )
     module.load_state_dict(whole)
+
+
+def hand_over(policy: Policy, data: Prepared) -> None:
+    """Gives a new policy the schema, behaviors and item features of prepared data, before its weights are loaded.
+
+    Raises:
+        RecpoError: the policy reads something that the data does not have.
+    """
+    policy.set_schema(data.feature_schema, data.behaviors)
+    if policy.reads_item_features:
+        policy.set_item_features(data.item_features())
+
+
+def write_features(root: Path, policy: Policy, data: Prepared) -> None:
+    """Stores in the run directory ``root`` what ``hand_over_kept`` needs; nothing if the policy reads no features."""
+    if not _reads(policy):
+        return
+    write_json(root / FEATURE_SCHEMA, {"features": data.feature_schema.to_json(), "behaviors": list(data.behaviors)})
+    if policy.reads_item_features:
+        names = [feature.name for feature in data.feature_schema.item]
+        pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
+    for side in _sides(policy):
+        for name in _coded(data.feature_schema.of(side)):
+            (root / VOCABULARIES).mkdir(exist_ok=True)
+            values = data.vocabulary(side, name)
+            pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
+
+
+def kept_features(policy: Policy, root: Path) -> RunFeatures:
+    """The fitted features that a policy reads, and its behaviors, from its run ``root``.
+
+    Raises:
+        RecpoError: a file is missing or damaged.
+    """
+    if not _reads(policy):
+        return RunFeatures({}, ())
+    content = read_json(root / FEATURE_SCHEMA, REMEDY)
+    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
+    fitted: dict[Side, FittedFeatures] = {}
+    for side in _sides(policy):
+        files = {name: root / vocabulary_file(side, name) for name in _coded(schema.of(side))}
+        fitted[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
+    behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
+    return RunFeatures(fitted, behaviors)
+
+
+def _vocabulary(file: Path) -> pa.Array:
+    try:
+        return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+    except (OSError, pa.ArrowException) as error:
+        raise RecpoError(f"{file} cannot be read ({error}); {REMEDY}", code="damaged", field=file.name) from error
+
+
+def _sides(policy: Policy) -> list[Side]:
+    """Whose features it reads: those of items make the vectors of new ones."""
+    reads: dict[Side, bool] = {
+        "item": policy.reads_item_features,
+        "user": policy.reads_user,
+        "context": policy.reads_context,
+    }
+    return [side for side, read in reads.items() if read]
+
+
+def _coded(features: Iterable[Feature]) -> list[str]:
+    return [feature.name for feature in features if isinstance(feature, Category | Categories)]
+
+
+def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
+    """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
+    if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
+        return []
+    content = read_json(root / FEATURE_SCHEMA, REMEDY)
+    kept, now = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA)), data.feature_schema
+    sides: list[Side] = ["item"] if policy.reads_item_features else []
+    found = []
+    for side in [*sides, *_sides(policy)]:
+        files = {name: root / vocabulary_file(side, name) for name in _coded(kept.of(side))}
+        same = kept.of(side) == now.of(side) and all(
+            _vocabulary(file).equals(data.vocabulary(side, name)) for name, file in files.items() if file.is_file()
+        )
+        found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
+    if policy.reads_behaviors and tuple(content.get("behaviors", ())) != data.behaviors:
+        found.append("behaviors")
+    return found
+
+
+def copy_features(base: Path, root: Path) -> None:
+    """Copies the features of the run ``base`` into the run directory ``root``."""
+    if (base / VOCABULARIES).is_dir():
+        shutil.copytree(base / VOCABULARIES, root / VOCABULARIES, dirs_exist_ok=True)
+    for name in FEATURE_FILES:
+        if (base / name).is_file():
+            shutil.copy2(base / name, root / name)
+
+
+def hand_over_kept(policy: Policy, root: Path) -> None:
+    """``hand_over`` with the features of the run ``root``.
+
+    Raises:
+        RecpoError: a file is missing or damaged.
+    """
+    if not _reads(policy):
+        return
+    content = read_json(root / FEATURE_SCHEMA, REMEDY)
+    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
+    policy.set_schema(schema, tuple(content.get("behaviors", ())))
+    if policy.reads_item_features:
+        try:
+            table = pq.read_table(root / ITEM_FEATURES)
+        except OSError as error:
+            raise RecpoError(
+                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {REMEDY}",
+                code="missing_file",
+                field=ITEM_FEATURES,
+            ) from error
+        policy.set_item_features(read_features(schema.item, table, first_missing=True).tensors())
+
+
+def _reads(policy: Policy) -> bool:
+    return policy.reads_item_features or policy.reads_user or policy.reads_context or policy.reads_behaviors

@@ -22,7 +22,6 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
-from recpo.training.card_facts import data_facts
 from recpo.training.checkpoints import RUN
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
@@ -69,7 +68,7 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
             "catalog_checksum": data.catalog_checksum,
             "manifest_sha256": _sha256_of(data.manifest),
         },
-        "data": data_facts(data),
+        "data": _data_facts(data),
         "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
     }
     if base is not None and (base / FINISHED).is_file():
@@ -82,6 +81,18 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
         checksums = {path: _checksum_of_reward(path) for path in runs}
         content["reward_runs"] = {path: checksum for path, checksum in checksums.items() if checksum is not None}
     return content
+
+
+def _data_facts(data: Prepared) -> dict[str, Any]:
+    """Period, counts, type of the user ids and column of the item ids, for the model card and the readers of ids."""
+    return {
+        "boundaries": dict(data.manifest["boundaries"]),
+        "splits": dict(data.manifest["counts"]["splits"]),
+        "label": data.manifest["label"]["class_path"],
+        "time_unit": data.manifest["config"]["columns"]["time_unit"],
+        "user_ids": data.user_id_type,
+        "item_column": data.item_column,
+    }
 
 
 def identity(text: str, now: dict[str, Any]) -> str:
@@ -135,26 +146,42 @@ def validate(
     if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return goes_on
     if not (out / RESOLVED).is_file():
-        raise RecpoError(f"{out} exists and is not a run directory: choose another --out, or remove it yourself")
+        raise RecpoError(
+            f"{out} exists and is not a run directory: choose another --out, or remove it yourself",
+            code="wrong_file",
+            field="out",
+        )
     if not resume:
         if not overwrite:
-            raise RecpoError(f"{out} exists already: pass --resume true to continue, --overwrite true to start again")
+            raise RecpoError(
+                f"{out} exists already: pass --resume true to continue, --overwrite true to start again",
+                code="exists",
+                field="out",
+            )
         _validate_no_input(out, text)
         return None
     if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
-        raise RecpoError(f"{out} was begun by another version of recpo and cannot be resumed: train it again")
+        raise RecpoError(
+            f"{out} was begun by another version of recpo and cannot be resumed: train it again",
+            code="old_format",
+            field="out",
+        )
     _validate_same(out, text, now)
     if goes_on is None and (out / FINISHED).is_file():
         raise RecpoError(
             f"{out} is a finished run without {last.relative_to(out)}: there is no state to continue from. Copy the "
             "whole run again, pass --overwrite true to train it from the start, or start another run from its policy "
-            "with --init_from"
+            "with --init_from",
+            code="missing_file",
+            field=last.name,
         )
     if goes_on is not None and goes_on.is_dir() != options.trainer.shards_tables:
         made = "with ShardedStrategy" if goes_on.is_dir() else "without ShardedStrategy"
         raise RecpoError(
             f"{goes_on} was written {made}: resume the run with the trainer.strategy it was started with, or start "
-            "another one from its policy with --init_from"
+            "another one from its policy with --init_from",
+            code="mismatch",
+            field="strategy",
         )
     return goes_on
 
@@ -170,18 +197,26 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
         raise RecpoError(
             f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
             f"{out}/{RESOLVED} (recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, "
-            "max_steps and devices may change), or train another run"
+            "max_steps and devices may change), or train another run",
+            code="mismatch",
+            field=", ".join(others),
         )
     for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
         before, after = then.get(name), now.get(name)
         if before and after and before[checksum] != after[checksum]:
             raise RecpoError(
                 f"{out} was begun with another {name}: {before['path']} had other content than {after['path']} has "
-                "now; train another run"
+                "now; train another run",
+                code="mismatch",
+                field=name,
             )
     before, after = (set(origin.get("reward_runs", {}).values()) for origin in (then, now))
     if before != after:
-        raise RecpoError(f"{out} was begun with another reward model than reward names now; train another run")
+        raise RecpoError(
+            f"{out} was begun with another reward model than reward names now; train another run",
+            code="mismatch",
+            field="reward",
+        )
 
 
 def _plain(configuration: Any) -> Any:
@@ -202,7 +237,9 @@ def _validate_no_input(out: Path, text: str) -> None:
     inputs += [prepared] if "://" not in str(prepared) else []
     for path in inputs:
         if path is not None and place in (Path(path).resolve(), *Path(path).resolve().parents):
-            raise RecpoError(f"{out} holds {path}, which the run reads: choose another --out")
+            raise RecpoError(
+                f"{out} holds {path}, which the run reads: choose another --out", code="in_use", field="out"
+            )
 
 
 @contextmanager
@@ -324,7 +361,7 @@ def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
         return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).facts["files"]) if (Path(path) / FINISHED).is_file() else None
+    return _sha256_of(Run.open(path).facts.files) if (Path(path) / FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

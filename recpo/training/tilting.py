@@ -1,4 +1,4 @@
-"""A trained policy combined with factors of grades, and the choice of beta on the validation period."""
+"""A trained policy combined with factors of grades, and the choice of its temperature on the validation period."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import read_json, read_yaml, write_json
+from recpo.artifacts import read_yaml, write_json
 from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
@@ -47,18 +47,18 @@ from recpo.training.run import (
     RESOLVED,
     Run,
     checkpoint_path,
+    copy_features,
     mark_finished,
     write_text,
 )
-from recpo.training.run_features import copy_features
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Criterion = Literal["grade", "top_k", "policy", "auc", "monitor_reward"]
 
-#: Betas to try, in grades per nat: a difference of beta in grade moves the log-odds by 1.
-BETAS = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
+#: Temperatures to try, in grades per nat: such a difference in grade moves the log-odds by 1.
+TEMPERATURES = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TiltTrial:
     """The value of a policy in the validation period; nan if it is not known.
 
     Attributes:
-        beta: beta of the tilt; inf = the untilted policy.
+        temperature: of the tilt; inf = the untilted policy.
         value: value by the criterion.
         half_width: half-width of its 95 % interval over users.
         loss: value of the best tilted policy minus this value, on the same users.
@@ -82,7 +82,7 @@ class TiltTrial:
         coverage: share of the catalog that is on any list of k.
     """
 
-    beta: float
+    temperature: float
     value: float
     half_width: float
     loss: float
@@ -100,19 +100,19 @@ class TiltTrial:
 
 @dataclass(frozen=True)
 class TiltResult:
-    """A tilted run and how its beta was chosen.
+    """A tilted run and how its temperature was chosen.
 
     Attributes:
-        run: the tilted run; None = no beta is better than the untilted policy, and nothing was written.
-        beta: beta of the tilt; inf = the untilted policy.
+        run: the tilted run; None = no temperature is better than the untilted policy, and nothing was written.
+        temperature: of the tilt; inf = the untilted policy.
         lower_bound: number of standard deviations subtracted from the grade.
-        criterion: criterion that chose beta; None = beta was given, and nothing was measured.
+        criterion: criterion that chose the temperature; None = it was given, and nothing was measured.
         k: length of the lists.
-        trials: the untilted policy first, then every beta, descending; empty if nothing was measured.
+        trials: the untilted policy first, then every temperature, descending; empty if nothing was measured.
     """
 
     run: Run | None
-    beta: float
+    temperature: float
     lower_bound: float
     criterion: Criterion | None
     k: int
@@ -126,22 +126,22 @@ class TiltResult:
 
 
 def tilted(
-    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float = 0.0
+    base: Policy, factors: Factors, temperature: float, candidates: int = 200, lower_bound: float = 0.0
 ) -> TiltedPolicy | RerankedPolicy:
-    """``base(i | h) exp(grade(h, i) / beta)``, normalized; exact if the base is a softmax over the catalog.
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized; exact if the base is a softmax over the catalog.
 
     Args:
         base: the policy to tilt; it becomes part of the new one.
         factors: factors of the same items.
-        beta: difference in grade that moves the log-odds of two items by 1; above 0.
+        temperature: difference in grade that moves the log-odds of two items by 1; above 0.
         candidates: for any other policy, how many items of its own search are re-ranked.
         lower_bound: number of standard deviations of the posterior to subtract from the grade.
 
     Raises:
-        RecpoError: beta is not a number above 0, the factors have other items, or a lower bound is requested and the
-            factors have none.
+        RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested and
+            the factors have none.
     """
-    arguments = _arguments(base, factors, beta, candidates, lower_bound)
+    arguments = _arguments(base, factors, temperature, candidates, lower_bound)
     policy: TiltedPolicy | RerankedPolicy
     if isinstance(base, CatalogSoftmaxPolicy):
         policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
@@ -153,10 +153,10 @@ def tilted(
     return policy.eval()
 
 
-def chosen_beta(trials: Sequence[TiltTrial]) -> float:
-    """The largest beta, inf first, that is at most one standard error worse than the best; never an unknown value."""
+def chosen_temperature(trials: Sequence[TiltTrial]) -> float:
+    """The largest temperature, inf first, at most one standard error worse than the best; never an unknown value."""
     known = [trial for trial in trials if math.isfinite(trial.value)]
-    return next(t.beta for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
+    return next(t.temperature for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
 
 
 def default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
@@ -188,7 +188,9 @@ def value_setting(
         if criterion in ("top_k", "policy"):
             raise RecpoError(
                 f"criterion {criterion} needs propensities, and the validation period of {data.root} has none: take "
-                "auc, name a monitor_reward, or set off_policy.propensity to uniform or estimated"
+                "auc, name a monitor_reward, or set off_policy.propensity to uniform or estimated",
+                code="missing_column",
+                field="propensity",
             )
         return None
     return off_policy_setting(options, data, reward, [min(k, data.num_items)])
@@ -201,14 +203,14 @@ _OF_USERS: Final = ("grade", "auc", "monitor_reward")
 class _Measured(NamedTuple):
     """One pass over the validation period."""
 
-    beta: float
+    temperature: float
     ranking: RankingResult
     off_policy: OffPolicyResult | None
 
 
 @dataclass(frozen=True)
-class BetaTrials:
-    """The data and options that all betas share."""
+class TemperatureTrials:
+    """The data and options that all temperatures share."""
 
     data: Prepared
     criterion: Criterion
@@ -225,28 +227,31 @@ class BetaTrials:
         base: Policy,
         factors: Factors,
         tilts: Callable[[Policy, Factors, float], Policy],
-        betas: Sequence[float],
+        temperatures: Sequence[float],
         progress: bool,
     ) -> tuple[TiltTrial, ...]:
-        """The base and every beta, descending.
+        """The base and every temperature, descending.
 
         Raises:
-            RecpoError: no user of the validation period gives a value for a beta.
+            RecpoError: no user of the validation period gives a value for a temperature.
         """
         users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
-        with tqdm(total=users * (1 + len(betas)), desc="tilt", unit="user", disable=None if progress else True) as bar:
+        hidden, total = None if progress else True, users * (1 + len(temperatures))
+        with tqdm(total=total, desc="tilt", unit="user", disable=hidden) as bar:
             found = [self._measured(math.inf, base, bar)]
-            found += [self._measured(beta, tilts(base, factors, beta), bar) for beta in betas]
+            found += [self._measured(one, tilts(base, factors, one), bar) for one in temperatures]
         values = [self._value(one)[0] for one in found]
         best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
         if not math.isfinite(values[best]):
             raise RecpoError(
-                f"the validation period of {self.data.root} gives no value to a beta by the criterion "
-                f"{self.criterion}: it is undefined for every user; name another criterion, or beta"
+                f"the validation period of {self.data.root} gives no value to a temperature by the criterion "
+                f"{self.criterion}: it is undefined for every user; name another criterion, or a temperature",
+                code="empty",
+                field="criterion",
             )
         return tuple(self._trial(one, found[best]) for one in found)
 
-    def _measured(self, beta: float, policy: Policy, bar: Any) -> _Measured:
+    def _measured(self, temperature: float, policy: Policy, bar: Any) -> _Measured:
         policy = policy.to(self.device).eval()
         value = None if self.setting is None else self.setting.measure()
         measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, TiltedPolicy | RerankedPolicy) else []
@@ -255,14 +260,14 @@ class BetaTrials:
         measures += [] if value is None else [value]
         # only the ranks within a user are used, because the scores are estimates
         scores = policy.has_exact_log_prob or self.criterion == "auc"
-        recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"beta {beta:g}")
+        recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"temperature {temperature:g}")
         ranking = evaluate_ranking(
             recommender,
             self._batches(policy.max_history, bar, policy.reads),
             Ranking(num_items=self.data.num_items, ks=[self.k], candidates=self.candidates),
             measures=measures,
         )
-        return _Measured(beta, ranking, None if value is None else value.result())
+        return _Measured(temperature, ranking, None if value is None else value.result())
 
     def _batches(self, max_history: int, bar: Any, reads: Reads) -> Iterator[EvaluationBatch]:
         for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size, reads):
@@ -304,7 +309,7 @@ class BetaTrials:
         means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
-            beta=one.beta,
+            temperature=one.temperature,
             value=value,
             half_width=half_width,
             loss=loss,
@@ -315,7 +320,7 @@ class BetaTrials:
             auc=means["AUC_other"],
             monitor_reward=means["monitor_reward"],
             effective_rows=math.nan if of_list is None else of_list.effective_sample_size,
-            kl=0.0 if one.beta == math.inf else means["kl"],
+            kl=0.0 if one.temperature == math.inf else means["kl"],
             ndcg=means[f"NDCG@{self.k}"],
             coverage=one.ranking.totals[f"coverage@{self.k}"],
         )
@@ -380,19 +385,21 @@ class _MonitorReward(Measure):
         return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
 
 
-class BetaChoice(NamedTuple):
-    """How beta was chosen, for ``origin.json``."""
+class TemperatureChoice(NamedTuple):
+    """How the temperature was chosen, for ``origin.json``."""
 
-    beta: float
+    temperature: float
     criterion: Criterion | None
     k: int
     trials: Sequence[TiltTrial]
 
 
-def _arguments(base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float) -> dict[str, Any]:
+def _arguments(
+    base: Policy, factors: Factors, temperature: float, candidates: int, lower_bound: float
+) -> dict[str, Any]:
     """Constructor arguments of the tilted policy, without its base."""
     arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
-    arguments |= {"beta": beta, "lower_bound": lower_bound}
+    arguments |= {"temperature": temperature, "lower_bound": lower_bound}
     return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
 
 
@@ -402,7 +409,7 @@ def write_tilted(
     base: Run,
     checkpoint: Checkpoint,
     factors: Factors,
-    how: BetaChoice,
+    how: TemperatureChoice,
 ) -> None:
     """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards."""
     for name in (ITEMS, FEEDBACK):
@@ -412,19 +419,20 @@ def write_tilted(
     copy_features(base.root, root)
     candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
     below = read_yaml(base.root / RESOLVED, REMEDY)["policy"]
-    arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates, policy.factors.lower_bound)}
+    bound = policy.factors.lower_bound
+    arguments = {"base": below, **_arguments(policy.base, factors, how.temperature, candidates, bound)}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / RESOLVED, text)
     origin = {
         "format_version": FORMAT_VERSION,
-        "data": read_json(base.root / ORIGIN, REMEDY).get("data"),
+        "data": base.origin.get("data"),
         "contexts_per_step": 0,  # because nothing was trained
         "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
         "factors": factors.facts,
         "choice": {
-            "beta": how.beta,
-            "lower_bound": policy.factors.lower_bound,
+            "temperature": how.temperature,
+            "lower_bound": bound,
             "criterion": how.criterion,
             "k": how.k,
             "trials": [_finite(t) for t in how.trials],
@@ -435,14 +443,16 @@ def write_tilted(
     weights = {f"policy.{name}": value for name, value in policy.state_dict().items()}
     with checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
         torch.save({"state_dict": weights}, file)
-    chosen = next((_finite(trial) for trial in how.trials if trial.beta == how.beta), {"beta": how.beta})
-    mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in chosen.items()}, how.criterion)
+    numbers: dict[str, float | None] = {"temperature": how.temperature}
+    for trial in how.trials:
+        numbers = _finite(trial) if trial.temperature == how.temperature else numbers
+    mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in numbers.items()}, how.criterion)
 
 
 def _weights(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
     """The checksums of a checkpoint."""
     inside = f"{CHECKPOINTS}/{checkpoint}.ckpt"
-    return {name: checksum for name, checksum in run.facts["files"].items() if name.startswith(inside)}
+    return {name: checksum for name, checksum in run.facts.files.items() if name.startswith(inside)}
 
 
 def _finite(trial: TiltTrial) -> dict[str, float | None]:

@@ -183,13 +183,23 @@ class TrainerOptions:
         for name, least in (("max_epochs", 1), ("max_steps", 1), ("accumulate_grad_batches", 1)):
             value = self._options.get(name)
             if value is not None and value != -1 and value < least:
-                raise RecpoError(f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}")
+                raise RecpoError(
+                    f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}",
+                    code="out_of_range",
+                    field=f"trainer.{name}",
+                )
         if not (self._options.get("gradient_clip_val") or 0) >= 0:
-            raise RecpoError(f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}")
+            raise RecpoError(
+                f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}",
+                code="out_of_range",
+                field="trainer.gradient_clip_val",
+            )
         for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
             value = self._options.get(name)
             if isinstance(value, int | float) and not value > 0:
-                raise RecpoError(f"trainer.{name} must be above 0, got {value}")
+                raise RecpoError(
+                    f"trainer.{name} must be above 0, got {value}", code="out_of_range", field=f"trainer.{name}"
+                )
 
     @property
     def shards_tables(self) -> bool:
@@ -234,7 +244,9 @@ class TrainerOptions:
         if str(options.get("precision")) in ("16", "16-mixed") and trainer.strategy.root_device.type == "cpu":
             raise RecpoError(  # Lightning would take bf16-mixed instead
                 f"trainer.precision: {options['precision']} needs a GPU; on a CPU set 32-true, 64-true, bf16-mixed "
-                "or bf16-true"
+                "or bf16-true",
+                code="unsupported",
+                field="trainer.precision",
             )
         return trainer
 
@@ -245,7 +257,7 @@ class TrainerOptions:
 
 def trainer_error(error: Exception) -> RecpoError:
     """What Lightning says about options that it does not accept, in one line."""
-    return RecpoError(f"trainer: {' '.join(str(error).split())}")
+    return RecpoError(f"trainer: {' '.join(str(error).split())}", code="bad_value", field="trainer")
 
 
 def _quieten() -> None:

@@ -25,8 +25,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
-from recpo.training.run import CODES, Run, load_weights
-from recpo.training.run_features import features_that_differ
+from recpo.training.run import CODES, ITEMS, Run, features_that_differ, load_weights
 
 _BLOCK_ROWS = 1 << 16
 _CHECKSUM, _TRAINED = "codes_checksum", "features.trained"
@@ -56,12 +55,16 @@ def growth_of(base: Run, data: Prepared) -> Growth:
     if len(before) > len(now):
         raise RecpoError(
             f"{base.root} was trained on {len(before)} items, {data.root} holds {len(now)}: training starts from the "
-            "same catalog or an earlier one; name the prepared directory it was trained on, or an extension of it"
+            "same catalog or an earlier one; name the prepared directory it was trained on, or an extension of it",
+            code="mismatch",
+            field="init_from",
         )
     if not np.array_equal(now.to_internal(before.to_external(numbers)), numbers):
         raise RecpoError(
             f"{base.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
-            "prepared directory it was trained on, or one that `recpo prepare --extends` made from it"
+            "prepared directory it was trained on, or one that `recpo prepare --extends` made from it",
+            code="mismatch",
+            field=ITEMS,
         )
     return Growth(len(before), len(now))
 
@@ -189,7 +192,9 @@ class WarmStart:
             raise RecpoError(
                 f"{data.root}: {', '.join(others)} were fitted otherwise than those that {self._base.root} was trained "
                 "with, so that its encoders would read other values: make the data with `recpo prepare --extends`, "
-                "which keeps what was fitted"
+                "which keeps what was fitted",
+                code="mismatch",
+                field="features",
             )
 
     def load_critic(self, module: PreferenceModule) -> None:
@@ -236,7 +241,9 @@ class WarmStart:
     def _other_parameters(self) -> RecpoError:
         return RecpoError(
             f"init_training: {self._base.root} trained other parameters than this run does: train with the objective, "
-            "the critic and the optimizers of that run, or set init_training to false"
+            "the critic and the optimizers of that run, or set init_training to false",
+            code="mismatch",
+            field="init_training",
         )
 
     def _adapted(self, saved: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -259,7 +266,9 @@ class WarmStart:
         if not np.array_equal(before, now):
             raise RecpoError(
                 f"{self._base.root}: its items have other codes than policy.codes gives them: make today's codes from "
-                "its own with `recpo tokenize --extends`"
+                "its own with `recpo tokenize --extends`",
+                code="mismatch",
+                field="codes",
             )
 
 

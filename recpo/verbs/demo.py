@@ -191,7 +191,7 @@ class Demo(Verb[DemoSummary]):
 def summary_of(document: dict[str, Any], families: Sequence[_Family], seeds: int) -> dict[str, Any]:
     """Means over seeds with intervals, and paired differences over the seeds."""
     metrics = {contender["name"]: contender["metrics"] for contender in document["contenders"]}
-    for seed in range(seeds):  # where no beta is better, the untilted policy is what tilting gives
+    for seed in range(seeds):  # where no temperature is better, the untilted policy is what tilting gives
         metrics.setdefault(f"{_TILTED}-{seed}", metrics.get(f"mpo-{seed}", {}))
 
     def of(kind: str, metric: str) -> list[float]:

@@ -16,7 +16,9 @@ from recpo.evaluation.evaluation import Evaluation
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
+from recpo.serving.export import export_bundle
 from recpo.serving.item_index import IndexOptions
+from recpo.serving.of_runs import bundle_origin, card_facts, evaluation_facts, features_of
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb, function_of
@@ -85,17 +87,30 @@ class Export(Verb[Bundle | Refreshed]):
                 field="compiled",
                 code="exists",
             )
-        bundle = run.export(
-            self.out,
-            self.k,
-            checkpoint=self.checkpoint,
+        measured = None
+        if self.evaluation is not None:
+            given = self.evaluation
+            evaluation = given if isinstance(given, Evaluation) else Evaluation.open(given)
+            measured = evaluation_facts(evaluation.document, run.root.resolve().name)
+        policy = run.policy(self.checkpoint)
+        export_bundle(
+            policy,
+            run.items,
+            run.feedback,
+            Path(self.out),
+            k=min(self.k, run.num_items),
             item_precision=self.item_precision,
             index=self.index,
             repeats=self.repeats,
+            options=run.configuration["policy"].get("init_args", {}),
+            origin=bundle_origin(run, self.checkpoint),
+            features=features_of(run, policy),
             attributes=self.attributes,
-            evaluation=self.evaluation,
+            card=card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
             overwrite=self.overwrite,
+            inputs=[run.root],
         )
+        bundle = Bundle.load(Path(self.out))
         if self.compiled is not None:
             from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
 

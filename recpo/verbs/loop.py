@@ -163,8 +163,8 @@ class Loop(SimulationParameters, Verb[LoopResult]):
     """whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is estimated
     off-policy, and no objective can train on them"""
     tilt: float | Literal["auto"] | None = None
-    """beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on the
-    validation period; None = not tilted"""
+    """temperature with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
+    the validation period; None = not tilted"""
     repeat_after: NonNegativeFloat | None = None
     """days after which an item may be shown to a user again; None = never. The oracle follows the same rule. The
     lists of an evaluation are then made without any exclusion"""

@@ -13,9 +13,9 @@ from jsonargparse import ArgumentError
 from recpo.artifacts import kind_of, read_yaml
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
-from recpo.policies.tilted import validate_beta
+from recpo.policies.tilted import validate_temperature
 from recpo.rewards.factors import Factors
-from recpo.training.configuration import as_arguments, train_parser
+from recpo.training.fit import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.factorize import factorize
 from recpo.verbs.tilt import tilt
@@ -36,7 +36,7 @@ class Recipe:
         configs: contents of training configurations. The first starts from its own run of the previous round if
             ``warm_start`` is set and the items are the same, otherwise from scratch; each of the others starts from the
             run of the one before it in the same round.
-        tilt: beta with which the last policy is tilted by a factorization of the round; "auto" = selected on the
+        tilt: temperature with which the last policy is tilted by a factorization of the round; "auto" = selected on the
             validation period, where the untilted policy may be the best; None = not tilted.
         warm_start: see ``configs``.
         warm_epochs: epochs of the first configuration after a warm start; None = as configured.
@@ -68,7 +68,7 @@ class Recipe:
                 field="recipe",
             )
         if tilt is not None and tilt != "auto":
-            validate_beta(float(tilt))
+            validate_temperature(float(tilt))
         if warm_epochs is not None and warm_epochs < 1:
             raise RecpoError(
                 f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null",
@@ -136,8 +136,8 @@ class Recipe:
     ) -> Run:
         if (out / FINISHED).is_file():
             return Run.open(out, trust)
-        beta = self.tilt if self.tilt is not None else "auto"
-        tilted = tilt(run, factors, data, out=out, beta=beta, trust=trust, progress=progress).run
+        temperature = self.tilt if self.tilt is not None else "auto"
+        tilted = tilt(run, factors, data, out=out, temperature=temperature, trust=trust, progress=progress).run
         return run if tilted is None else tilted
 
 

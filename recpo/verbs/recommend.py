@@ -198,22 +198,21 @@ def _server(
 ) -> Server:
     if prepared is not None:
         return _contender(source, prepared)
-    opened: Any = source
-    if isinstance(source, str | PathLike):
-        kind = kind_of(Path(source))
-        if kind == "run":
-            from recpo.training.run import Run  # a bundle can be served without torch and lightning
+    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
+    if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
+        bundle = source if isinstance(source, Bundle) else Bundle.load(Path(source), engine, provider=provider)
+        return Server(bundle.runtime, bundle.reader, bundle.filters)
+    from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
+    from recpo.serving.of_runs import runtime_of
+    from recpo.training.run import Run
 
-            opened = Run.open(Path(source), trust)
-        elif kind != "factors":
-            opened = Bundle.load(Path(source), engine, provider=provider)
-    if not hasattr(opened, "runtime"):
+    if isinstance(source, Factors) or kind == "factors":
         raise RecpoError(
             "factors hold no item ids: name the prepared data that they were fitted on (prepared)",
             code="missing_option",
             field="prepared",
         )
-    return Server(opened.runtime, opened.reader, opened.filters if isinstance(opened, Bundle) else None)
+    return Server(*runtime_of(Run.open(source, trust)))
 
 
 def _contender(source: Source, prepared: PreparedData) -> Server:

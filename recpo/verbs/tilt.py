@@ -1,4 +1,4 @@
-"""The verb ``tilt``: combines a trained policy with factors of grades, with beta chosen on the validation period."""
+"""The verb ``tilt``: combines a trained policy with factors of grades, at a temperature chosen on held-out users."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_temperature
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.training.tilting import (
-    BETAS,
-    BetaChoice,
-    BetaTrials,
+    TEMPERATURES,
     Criterion,
+    TemperatureChoice,
+    TemperatureTrials,
     TiltResult,
     TiltTrial,
-    chosen_beta,
+    chosen_temperature,
     default_criterion,
     has_grades,
     held_out_factors,
@@ -45,36 +45,36 @@ class Tilt(Verb[TiltResult]):
     """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
-    run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||
-    base)``.
+    run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / temperature)``, the optimum of ``E_pi[grade] -
+    temperature KL(pi || base)``.
 
-    If beta is auto and no beta is better than the untilted policy, nothing is written.
+    If temperature is auto and no temperature is better than the untilted policy, nothing is written.
 
     Raises:
         RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
-            user gives a value for a beta; ``out`` exists.
+            user gives a value for a temperature; ``out`` exists.
     """
 
-    first_day: ClassVar = ("run", "factors", "prepared", "out", "beta", "lower_bound", "criterion")
+    first_day: ClassVar = ("run", "factors", "prepared", "out", "temperature", "lower_bound", "criterion")
 
     run: Run | Path | str
     """the run to tilt, or its directory"""
     factors: Factors | Path | str
     """factors that ``recpo factorize`` fitted for the same items, or their directory"""
     prepared: Prepared | Path | str | None = None
-    """prepared data of the same items. Beta is chosen on its validation period, by lists of the items that were
-    candidates at its start; null = beta is given"""
+    """prepared data of the same items. Temperature is chosen on its validation period, by lists of the items that were
+    candidates at its start; null = temperature is given"""
     _: KW_ONLY
     out: Path | str
     """output run directory"""
-    beta: float | Literal["auto"] = "auto"
-    """difference in grade that moves the log-odds of two items by 1; auto = the largest beta (the closest to the
-    base) whose value is within one standard error of the best; the untilted policy counts as an infinite beta. The
-    error is that of the difference on the same users. A number is written whatever its value"""
-    betas: Sequence[PositiveFloat] = BETAS
-    """values to try if beta is auto"""
+    temperature: float | Literal["auto"] = "auto"
+    """difference in grade that moves the log-odds of two items by 1; auto = the largest temperature (the closest to the
+    base) whose value is within one standard error of the best; the untilted policy counts as an infinite temperature.
+    The error is that of the difference on the same users. A number is written whatever its value"""
+    temperatures: Sequence[PositiveFloat] = TEMPERATURES
+    """values to try if temperature is auto"""
     criterion: Criterion | None = None
-    """value of a beta: grade (mean grade of its lists, as a factorization of the validation period's own events
+    """value of a temperature: grade (mean grade of its lists, as a factorization of the validation period's own events
     predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
     drawn from it), auc (mean per-user AUC of positives against other exposures) or monitor_reward. null =
     monitor_reward if it is given, else grade if the period has grades, else auc"""
@@ -106,33 +106,43 @@ class Tilt(Verb[TiltResult]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self._betas:
-            raise RecpoError("betas is empty: name at least one number above 0, or beta", field="betas")
-        for one in self._betas:
-            validate_beta(one)
+        if not self._temperatures:
+            raise RecpoError(
+                "temperatures is empty: name at least one number above 0, or temperature",
+                code="empty",
+                field="temperatures",
+            )
+        for one in self._temperatures:
+            validate_temperature(one)
 
     @property
-    def _betas(self) -> Sequence[float]:
-        return sorted({*map(float, self.betas)}, reverse=True) if self.beta == "auto" else [float(self.beta)]
+    def _temperatures(self) -> Sequence[float]:
+        if self.temperature != "auto":
+            return [float(self.temperature)]
+        return sorted({*map(float, self.temperatures)}, reverse=True)
 
     def execute(self) -> TiltResult:
-        """Tries every beta on the validation period, then writes the run."""
+        """Tries every temperature on the validation period, then writes the run."""
         base = Run.open(self.run, self.trust)
         given = self.prepared
         data = Prepared.open(given) if isinstance(given, str | Path) else given
         factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
         factors.validate_feedback(base.feedback, base.root)
         factors.validate_items(base.catalog_checksum, base.root)
-        if data is None and self.beta == "auto":
+        if data is None and self.temperature == "auto":
             raise RecpoError(
-                "beta is auto, and there is no validation period to choose it on: name prepared data, or give beta",
-                field="beta",
+                "temperature is auto, and there is no validation period to choose it on: name prepared data, or give a "
+                "temperature",
+                code="missing_option",
+                field="prepared",
             )
         inputs = [base.root, data and data.root, None if isinstance(self.factors, Factors) else self.factors]
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
         policy = base.policy(self.checkpoint)
         if isinstance(policy, TiltedPolicy | RerankedPolicy):
-            raise RecpoError(f"{base.root} is tilted already: name the run that it was made from", field="run")
+            raise RecpoError(
+                f"{base.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
+            )
         used: Criterion | None = None
         trials: tuple[TiltTrial, ...] = ()
         if data is not None:
@@ -140,21 +150,22 @@ class Tilt(Verb[TiltResult]):
             if self.monitor_reward is not None:
                 validate_identity(self.monitor_reward, "monitor_reward", data)
             shared, device = self._trials(data), compute_device(self.device)
-            used, tilts = shared.criterion, partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
-            trials = shared.trials(policy.to(device), factors.to(device), tilts, self._betas, self.progress)
-        chosen = chosen_beta(trials) if self.beta == "auto" else float(self.beta)
+            used, options = shared.criterion, (self._temperatures, self.progress)
+            tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
+            trials = shared.trials(policy.to(device), factors.to(device), tilts, *options)
+        chosen = chosen_temperature(trials) if self.temperature == "auto" else float(self.temperature)
         if chosen == math.inf:
             return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
             final = tilted(policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            write_tilted(target, final, base, self.checkpoint, factors, BetaChoice(chosen, used, self.k, trials))
+            write_tilted(target, final, base, self.checkpoint, factors, TemperatureChoice(chosen, used, self.k, trials))
         return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
 
-    def _trials(self, data: Prepared) -> BetaTrials:
-        """What all betas are measured with."""
+    def _trials(self, data: Prepared) -> TemperatureTrials:
+        """What all temperatures are measured with."""
         graded = has_grades(data)
         criterion = self.criterion or default_criterion(graded, self.monitor_reward)
-        return BetaTrials(
+        return TemperatureTrials(
             data=data,
             criterion=criterion,
             k=min(self.k, data.num_items),

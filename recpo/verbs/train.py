@@ -15,11 +15,10 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts.documents import as_configuration
-from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
-from recpo.training.configuration import as_arguments, parse_arguments, train_parser
-from recpo.training.fit import run_configuration
+from recpo.training.fit import as_arguments, parse_arguments, run_configuration, train_parser
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb
 
@@ -34,8 +33,6 @@ class Train(Verb[Run]):
     """every option, as ``parse_arguments`` gives them"""
     callbacks: Sequence[Callback] = ()
     """further callbacks, which observe training"""
-    trust: Sequence[str] = ()
-    """packages whose classes the run of ``init_from`` may name"""
 
     @classmethod
     def parser(cls) -> ArgumentParser:
@@ -45,12 +42,11 @@ class Train(Verb[Run]):
     @classmethod
     def parse(cls, words: Sequence[str]) -> Train:
         """The training that a command line describes."""
-        configuration = parse_arguments(words)
-        return cls(configuration, trust=configuration.trust)
+        return cls(parse_arguments(words))
 
     def execute(self) -> Run:
         """Checks everything before it changes ``out``, and trains."""
-        return run_configuration(self.configuration, self.callbacks, trust=self.trust)
+        return run_configuration(self.configuration, self.callbacks)
 
 
 def train(
@@ -60,12 +56,8 @@ def train(
     out: Path | str,
     objective: Objective | type | Mapping[str, Any] | str | None = None,
     policy: Callable[[int], Policy] | Mapping[str, Any] | str | None = None,
-    advantage: AdvantageEstimator | Mapping[str, Any] | str | None = None,
     reward: RewardFunction | Mapping[str, Any] | str | None = None,
     init_from: Run | Path | str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    trust: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Run:
@@ -86,19 +78,17 @@ def train(
         objective: the objective to minimize.
         policy: the policy to train: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options
             of the policy of ``init_from``.
-        advantage: turns feedback into advantages. None = that of ``config``; for objectives that weight logged feedback
-            only by advantages (GBPO, Reinforce), ``TernaryAdvantage(positive_fraction=0.25)``.
         reward: turns feedback into rewards.
         init_from: run whose best policy training starts from. Its policy options and data layout are the defaults. Its
             items are those of ``data``, or the first of them (``prepare(..., extends=...)``); rows of new items start
             from the mean of the known ones. ``init_training`` also copies the critic heads and the state of the
             optimizer; None = if the catalog has grown, and objective and optimizers are the same.
-        resume: continue from the last checkpoint in ``out``.
-        overwrite: replace a run in ``out`` after the first step of the new run.
-        trust: packages, in addition to recpo, whose classes the run of ``init_from`` may name.
         callbacks: Lightning callbacks that observe training; they are not part of the configuration.
-        options: any field of ``TrainOptions``, as a dict or by its dotted name; ``module`` is a subclass of
-            ``PreferenceModule`` that changes a step of training, or its import path.
+        options: any other option of ``recpo train``. Those of ``TrainOptions``, as a dict or by a dotted name, such as
+            ``advantage``, ``trainer`` or ``module``, which is a subclass of ``PreferenceModule`` that changes a step of
+            training, or its import path. ``resume``: continue from the last checkpoint in ``out``. ``overwrite``:
+            replace a run in ``out`` after the first step of the new run. ``trust``: packages, in addition to recpo,
+            whose classes the run of ``init_from`` may name.
 
     Returns:
         The finished run.
@@ -108,11 +98,11 @@ def train(
             diverged or collapsed.
         Interrupted: training was stopped by a signal.
     """
-    given: dict[str, Any] = {"objective": objective, "policy": policy, "advantage": advantage, "reward": reward}
+    given: dict[str, Any] = {"objective": objective, "policy": policy, "reward": reward}
     given |= {"init_from": init_from, "data.prepared": data}
     if isinstance(options.get("module"), type):  # an import path; other classes have options, so they are class paths
         options["module"] = as_configuration(options["module"])["class_path"]
-    tree = {"progress": False, "out": out, "resume": resume, "overwrite": overwrite, **options}
+    tree = {"progress": False, "out": out, **options}
     tree |= {name: value for name, value in given.items() if value is not None}
     if isinstance(config, Mapping):
         start = as_arguments(config)
@@ -120,7 +110,7 @@ def train(
         files = [config] if isinstance(config, Path | str) else config or []
         start = [word for file in files for word in ("--config", str(file))]
     try:
-        configuration = parse_arguments([*start, *as_arguments(tree | ({"trust": list(trust)} if trust else {}))])
+        configuration = parse_arguments([*start, *as_arguments(tree)])
     except ArgumentError as error:
         raise RecpoError(str(error)) from error
-    return Train(configuration, callbacks, trust).execute()
+    return Train(configuration, callbacks).execute()

@@ -49,7 +49,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
 
     ranking, lists_of = tilting.evaluate_ranking, reward_comparison.greedy_lists
     monkeypatch.setattr(tilting, "evaluate_ranking", ranked)
-    tilted = recpo.tilt(base, tmp_path / "factors", data, out=tmp_path / "run", betas=[0.05, 0.5])
+    tilted = recpo.tilt(base, tmp_path / "factors", data, out=tmp_path / "run", temperatures=[0.05, 0.5])
     assert len(tilted.trials) == 3
     known = data.num_items - UNBORN
     assert listed

@@ -44,7 +44,7 @@ def test_the_whole_road_in_a_hurry(tmp_path):
     assert "exists already" in again.stderr
 
 
-def test_where_no_beta_is_better_the_untilted_policy_is_summarized():
+def test_where_no_temperature_is_better_the_untilted_policy_is_summarized():
     from recpo.verbs import demo
 
     def contender(name, value):

@@ -80,7 +80,7 @@ def test_factors_of_another_definition_tilt_no_run(road, others, factors, tmp_pa
     strange = recpo.load(factors)
     strange = recpo.Factors(**{**vars(strange), "feedback": others["thresholds"].feedback})
     with pytest.raises(RecpoError, match=r"positive_threshold 0\.5, not 0\.75"):
-        recpo.tilt(road / "run-0", strange, out=tmp_path / "out", beta=0.1)
+        recpo.tilt(road / "run-0", strange, out=tmp_path / "out", temperature=0.1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -181,7 +181,7 @@ def test_a_recipe_is_what_its_files_say_without_what_the_loop_says(tmp_path):
         ({"days": 2}, "days is 2, expected at least 3"),
         ({"world": "strange"}, "world is 'strange'"),
         ({"users": 0}, "users is 0"),
-        ({"tilt": -1.0}, "beta"),
+        ({"tilt": -1.0}, "temperature"),
         ({"warm_epochs": 0}, "warm_epochs is 0"),
     ],
 )

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recpo
 from recpo.artifacts import sha256
 from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
@@ -58,7 +59,7 @@ def test_a_run_elsewhere_without_its_data_exports_and_recommends(road, histories
     served, expected = recommend(tmp_path / "bundle", events, 5), pd.read_parquet(lists)
     assert served["item_id"].tolist() == expected["item_id"].tolist()
     np.testing.assert_allclose(served["score"], expected["score"], atol=1e-4)
-    assert served.drop(columns="score").equals(Run.open(run).recommend(histories, 5).drop(columns="score"))
+    assert served.drop(columns="score").equals(recpo.recommend(run, histories, 5).drop(columns="score"))
 
 
 def test_recommend_needs_a_source_and_an_output(road, tmp_path, capsys):

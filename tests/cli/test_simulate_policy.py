@@ -135,7 +135,7 @@ def test_a_policy_that_reads_users_serves_a_living_world(tmp_path):
     run = recpo.train(
         data, policy=policy, objective=recpo.Likelihood(), out=tmp_path / "run", **optimizer, **options, **layout
     )
-    bundle = run.export(tmp_path / "bundle")
+    bundle = recpo.export(run, out=tmp_path / "bundle")
     day = recpo.simulate(tmp_path / "day", policy=bundle, after=world).to_pandas()
     past, alike = pd.read_parquet(world.log), 0
     first = day[day.groupby("user_id")["request_id"].transform("min") == day["request_id"]]

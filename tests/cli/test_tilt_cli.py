@@ -1,4 +1,4 @@
-"""The verb ``tilt`` on a small log: its choice of beta, and a run that needs neither the base nor the factors."""
+"""The verb ``tilt`` on a small log: its choice of temperature, and a run that needs neither base nor factors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conftest import resealed
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
 TINY |= {"data.layout": recpo.SequenceLayout(history_length=10)}
 NARROW = {"dim": 8, "heads": 1, "layers": 1, "max_history": 10}
-BETAS = [0.02, 0.1, 1.0]
+TEMPERATURES = [0.02, 0.1, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def road(world, prepared, tmp_path_factory):
         prepared,
         "--out",
         out / "run",
-        "--betas",
-        json.dumps(BETAS),
+        "--temperatures",
+        json.dumps(TEMPERATURES),
         "--off_policy.resamples",
         "20",
     ]
@@ -60,9 +60,9 @@ def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_
     choice = origin["choice"]
     assert choice["criterion"] == "grade"
     base, *trials = choice["trials"]
-    assert base["beta"] is None
+    assert base["temperature"] is None
     assert base["kl"] == 0
-    assert [trial["beta"] for trial in trials] == sorted(BETAS, reverse=True)
+    assert [trial["temperature"] for trial in trials] == sorted(TEMPERATURES, reverse=True)
     divergence = [trial["kl"] for trial in trials]
     assert divergence == sorted(divergence)
     assert divergence[0] > 0
@@ -70,21 +70,23 @@ def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_
     assert best["loss"] == 0
     for trial in (base, *trials):
         assert trial["loss"] == pytest.approx(best["value"] - trial["value"], abs=1e-9)
-    fitting = [trial["beta"] for trial in trials if trial["loss"] <= trial["loss_error"]]
-    assert choice["beta"] == max(fitting)
-    assert recpo.load(road.root / "run").results["tilt/beta"] == choice["beta"]
-    assert f"{choice['beta']:g} *" in road.printed
-    assert f"tilted with beta {choice['beta']:g}, lower bound 0" in road.printed
+    fitting = [trial["temperature"] for trial in trials if trial["loss"] <= trial["loss_error"]]
+    assert choice["temperature"] == max(fitting)
+    assert recpo.load(road.root / "run").results["tilt/temperature"] == choice["temperature"]
+    assert f"{choice['temperature']:g} *" in road.printed
+    assert f"tilted with temperature {choice['temperature']:g}, lower bound 0" in road.printed
 
 
 def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
     arguments = (road.root / "base", road.root / "factors", road.prepared)
-    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=BETAS, off_policy=OffPolicyOptions(resamples=20))
+    found = recpo.tilt(
+        *arguments, out=tmp_path / "run", temperatures=TEMPERATURES, off_policy=OffPolicyOptions(resamples=20)
+    )
     assert capfd.readouterr() == ("", "")
     frame = found.to_pandas()
-    assert frame["beta"].tolist() == [math.inf, 1.0, 0.1, 0.02]
+    assert frame["temperature"].tolist() == [math.inf, 1.0, 0.1, 0.02]
     written = json.loads((road.root / "run" / "origin.json").read_text())["choice"]
-    assert (found.beta, found.criterion, found.k) == (written["beta"], "grade", 10)
+    assert (found.temperature, found.criterion, found.k) == (written["temperature"], "grade", 10)
     assert frame["value"].tolist() == [trial["value"] for trial in written["trials"]]
     for name in ("resolved.yaml", "checkpoints/best.ckpt", "items.parquet", "feedback.json"):
         assert (tmp_path / "run" / name).read_bytes() == (road.root / "run" / name).read_bytes()
@@ -119,7 +121,16 @@ def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
 
 
 def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
-    names = ["--run", road.root / "base", "--factors", road.root / "factors", "--beta", "0.05", "--lower_bound", "3.0"]
+    names = [
+        "--run",
+        road.root / "base",
+        "--factors",
+        road.root / "factors",
+        "--temperature",
+        "0.05",
+        "--lower_bound",
+        "3.0",
+    ]
     assert main(["tilt", *map(str, names), "--out", str(tmp_path / "run")]) == 0
     found = recpo.load(tmp_path / "run")
     policy = found.policy()
@@ -130,16 +141,16 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     )
     assert policy.state_dict().keys() == expected.state_dict().keys()
     assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in policy.state_dict().items())
-    named = {"run": road.root / "base", "factors": road.root / "factors", "beta": 0.05}
+    named = {"run": road.root / "base", "factors": road.root / "factors", "temperature": 0.05}
     plain = recpo.tilt(**named, out=tmp_path / "plain")
     assert plain.lower_bound == 0.0
     assert plain.run.policy().factors.lower_bound == 0.0
     assert "factors.item_variances" not in plain.run.policy().state_dict()
-    assert not found.recommend(road.log, k=5).equals(plain.run.recommend(road.log, k=5))
+    assert not recpo.recommend(found, road.log, k=5).equals(recpo.recommend(plain.run, road.log, k=5))
 
 
 def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
-    expected = recpo.load(road.root / "run").recommend(road.log, k=3)
+    expected = recpo.recommend(road.root / "run", road.log, k=3)
     shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")
     for name in ("base", "factors", "run"):
         (road.root / name).rename(road.root / f"{name}-gone")
@@ -150,7 +161,7 @@ def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monk
         assert isinstance(policy, TiltedPolicy)
         assert policy.max_history == 30
         assert policy.base.max_history == 10
-        pd.testing.assert_frame_equal(moved.recommend(road.log, k=3), expected)
+        pd.testing.assert_frame_equal(recpo.recommend(moved, road.log, k=3), expected)
         assert main(["export", "--run", "elsewhere/moved", "--out", "bundle", "--k", "3"]) == 0
         bundle = recpo.load("bundle")
         assert bundle.manifest.max_history == 30
@@ -185,19 +196,21 @@ def verb_sha256(file):
 
 
 def test_a_given_beta_needs_no_data(road, tmp_path):
-    found = recpo.tilt(road.root / "base", road.root / "factors", out=tmp_path / "run", beta=1e5)
-    assert (found.beta, found.criterion, found.trials) == (1e5, None, ())
+    found = recpo.tilt(road.root / "base", road.root / "factors", out=tmp_path / "run", temperature=1e5)
+    assert (found.temperature, found.criterion, found.trials) == (1e5, None, ())
     base = recpo.load(road.root / "base")
     # the base reads the last 10 of the 30 events
     pd.testing.assert_frame_equal(
-        found.run.recommend(road.log, k=3)[["user_id", "item_id"]],
-        base.recommend(road.log, k=3)[["user_id", "item_id"]],
+        recpo.recommend(found.run, road.log, k=3)[["user_id", "item_id"]],
+        recpo.recommend(base, road.log, k=3)[["user_id", "item_id"]],
     )
 
 
-def trial(beta, value, loss, error):
+def trial(temperature, value, loss, error):
     numbers = dict.fromkeys(tilting.TiltTrial.__annotations__, math.nan)
-    return tilting.TiltTrial(**numbers | {"beta": beta, "value": value, "loss": loss, "loss_error": error})
+    return tilting.TiltTrial(
+        **numbers | {"temperature": temperature, "value": value, "loss": loss, "loss_error": error}
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +226,7 @@ def trial(beta, value, loss, error):
     ids=["one error", "base is better", "base is as good", "of one user", "unknown value", "infinite value"],
 )
 def test_beta_is_the_largest_known_one_that_is_as_good_as_the_best(trials, expected):
-    assert tilting.chosen_beta([trial(*one) for one in trials]) == expected
+    assert tilting.chosen_temperature([trial(*one) for one in trials]) == expected
 
 
 def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(road, tmp_path, capsys):
@@ -222,22 +235,22 @@ def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(roa
     factors = {"class_path": "FactorReward", "init_args": {"factors": str(road.root / "factors"), "users": "folded"}}
     worth = {"class_path": "WeightedSum", "init_args": {"rewards": [factors], "weights": [-1.0]}}
     options = ["tilt", *map(str, named), "--out", str(tmp_path / "run"), "--monitor_reward", json.dumps(worth)]
-    assert main([*options, "--betas", "[0.02, 0.1]"]) == 0
+    assert main([*options, "--temperatures", "[0.02, 0.1]"]) == 0
     printed = capsys.readouterr().out
     assert "base *" in printed
-    assert "no temperature (beta) is better than the untilted policy" in printed
+    assert "no temperature is better than the untilted policy" in printed
     assert "wrote" not in printed
     assert f"next: recpo evaluate --prepared {road.prepared} --contenders {road.root / 'base'}" in printed
     assert list(tmp_path.iterdir()) == []
     reward = recpo.WeightedSum([recpo.FactorReward(road.root / "factors", "folded")], [-1.0])
     arguments = (road.root / "base", road.root / "factors", road.prepared)
-    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=[0.02, 0.1], monitor_reward=reward)
-    assert (found.run, found.beta, len(found.trials)) == (None, math.inf, 3)
-    assert main([*options, "--beta", "0.02"]) == 0
+    found = recpo.tilt(*arguments, out=tmp_path / "run", temperatures=[0.02, 0.1], monitor_reward=reward)
+    assert (found.run, found.temperature, len(found.trials)) == (None, math.inf, 3)
+    assert main([*options, "--temperature", "0.02"]) == 0
     printed = capsys.readouterr().out
     assert "the untilted policy is worth more" in printed
     assert f"wrote {tmp_path / 'run'}" in printed
-    assert recpo.load(tmp_path / "run").policy().beta == 0.02
+    assert recpo.load(tmp_path / "run").policy().temperature == 0.02
 
 
 def test_a_recipe_keeps_its_policy_where_no_beta_is_better(road, tmp_path, monkeypatch):
@@ -253,12 +266,12 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     reward = (
         TrueReward(world / "truth", road.prepared) if (world / "truth").is_dir() else TrueReward(world, road.prepared)
     )
-    found = recpo.tilt(**options, out=tmp_path / "monitored", betas=BETAS, monitor_reward=reward)
+    found = recpo.tilt(**options, out=tmp_path / "monitored", temperatures=TEMPERATURES, monitor_reward=reward)
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
     monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
     monkeypatch.setattr(verb, "has_grades", lambda data: False)
-    found = recpo.tilt(**options, out=tmp_path / "auc", betas=BETAS)
+    found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES)
     assert found.criterion == "auc"
     assert all(trial.value == trial.auc for trial in found.trials)
     assert all(math.isnan(trial.top_k) and math.isnan(trial.grade) for trial in found.trials)
@@ -272,7 +285,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
 
 def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(road, tmp_path):
     options = {"run": road.root / "base", "factors": road.root / "factors", "prepared": road.prepared}
-    found = recpo.tilt(**options, out=tmp_path / "run", betas=BETAS)
+    found = recpo.tilt(**options, out=tmp_path / "run", temperatures=TEMPERATURES)
     judge = recpo.factorize(road.prepared, period="valid", uncertainty=False, lower_bound=0.0)
     data = recpo.load(road.prepared)
     untilted, means = recpo.load(road.root / "base").policy(), []
@@ -294,15 +307,15 @@ def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(roa
 def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_path):
     base, factors, out = road.root / "base", road.root / "factors", tmp_path / "out"
     cases = [
-        ({"run": road.root / "run", "beta": 0.1}, "tilted already"),
-        ({"beta": 0.0}, "beta is 0"),
-        ({"beta": -1.0}, "beta is -1"),
-        ({"beta": "auto"}, "no validation period to choose it on"),
-        ({"beta": "auto", "betas": [], "prepared": road.prepared}, "betas is empty"),
-        ({"beta": 0.1, "k": 0}, "k is 0"),
-        ({"beta": 0.1, "factors": base}, "holds no factors"),
-        ({"beta": 0.1, "run": factors}, "is not a run directory"),
-        ({"beta": 0.1, "out": base / "inside"}, "is inside"),
+        ({"run": road.root / "run", "temperature": 0.1}, "tilted already"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": "auto"}, "no validation period to choose it on"),
+        ({"temperature": "auto", "temperatures": [], "prepared": road.prepared}, "temperatures is empty"),
+        ({"temperature": 0.1, "k": 0}, "k is 0"),
+        ({"temperature": 0.1, "factors": base}, "holds no factors"),
+        ({"temperature": 0.1, "run": factors}, "is not a run directory"),
+        ({"temperature": 0.1, "out": base / "inside"}, "is inside"),
     ]
     for changes, message in cases:
         with pytest.raises(recpo.RecpoError, match=message):
@@ -311,7 +324,7 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
     other = recpo.load(factors)
     strange = type(other)(**{**vars(other), "catalog_checksum": "other"})
     with pytest.raises(recpo.RecpoError, match="other items"):
-        recpo.tilt(base, strange, out=out, beta=0.1)
+        recpo.tilt(base, strange, out=out, temperature=0.1)
     assert not out.exists()
     with pytest.raises(recpo.RecpoError, match="was tilted, not trained"):
         recpo.train(road.prepared, init_from=road.root / "run", out=out)
@@ -324,7 +337,12 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)
     recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
     found = recpo.tilt(
-        tmp_path / "base", road.root / "factors", road.prepared, out=tmp_path / "run", betas=BETAS, candidates=30
+        tmp_path / "base",
+        road.root / "factors",
+        road.prepared,
+        out=tmp_path / "run",
+        temperatures=TEMPERATURES,
+        candidates=30,
     )
     assert found.criterion == "grade"
     shutil.rmtree(tmp_path / "codes")
@@ -333,8 +351,8 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     made = run.policy()
     assert isinstance(made, RerankedPolicy)
     assert made.candidates == 30
-    expected = run.recommend(road.log, k=3)
-    served = run.export(tmp_path / "bundle", k=3).recommend(road.log, k=3)
+    expected = recpo.recommend(run, road.log, k=3)
+    served = recpo.export(run, out=tmp_path / "bundle", k=3).recommend(road.log, k=3)
     assert served["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), abs=1e-4)
     frame = recpo.evaluate(road.prepared, [run], ks=[10]).to_pandas("off_policy")
     assert set(frame[frame["contender"] == "run"]["target"]) == {"top_10"}

@@ -197,7 +197,7 @@ def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recomme
         assert set(pd.read_parquet(out)["rank"]) <= set(range(1, items + 1))
     nobody = recpo.load(bundle).recommend(log_of(items).head(0), users=[999])
     assert len(nobody) == items
-    assert len(Run.open(run).recommend(log_of(items).head(0), users=[999])) == items
+    assert len(recpo.recommend(run, log_of(items).head(0), users=[999])) == items
 
 
 def test_max_steps_below_an_epoch_with_early_stopping_is_a_whole_run(tmp_path, prepared, capsys):

@@ -68,7 +68,7 @@ def test_calibration_reads_the_whole_past():
 
 @pytest.mark.slow
 def test_a_run_and_its_bundle_have_the_same_item_vectors(run, tmp_path):
-    bundle = run.export(tmp_path / "bundle", k=5)
+    bundle = recpo.export(run, out=tmp_path / "bundle", k=5)
     vectors = bundle_item_vectors(bundle.root)
     assert vectors.shape == (bundle.manifest.num_items + 1, 8)
     assert np.array_equal(vectors, policy_item_vectors(run.policy("best")))

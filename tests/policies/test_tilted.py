@@ -1,4 +1,4 @@
-"""Tilted policies: the reward moves every logit by grade / beta, and nothing else does."""
+"""Tilted policies: the reward moves every logit by grade / temperature, and nothing else does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
+from tests.refusals import refused
 
-V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
+V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, TEMPERATURE, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
 OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "bias_ridge": BIAS_RIDGE, "max_history": H}
 
 
@@ -64,8 +65,8 @@ def covariance() -> Tensor:
     return torch.linalg.inv(rows @ rows.mT + torch.eye(RANK + 1))
 
 
-def tilted(beta: float = BETA, bound: float = 0.0, **options: Any) -> TiltedPolicy:
-    policy = TiltedPolicy(V, base=lambda _: base(**options), beta=beta, lower_bound=bound, **OPTIONS)
+def tilted(tilt: float = TEMPERATURE, bound: float = 0.0, **options: Any) -> TiltedPolicy:
+    policy = TiltedPolicy(V, base=lambda _: base(**options), temperature=tilt, lower_bound=bound, **OPTIONS)
     made: TiltedPolicy = with_factors(policy)
     return made
 
@@ -173,7 +174,7 @@ def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
                                      {"tie_weights": False}, {"max_history": H + 3},
                                      {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
 @pytest.mark.parametrize("bound", [0.0, BOUND])
-def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(
+def test_the_log_ratio_to_the_base_is_the_grade_over_the_temperature_but_for_a_constant(
     options: dict[str, Any], bound: float
 ) -> None:
     policy, known = tilted(bound=bound, **options), histories([H, 6, 2, 0])
@@ -181,7 +182,7 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
     reference = policy.base.log_prob(whole_catalog(known.recent(policy.base.max_history)))[..., 0]
     grades = expected_grades(policy.factors, known, bound)
-    rest = (logp - reference).detach().double().numpy() - grades / BETA
+    rest = (logp - reference).detach().double().numpy() - grades / TEMPERATURE
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
 
 
@@ -278,7 +279,7 @@ def test_the_factors_are_folded_in_and_ranked_as_by_themselves(bound: float) -> 
         lower_bound=bound,
     )
     torch.testing.assert_close(policy.factors.fold_in(known)[:, : RANK + 1], alone.fold_in(known), rtol=0, atol=1e-6)
-    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), beta=1e-2, lower_bound=bound, **OPTIONS))
+    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), temperature=1e-2, lower_bound=bound, **OPTIONS))
     assert torch.equal(without_base.recommend(known, 8).item_ids, alone.recommend(known, 8).item_ids)
 
 
@@ -321,7 +322,7 @@ def test_the_most_recent_events_are_kept() -> None:
 def reranked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RerankedPolicy:
     """All items are candidates, so that it is exact."""
     root, bound = tmp_path_factory.mktemp("codes"), getattr(request, "param", 0.0)
-    arguments = {**OPTIONS, "beta": BETA, "candidates": V, "lower_bound": bound}
+    arguments = {**OPTIONS, "temperature": TEMPERATURE, "candidates": V, "lower_bound": bound}
     made = RerankedPolicy(V, base=lambda _: semantic_base(root), **arguments)
     policy: RerankedPolicy = with_factors(made)
     return policy
@@ -334,7 +335,7 @@ def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPol
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
     reference = reranked.base.log_prob(whole_catalog(known.recent(READS))).sum(-1)
     grades = expected_grades(reranked.factors, known, reranked.factors.lower_bound)
-    rest = (logp - reference).detach().double().numpy() - grades / BETA
+    rest = (logp - reference).detach().double().numpy() - grades / TEMPERATURE
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=5e-5)
     lists = reranked.recommend(known, 7)
     assert torch.equal(lists.item_ids, logp.topk(7, 1).indices + 1)
@@ -370,16 +371,16 @@ def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPol
 
 
 def test_impossible_options_are_refused() -> None:
-    for beta in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(RecpoError, match="beta is"):
-            tilted(beta)
+    for temperature in (0.0, -1.0, float("inf"), float("nan")):
+        with refused("out_of_range", "temperature"):
+            tilted(temperature)
     for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": 0}):
         with pytest.raises(RecpoError, match="rank must be at least 1, ridge and bias_ridge numbers above 0"):
-            TiltedPolicy(V, base=lambda _: base(), beta=1.0, **OPTIONS | wrong)
+            TiltedPolicy(V, base=lambda _: base(), temperature=1.0, **OPTIONS | wrong)
     with pytest.raises(RecpoError, match="takes RerankedPolicy"):
-        TiltedPolicy(V, base=lambda _: tilted(), beta=1.0, **OPTIONS)
+        TiltedPolicy(V, base=lambda _: tilted(), temperature=1.0, **OPTIONS)
     with pytest.raises(RecpoError, match="candidates must be"):
-        RerankedPolicy(V, base=lambda _: base(), beta=1.0, candidates=0, **OPTIONS)
+        RerankedPolicy(V, base=lambda _: base(), temperature=1.0, candidates=0, **OPTIONS)
     with pytest.raises(RecpoError, match="lower_bound is -1"):
         tilted(bound=-1.0)
     with pytest.raises(RecpoError, match="so they have no bounds"):

@@ -69,7 +69,18 @@ def verbs(base: Path, place: Path, configs: Path) -> dict[str, Verb]:
     sizes = ["--users", "30", "--items", "40", "--events", "1500"]
     train = ["train", "--config", str(configs / "pretrain.yaml"), "--data.prepared", prepared, *out, *SMALL]
     ranked = ["--segments", "false", "--off_policy", "null", "--bootstrap_resamples", "5"]
-    tilt = ["tilt", "--run", run, "--factors", str(base / "factors"), *out, "--prepared", prepared, "--beta", ".5"]
+    tilt = [
+        "tilt",
+        "--run",
+        run,
+        "--factors",
+        str(base / "factors"),
+        *out,
+        "--prepared",
+        prepared,
+        "--temperature",
+        ".5",
+    ]
     return {
         "simulate": Verb(["simulate", *out, *sizes], ["--seed", "1"]),
         "prepare": Verb(
@@ -79,7 +90,7 @@ def verbs(base: Path, place: Path, configs: Path) -> dict[str, Verb]:
         "tokenize": Verb(["tokenize", "--prepared", prepared, *out, "--codebook_size", "8"], ["--seed", "1"]),
         "factorize": Verb(["factorize", "--prepared", prepared, *out, "--ranks", "[4]"], ["--seed", "1"]),
         "train": Verb([*train, "--checkpoint_every", "3"], ["--seed", "1"], resume=("--resume", "true")),
-        "tilt": Verb(tilt, ["--beta", "2"]),
+        "tilt": Verb(tilt, ["--temperature", "2"]),
         "calibrate": Verb(
             ["calibrate", "--rewards", str(place / "reward"), "--prepared", prepared, *out, "--resamples", "5"],
             ["--seed", "1"],

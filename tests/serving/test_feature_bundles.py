@@ -211,7 +211,14 @@ def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch
     made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
     policy = made(ITEMS, **options)
     if kind == "tilted":
-        arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2, "max_history": LENGTH + 2}
+        arguments = {
+            "rank": 3,
+            "mean": 0.4,
+            "ridge": 2.0,
+            "bias_ridge": 3.0,
+            "temperature": 0.2,
+            "max_history": LENGTH + 2,
+        }
         base = policy
         policy = TiltedPolicy(ITEMS, base=lambda _: base, **arguments)
         described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}

@@ -11,7 +11,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.model_card import MODEL_CARD, model_card
-from recpo.training.card_facts import card_facts, evaluation_facts
+from recpo.serving.of_runs import card_facts, evaluation_facts
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = BundleManifest(
@@ -33,8 +34,8 @@ DATA = {
 
 def test_what_it_says_comes_from_manifests():
     configuration = {"objective": {"class_path": "recpo.objectives.MPO"}, "seed": 3, "init_from": "/home/me/base"}
-    run = {"monitor": "val/SNIPS", "results": {"val/SNIPS": 0.25, "val/nan": None, "train/loss": 1.0}}
-    card = model_card(MANIFEST, card_facts(configuration, run, {"data": DATA}))
+    results = {"val/SNIPS": 0.25, "val/nan": None, "train/loss": 1.0}
+    card = model_card(MANIFEST, card_facts(configuration, {"data": DATA}, results, "val/SNIPS"))
     for said in (
         "12,000 items",
         "2023-11-14 to 2023-11-26",
@@ -80,12 +81,12 @@ def test_a_bundle_carries_its_card_with_the_metrics_of_an_evaluation(prepared, t
     small = {"init_args": {"dim": 8, "heads": 1, "layers": 1, "max_history": 50}}
     config, steps = ROOT / "configs" / "pretrain.yaml", {"max_steps": 1, "enable_progress_bar": False}
     run = recpo.train(prepared, config=config, out=tmp_path / "run", policy=small, trainer=steps)
-    plain = run.export(tmp_path / "plain", k=5)
+    plain = recpo.export(run, out=tmp_path / "plain", k=5)
     assert "Of the test period: none" in (plain.root / MODEL_CARD).read_text()
     result = recpo.evaluate(prepared, [run, "popularity"], out=tmp_path / "evaluation")
-    bundle = run.export(tmp_path / "bundle", k=5, evaluation=result)
+    bundle = recpo.export(run, out=tmp_path / "bundle", k=5, evaluation=result)
     card = (bundle.root / MODEL_CARD).read_text()
-    found = evaluation_facts(tmp_path / "evaluation", "run")
+    found = evaluation_facts(recpo.Evaluation.open(tmp_path / "evaluation").document, "run")
     mean = found["metrics"]["run"]["NDCG@10"]["mean"]
     assert f"{mean:.4f}" in card
     assert "| popularity |" in card
@@ -95,5 +96,5 @@ def test_a_bundle_carries_its_card_with_the_metrics_of_an_evaluation(prepared, t
     (bundle.root / MODEL_CARD).write_text(card + " ", encoding="utf-8")
     with pytest.raises(RecpoError, match=r"README\.md"):
         recpo.Bundle.load(bundle.root)
-    with pytest.raises(RecpoError, match="other is not among its contenders"):
-        evaluation_facts(result, "other")
+    with refused("unknown_name", "evaluation"):
+        evaluation_facts(result.document, "other")

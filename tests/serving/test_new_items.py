@@ -198,7 +198,7 @@ def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, 
 @pytest.mark.parametrize("bound", [0.0, 1.0])
 def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
     base, options = policy_of(OLD, OLD)
-    arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2, "max_history": 5}
+    arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "temperature": 0.2, "max_history": 5}
     arguments["lower_bound"] = bound
     policy = TiltedPolicy(OLD, base=lambda _: base, **arguments).eval()
     factors = torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ def make_tilted(parts, kind, root, bound=0.0):
     """A policy of that kind, tilted, and the options that a run would have."""
     base, options = parts.policy(kind, root)
     own = RerankedPolicy if kind == "semantic" else TiltedPolicy
-    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2}
+    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "temperature": 0.2}
     arguments |= {"max_history": LONGER, "lower_bound": bound}
     arguments |= {"candidates": 60} if kind == "semantic" else {}
     policy = own(NUM_ITEMS, base=lambda _: base, **arguments).eval()
@@ -80,7 +80,7 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
 @pytest.mark.parametrize("reads", [5, LONGER], ids=["fewer events than the base", "more events than the base"])
 def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, parts, tmp_path):
     """For a history that is longer than what factors and base read."""
-    generator, beta, length = torch.Generator().manual_seed(1), 0.2, LONGER + 7
+    generator, temperature, length = torch.Generator().manual_seed(1), 0.2, LONGER + 7
     factors = Factors(
         mean=0.4,
         item_factors=torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4,
@@ -109,21 +109,21 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, pa
     torch.testing.assert_close(listed.scores, grades.topk(3, 1).values)
 
     base, options = parts.policy("sasrec")
-    policy = tilted(base, factors, beta)
+    policy = tilted(base, factors, temperature)
     assert policy.max_history == max(reads, MAX_HISTORY)
     read = histories.recent(policy.max_history)
     of_base = base.catalog_log_prob(_last(histories.recent(MAX_HISTORY)))[..., 0]
-    moved = beta * (policy.catalog_log_prob(_last(read))[..., 0] - of_base)
+    moved = temperature * (policy.catalog_log_prob(_last(read))[..., 0] - of_base)
     torch.testing.assert_close(moved - moved[:, :1], grades - grades[:, :1], atol=1e-5, rtol=0)
 
     below = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
     arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
-    options = {**arguments, "beta": beta, "lower_bound": 0.0, "base": below}
+    options = {**arguments, "temperature": temperature, "lower_bound": 0.0, "base": below}
     export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=20, options=options)
     inputs = EncodedHistories(read.item_ids.numpy(), read.feedback.numpy(), np.zeros((2, 1), np.int64))
     for engine in ("onnx", "torch"):
         top, scores = map(torch.from_numpy, Bundle.load(tmp_path / "bundle", engine).runtime.recommend(inputs, 20))
-        moved = beta * (scores - of_base.gather(1, top - 1))
+        moved = temperature * (scores - of_base.gather(1, top - 1))
         expected = grades.gather(1, top - 1)
         torch.testing.assert_close(moved - moved[:, :1], expected - expected[:, :1], atol=1e-4, rtol=0)
 

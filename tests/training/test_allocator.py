@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from recpo.training import allocator
+from recpo.training import callbacks as allocator
 
 _PROGRAM = """
 import resource, torch
-from recpo.training.allocator import tune_allocator
+from recpo.training.callbacks import tune_allocator
 assert tune_allocator()
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

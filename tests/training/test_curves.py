@@ -3,7 +3,7 @@
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.training.curves import training_curves
+from recpo.training.validation import training_curves
 
 
 def test_the_points_of_a_log(tmp_path):

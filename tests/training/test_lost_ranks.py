@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from recpo.training.configuration import parse_arguments
+from recpo.training.fit import parse_arguments
 
 CHILD = """
 import subprocess, sys, time
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 import os
 from pathlib import Path
-from recpo.training import lost_ranks
+from recpo.training import callbacks as lost_ranks
 lost_ranks.GRACE_S = {grace}
 other = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
 _ChildProcessObserver(os.getpid(), [other], sleep_period=0.1).start()

@@ -18,7 +18,7 @@ from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Reinforce, Soft
 from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage
 from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.guards import CollapseGuard
+from recpo.training.callbacks import CollapseGuard
 from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks

@@ -23,13 +23,14 @@ from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.class_names import without_trust
-from recpo.training.configuration import parse_arguments
+from recpo.training.fit import parse_arguments
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
 from recpo.training.trainer import TrainerOptions
 from recpo.verbs.train import train
 from tests.conftest import resealed
+from tests.refusals import refused
 
 SIZES = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
 QUICK = {"max_epochs": 1, "accelerator": "cpu", "num_sanity_val_steps": 0, "logger": False}
@@ -85,7 +86,7 @@ def test_alignment_takes_what_is_not_given_from_the_run_it_starts_from(prepared,
 
 def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, tmp_path, monkeypatch):
     histories = pd.read_parquet(prepared / "histories.parquet")
-    before = base.recommend(histories, k=3)
+    before = recpo.recommend(base, histories, k=3)
     data = shutil.copytree(prepared, tmp_path / "data")
     run = train(data, out=tmp_path / "first", **OPTIONS)
     shutil.rmtree(data)
@@ -93,7 +94,7 @@ def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, t
     moved.mkdir()
     shutil.move(run.root, moved / "run")
     monkeypatch.chdir(moved)
-    pd.testing.assert_frame_equal(Run.open("run").recommend(histories, k=3), before)
+    pd.testing.assert_frame_equal(recpo.recommend("run", histories, k=3), before)
 
 
 def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
@@ -108,7 +109,7 @@ def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
     run, first = Run.open(copy.root), ids[0].as_py()
     nothing = {"user_id": pa.array([], pa.int64()), "item_id": ids[:0], "timestamp": pa.array([], pa.int64())}
     for at, listed in (("2033-05-17", False), ("2033-05-19", True)):
-        lists = run.recommend(nothing, copy.num_items, users=[1], at=at)
+        lists = recpo.recommend(run, nothing, copy.num_items, users=[1], at=at)
         assert (first in set(lists["item_id"])) is listed
         assert len(lists) == copy.num_items - (not listed)
 
@@ -131,13 +132,13 @@ def test_a_flipped_bit_is_refused(copy, file):
     damaged = bytearray((copy.root / file).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (copy.root / file).write_bytes(damaged)
-    with pytest.raises(RecpoError, match=rf"not as it was written: {file} \(changed\)"):
+    with refused("damaged", file):
         Run.open(copy.root).policy()
 
 
 def test_other_formats_are_refused_with_what_to_do(copy):
     (copy.root / "run.json").write_text(json.dumps({"num_items": 60, "catalog_checksum": "x", "results": {}}))
-    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 4; train it again"):
+    with refused("old_format", "format_version"):
         Run.open(copy.root)
 
 
@@ -289,7 +290,7 @@ def build_policy(num_items: int) -> CatalogSoftmaxPolicy:
 
 
 def test_a_function_for_a_class_is_refused_before_training(prepared, tmp_path):
-    with pytest.raises(RecpoError, match=r"policy names .*build_policy, which is not a class"):
+    with refused("untrusted", "policy"):
         train(prepared, out=tmp_path / "run", **OPTIONS | {"policy": f"{__name__}.build_policy"})
     assert not (tmp_path / "run").exists()
 
@@ -298,9 +299,9 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
     before = content(copy.root)
     options = {**OPTIONS, "out": copy.root, "resume": True}
     rate = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.5}}
-    with pytest.raises(RecpoError, match=r"started with other options: optimizer.*lr"):
+    with refused("mismatch", "optimizer.lr"):
         train(prepared, optimizer=rate, **options)
-    with pytest.raises(RecpoError, match=r"data\.batch_size differ"):
+    with refused("mismatch", "data.batch_size"):
         train(prepared, **{**options, "data.batch_size": 16})
     assert content(copy.root) == before
     run = train(prepared, **{**options, "trainer": {**QUICK, "max_epochs": 2}})
@@ -311,7 +312,7 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
 def test_a_finished_run_without_its_last_checkpoint_is_not_trained_from_the_start(prepared, copy):
     (copy.root / "checkpoints" / "last.ckpt").unlink()
     before = content(copy.root)
-    with pytest.raises(RecpoError, match=r"without checkpoints/last\.ckpt.*--overwrite true.*--init_from"):
+    with refused("missing_file", "last.ckpt"):
         train(prepared, **{**OPTIONS, "out": copy.root, "resume": True})
     assert content(copy.root) == before
 
@@ -329,25 +330,24 @@ def test_the_last_checkpoint_of_another_run_is_refused(prepared, copy, tmp_path,
     other = train(prepared, **{**OPTIONS, "out": tmp_path / "other", **options})
     shutil.copy(other.root / "checkpoints" / "last.ckpt", copy.root / "checkpoints" / "last.ckpt")
     before = content(copy.root)
-    with pytest.raises(RecpoError, match=r"last\.ckpt was written by another run.*--overwrite true"):
+    with refused("mismatch", "last.ckpt"):
         train(prepared, **{**OPTIONS, "out": copy.root, "resume": True, "trainer": {**QUICK, "max_epochs": 2}})
     assert content(copy.root) == before
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "refusal"),
     [
-        ({"objective": "GRPO"}, "weighs by advantages"),
-        ({"init_from": "nowhere"}, "not a run directory"),
-        ({"anchor_coef": -1.0}, "anchor_coef"),
-        ({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": -1.0}}}, "learning rate"),
-        ({"trainer": {**QUICK, "limit_train_batches": 0}}, "limit_train_batches must be above 0"),
-        ({"trainer": {**QUICK, "max_time": {"seconds": 0}}}, "no training step was taken"),
+        ({"init_from": "nowhere"}, ("wrong_file", "run.json")),
+        ({"anchor_coef": -1.0}, ("out_of_range", "anchor_coef")),
+        ({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": -1.0}}}, ("bad_value", "optimizer")),
+        ({"trainer": {**QUICK, "limit_train_batches": 0}}, ("out_of_range", "trainer.limit_train_batches")),
+        ({"trainer": {**QUICK, "max_time": {"seconds": 0}}}, ("empty",)),
     ],
 )
-def test_overwrite_destroys_nothing_before_the_first_step(prepared, copy, options, message):
+def test_overwrite_destroys_nothing_before_the_first_step(prepared, copy, options, refusal):
     before = content(copy.root)
-    with pytest.raises(RecpoError, match=message):
+    with refused(*refusal):
         train(prepared, **{**OPTIONS, "out": copy.root, "overwrite": True, **options})
     assert content(copy.root) == before
     assert [path.name for path in copy.root.parent.iterdir()] == [copy.root.name]
@@ -360,16 +360,16 @@ def test_overwrite_replaces_a_run_and_nothing_else(prepared, copy, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    with pytest.raises(RecpoError, match="not a run directory"):
+    with refused("wrong_file", "out"):
         train(prepared, **{**OPTIONS, "out": foreign, "overwrite": True})
-    with pytest.raises(RecpoError, match="which the run reads"):
+    with refused("in_use", "out"):
         train(prepared, **{**OPTIONS, "out": copy.root, "init_from": copy, "overwrite": True})
     assert (foreign / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tmp_path):
     explode = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e38}}
-    with pytest.raises(RecpoError, match=r"has diverged: at step \d+ train/.* is (nan|inf).*Lower the learning"):
+    with refused("diverged"):
         train(prepared, **{**OPTIONS, "out": tmp_path / "run", "optimizer": explode})
     spoiled = shutil.copytree(base.root, tmp_path / "spoiled")
     checkpoint = spoiled / "checkpoints" / "best.ckpt"
@@ -379,7 +379,7 @@ def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tm
     facts = json.loads((spoiled / "run.json").read_text())
     facts["files"]["checkpoints/best.ckpt"] = recpo.artifacts.sha256(checkpoint)
     recpo.artifacts.write_json(spoiled / "run.json", resealed(facts))
-    with pytest.raises(RecpoError, match=r"weights that are not numbers \(item_table\.weight\)"):
+    with refused("diverged", "best.ckpt"):
         train(prepared, init_from=spoiled, out=tmp_path / "next", trainer=QUICK, allocator=False)
 
 
@@ -394,22 +394,22 @@ def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepar
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "refusal"),
     [
-        ({"trainer.precision": "16-mixed"}, "trainer.precision: 16-mixed needs a GPU.*bf16-mixed"),
-        ({"trainer.precision": 16}, "trainer.precision: 16 needs a GPU"),
-        ({"trainer.precision": "transformer-engine"}, "trainer: .*transformer_engine"),
-        ({"trainer.check_val_every_n_epoch": 0}, "trainer.check_val_every_n_epoch must be above 0, got 0"),
-        ({"trainer.val_check_interval": 0}, "trainer.val_check_interval must be above 0, got 0"),
-        ({"trainer.val_check_interval": 100_000}, r"trainer: .*val_check_interval.*\(100000\)"),
-        ({"seed": 2**32}, "seed must be between 0 and 4294967295, got 4294967296"),
-        ({"seed": 99999999999999999999}, "seed must be between 0 and 4294967295"),
-        ({"data.seed": -1}, "data.seed must be between 0 and 4294967295, got -1"),
+        ({"trainer.precision": "16-mixed"}, ("unsupported", "trainer.precision")),
+        ({"trainer.precision": 16}, ("unsupported", "trainer.precision")),
+        ({"trainer.precision": "transformer-engine"}, ("bad_value", "trainer")),
+        ({"trainer.check_val_every_n_epoch": 0}, ("out_of_range", "trainer.check_val_every_n_epoch")),
+        ({"trainer.val_check_interval": 0}, ("out_of_range", "trainer.val_check_interval")),
+        ({"trainer.val_check_interval": 100_000}, ("bad_value", "trainer")),
+        ({"seed": 2**32}, ("out_of_range", "seed")),
+        ({"seed": 99999999999999999999}, ("out_of_range", "seed")),
+        ({"data.seed": -1}, ("out_of_range", "data.seed")),
     ],
     ids=str,
 )
-def test_options_that_lightning_or_numpy_would_stumble_over_are_one_error(prepared, tmp_path, options, message):
-    with pytest.raises(RecpoError, match=message) as error:
+def test_options_that_lightning_or_numpy_would_stumble_over_are_one_error(prepared, tmp_path, options, refusal):
+    with refused(*refusal) as error:
         train(prepared, **{**OPTIONS, "out": tmp_path / "run", **options})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()

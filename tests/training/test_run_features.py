@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+import recpo
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Slates
@@ -66,7 +67,7 @@ def test_a_run_is_whole_wherever_it_lies(run, featured, tmp_path) -> None:
     assert features.encoder.output.weight.any()  # the features were learned from
     assert torch.equal(features.trained[1:], torch.from_numpy(Prepared.open(featured).item_counts() > 0))
     moved = Run.open(shutil.copytree(run.root, tmp_path / "moved"))
-    pd.testing.assert_frame_equal(moved.recommend(histories(run)), run.recommend(histories(run)))
+    pd.testing.assert_frame_equal(recpo.recommend(moved, histories(run)), recpo.recommend(run, histories(run)))
     (tmp_path / "moved" / ITEM_FEATURES).unlink()
     with pytest.raises(RecpoError, match=ITEM_FEATURES):
         Run.open(tmp_path / "moved")
@@ -74,9 +75,9 @@ def test_a_run_is_whole_wherever_it_lies(run, featured, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_bundle_has_one_vector_per_item_and_answers_as_the_run(run, tmp_path) -> None:
-    bundle = run.export(tmp_path / "bundle", k=5)
+    bundle = recpo.export(run, out=tmp_path / "bundle", k=5)
     assert bundle.manifest.origin["item_column"] == "item_id"
-    expected = run.recommend(histories(run), 5)
+    expected = recpo.recommend(run, histories(run), 5)
     for engine in ("onnx", "torch"):
         found = Bundle.load(bundle.root, engine=engine).recommend(histories(run), 5)
         pd.testing.assert_frame_equal(found, expected, check_exact=False, atol=1e-4)
@@ -100,7 +101,7 @@ def test_a_reward_model_reads_everything_and_has_a_head_per_behavior(featured, t
     torch.testing.assert_close(weighed(batch, batch.slates), graded(batch, batch.slates) + 2.0 * predicted[..., 3])
     with pytest.raises(RecpoError, match="'follow'"):
         LearnedReward(model.root, behaviors={"follow": 1.0})
-    reads = model.export(tmp_path / "bundle", k=3).manifest.reads
+    reads = recpo.export(model, out=tmp_path / "bundle", k=3).manifest.reads
     assert reads.timestamps
     assert reads.behaviors
     assert {one.name for one in (*reads.user, *reads.context)} == {"country", "age", "surface", "hour"}

@@ -16,9 +16,17 @@ from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, Pointw
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.module import PreferenceModule
-from recpo.training.monitor import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
-from recpo.training.validation import MAX_WEIGHT, ScoreMetrics, ValidationMetrics, tail_items
+from recpo.training.validation import (
+    MAX_WEIGHT,
+    HeldOutFacts,
+    ScoreMetrics,
+    ValidationMetrics,
+    default_monitor,
+    held_out_facts,
+    tail_items,
+    validate_monitor,
+)
 
 
 def test_the_tail_holds_a_fifth_of_the_events():

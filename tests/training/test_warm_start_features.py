@@ -9,7 +9,7 @@ import recpo
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.training.run_features import hand_over
+from recpo.training.run import hand_over
 from recpo.training.warm_start import TrainedRows, WarmStart, growth_of
 from tests.log.test_extension import OPTIONS, between
 from tests.log.test_extension_features import ENGINE, FEATURES, item_rows, known_on, rich_log, user_rows

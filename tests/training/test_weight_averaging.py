@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import Callback
 
 import recpo
 from recpo.base.errors import RecpoError
+from recpo.training.callbacks import TRAINED
 from recpo.training.options import WeightAverage
-from recpo.training.weight_averaging import TRAINED
 
 DECAY = 0.6
 
