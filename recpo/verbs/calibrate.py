@@ -38,7 +38,6 @@ from recpo.evaluation.calibration import (
     numbers,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
-from recpo.evaluation.cautions import alike
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
@@ -46,6 +45,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
 from recpo.evaluation.off_policy.setting import has_propensities
+from recpo.evaluation.reading import alike
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Period, Prepared

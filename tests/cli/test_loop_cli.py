@@ -24,9 +24,7 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop import LoopResult
-from recpo.verbs.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
-from recpo.verbs.loop_recipe import Recipe
-from recpo.verbs.loop_rounds import ListValue, Round
+from recpo.verbs.loop_rounds import NEXT, ListValue, NextEstimate, Recipe, Round, _Slates, as_served, logged_reward
 from recpo.worlds.log import DayReport
 
 WORLD = {"users": 60, "items": 80, "events": 3000, "days": 6}

@@ -15,7 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Category, FeatureSchema, Number
 from recpo.cli.main import main
 from recpo.lists.exploration import inclusion_probabilities
-from recpo.verbs.simulated_service import BundleService
+from recpo.verbs.simulate import BundleService
 from recpo.worlds.truth import Truth
 
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recpo.evaluation.disagreement import best_by_value, disagreement
 from recpo.evaluation.document import with_holm
+from recpo.evaluation.reading import best_by_value, disagreement
 
 
 def estimate(mean, half_width=0.01):
