@@ -13,9 +13,8 @@ from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
-from recpo.evaluation.html_report.new_items_section import candidates_sentence
 from recpo.evaluation.new_items import NEW_METRICS
-from recpo.evaluation.reading import Document, best_by_value, best_first, further_at
+from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
 from recpo.verbs.evaluate import Evaluate
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")

@@ -8,6 +8,7 @@ to believe.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from recpo.evaluation.headroom import shares_at
@@ -198,20 +199,31 @@ def _listed(names: Sequence[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
+class Difference(NamedTuple):
+    """A paired difference: mean, ends of its 95 % interval, and whether it survives Holm's correction."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    survives: bool
+
+
 class Value(NamedTuple):
     """The value of contenders by one measure.
 
     Attributes:
         name: name of the measure, for people.
         why: its meaning.
-        of: contender to its value.
-        apart: whether the difference of two contenders survives Holm's correction.
+        of: contender to its value; the oracle does not compete.
+        ends: contender to the ends of its 95 % interval.
+        difference: the paired difference of two contenders; None = they were not compared.
     """
 
     name: str
     why: str
     of: dict[str, float]
-    apart: Callable[[str, str], bool]
+    ends: dict[str, tuple[float | None, float | None]]
+    difference: Callable[[str, str], Difference | None]
 
 
 def disagreement(document: Document) -> list[str]:
@@ -227,7 +239,8 @@ def disagreement(document: Document) -> list[str]:
         if len(known) < 2:
             continue
         best = max(known, key=lambda name: value.of[name])
-        if best == known[0] or not value.apart(best, known[0]):
+        difference = value.difference(best, known[0])
+        if best == known[0] or difference is None or not difference.survives:
             return []
         return [
             f"NDCG@{k} and value rank the contenders differently: {known[0]} has the best NDCG@{k}, but {best} has the "
@@ -236,6 +249,23 @@ def disagreement(document: Document) -> list[str]:
             "logging policy, which chose the items that could become positives."
         ]
     return []
+
+
+def candidates_sentence(document: Document) -> str:
+    """The candidates, the source of their times, and the number of removed events."""
+    known = document["candidates"]
+    counts = next(one["counts"] for one in document["contenders"] if one["counts"])
+    begin = known["begin"]
+    if not isinstance(begin, str):
+        begin = datetime.fromtimestamp(begin / 1000, UTC).isoformat(sep=" ", timespec="seconds")
+    removed = " and ".join(
+        f"{counts[f'{kind}_events_unavailable']:,} of {counts[f'{kind}_events']:,} {kind}"
+        for kind in ("positive", "disliked")
+    )
+    return (
+        f"{known['items']:,} items were candidates at {begin}, {known['items_left_out']:,} were not "
+        f"({known['source']}). Removed from the targets: {removed} events."
+    )
 
 
 def best_by_value(document: Document, among: Sequence[str]) -> str | None:
@@ -249,59 +279,78 @@ def best_by_value(document: Document, among: Sequence[str]) -> str | None:
         None if no contender among these has a value.
     """
     k = document["setting"]["ks"][0]
-    for value in (*_values(document, k), _metric(document, f"NDCG@{k}", "")):
+    for value in (*_values(document, k), _ndcg(document)):
         known = [name for name in among if name in value.of]
         if known:
             return max(known, key=lambda name: value.of[name])
     return None
 
 
+def criterion(document: Document) -> Value | None:
+    """The measure of value to name the best contender by: the first that compares two, as in ``best_by_value``."""
+    values = [*_values(document, document["setting"]["ks"][0]), _ndcg(document)]
+    return next((one for one in values if len(one.of) > 1), next((one for one in values if one.of), None))
+
+
 def _values(document: Document, k: int) -> list[Value]:
     """The measures of value, the most reliable first."""
-    off_policy = [_off_policy_value(document, k, name) for name in _ESTIMATORS]
-    return [_true_reward(document, k), *off_policy, _auc(document)]
+    auc = "it compares a user's positives with other items that the same user was shown, so exposure cancels out"
+    return [
+        _metric(document, f"true_reward@{k}", "it is what users get from the lists"),
+        *(_off_policy_value(document, k, name) for name in _ESTIMATORS),
+        _metric(document, "AUC_other", auc),
+    ]
 
 
-def _true_reward(document: Document, k: int) -> Value:
-    return _metric(document, f"true_reward@{k}", "it is what users get from the lists")
-
-
-def _auc(document: Document) -> Value:
-    why = "it compares a user's positives with other items that the same user was shown, so exposure cancels out"
-    return _metric(document, "AUC_other", why)
+def _ndcg(document: Document) -> Value:
+    why = "it rewards agreement with the logged positives, because nothing is known of value"
+    return _metric(document, f"NDCG@{document['setting']['ks'][0]}", why)
 
 
 def _metric(document: Document, metric: str, why: str) -> Value:
-    values = {one["name"]: float(one["metrics"][metric]["mean"]) for one in best_first(document, metric)}
+    estimates = {one["name"]: one["metrics"][metric] for one in best_first(document, metric)}
 
-    def apart(one: str, other: str) -> bool:
-        difference = paired(document, one, other, metric)
-        return difference is not None and bool(difference["survives_holm"])
+    def difference(one: str, other: str) -> Difference | None:
+        found = paired(document, one, other, metric)
+        return None if found is None else Difference(found["mean"], *_around(found), bool(found["survives_holm"]))
 
-    return Value(metric, why, values, apart)
+    values = {name: float(value["mean"]) for name, value in estimates.items()}
+    return Value(metric, why, values, {name: _around(value) for name, value in estimates.items()}, difference)
+
+
+def _around(value: Document) -> tuple[float | None, float | None]:
+    mean, half_width = value["mean"], value["half_width"]
+    return (None, None) if half_width is None else (mean - half_width, mean + half_width)
 
 
 def _off_policy_value(document: Document, k: int, estimator: str) -> Value:
     target = f"top_{k}"
-    values = {
-        contender["name"]: float(entry["value"])
+    entries = {
+        contender["name"]: entry
         for contender in document["contenders"]
         for entry in contender["off_policy"]
         if (entry["target"], entry["estimator"]) == (target, estimator)
         if entry["value"] is not None and not entry["warnings"]
     }
 
-    def apart(one: str, other: str) -> bool:
-        return any(
-            bool(entry["survives_holm"])
-            for pair in document["differences"]
-            if {pair["contender"], pair["against"]} == {one, other}
-            for entry in pair["off_policy"]
-            if (entry["target"], entry["estimator"]) == (target, estimator)
-        )
+    def difference(one: str, other: str) -> Difference | None:
+        for pair in document["differences"]:
+            if {pair["contender"], pair["against"]} != {one, other}:
+                continue
+            for entry in pair["off_policy"]:
+                if (entry["target"], entry["estimator"]) == (target, estimator) and entry["value"] is not None:
+                    sign = 1 if pair["contender"] == one else -1
+                    ends = entry["intervals"]["bootstrap"]
+                    low, high = (None if end is None else sign * end for end in (ends["low"], ends["high"]))
+                    low, high = (low, high) if sign > 0 else (high, low)
+                    return Difference(sign * entry["value"], low, high, bool(entry["survives_holm"]))
+        return None
 
     why = "it estimates what users would get from the lists, from the log's propensities"
-    return Value(f"off-policy value ({estimator}, {target})", why, values, apart)
+    values = {name: float(entry["value"]) for name, entry in entries.items()}
+    ends = {name: entry["intervals"]["bootstrap"] for name, entry in entries.items()}
+    around = {name: (end["low"], end["high"]) for name, end in ends.items()}
+    return Value(f"off-policy value ({estimator}, {target})", why, values, around, difference)
 
 
 def cautions(document: Document) -> list[str]:

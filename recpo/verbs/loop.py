@@ -28,20 +28,7 @@ from recpo.artifacts import (
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.blocks import (
-    Block,
-    Cell,
-    Details,
-    Figure,
-    Figures,
-    Lines,
-    Listing,
-    Row,
-    Section,
-    Table,
-    Text,
-)
-from recpo.evaluation.html_report.page import render_page
+from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
 from recpo.lists.exploration import Exploration
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
@@ -357,28 +344,33 @@ def outcomes_of(rounds: Sequence[Round]) -> list[Outcome]:
 
 _SERVED, _LISTS, _LOGGING, _ORACLE = "s0", "s2", "s7", "s3"
 _EXPECTED, _EARNED = "s1", "s0"
+_LEGEND = ((_SERVED, "served"), (_LISTS, "best lists of the policy"), (_ORACLE, "oracle"), (_LOGGING, "logging policy"))
+_ESTIMATES_LEGEND = ((_EXPECTED, "expected, 95 % interval"), (_EARNED, "earned"))
 
 
 def loop_report(options: Mapping[str, Any], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> str:
-    """The whole page.
+    """The report of a loop: one HTML file that opens offline.
 
     Args:
         options: the options of the loop.
         rounds: the completed rounds.
         outcomes: expected and actual earnings.
     """
-    return render_page(
-        "The loop: rounds of serving and training",
-        _subtitle(options, rounds),
-        [
-            Section("summary", "Summary", _summary(rounds)),
-            Section("value", "True value", [_value_charts(rounds)] if len(rounds) > 1 else []),
-            Section("estimates", "Off-policy estimates", _estimates(rounds, outcomes)),
-            Section("rounds", "Rounds", [_days_table(rounds), _lists_table(rounds)] if rounds else []),
-            Section("options", "Options", [Details("options", [Listing(json.dumps(options, indent=2))])]),
-        ],
+    return render(
+        "loop.html.jinja",
+        title="The loop: rounds of serving and training",
+        subtitle=_subtitle(options, rounds),
         version=__version__,
-        numbers="loop.json",
+        numbers=LOOP,
+        options=json.dumps(options, indent=2),
+        last=rounds[-1] if rounds else None,
+        share=_share,
+        value_charts=_value_charts(rounds) if len(rounds) > 1 else [],
+        value_legend=_LEGEND,
+        estimates_chart=_estimates_chart(rounds, outcomes),
+        estimates_legend=_ESTIMATES_LEGEND,
+        outcomes=_outcomes_table(rounds, outcomes),
+        tables=[_days_table(rounds), _lists_table(rounds)] if rounds else [],
     )
 
 
@@ -393,25 +385,7 @@ def _subtitle(options: Mapping[str, Any], rounds: Sequence[Round]) -> str:
     )
 
 
-def _summary(rounds: Sequence[Round]) -> list[Block]:
-    if not rounds:
-        return [Text("No round is whole yet.")]
-    last = rounds[-1]
-    lines = [
-        f"The policy of round {last.number} has lists that are truly worth {last.lists.true_reward:.3f}, "
-        f"{_share(last.lists.true_reward, last.lists.oracle)} of the oracle's {last.lists.oracle:.3f}."
-    ]
-    if last.served is not None:
-        day = last.served
-        lines.append(
-            f"On day {day.day} the policy of the round before was worth {day.value:.3f} as it was served, "
-            f"{_share(day.value, day.oracle_value)} of the oracle's {day.oracle_value:.3f}; the simulator's own "
-            f"logging policy would have been worth {day.logging_value:.3f}."
-        )
-    return [Lines(lines)]
-
-
-def _value_charts(rounds: Sequence[Round]) -> Figures:
+def _value_charts(rounds: Sequence[Round]) -> list[Figure]:
     """True value, regret and coverage over the rounds."""
     value = [
         _line("served", _SERVED, rounds, _of_day("value")),
@@ -430,37 +404,22 @@ def _value_charts(rounds: Sequence[Round]) -> Figures:
         ("regret", "oracle minus served, same requests", regret),
         ("coverage", "share of the catalog", coverage),
     )
-    legend = [
-        (_SERVED, "served"),
-        (_LISTS, "best lists of the policy"),
-        (_ORACLE, "oracle"),
-        (_LOGGING, "logging policy"),
-    ]
-    return Figures([_figure(title, remark, lines, rounds) for title, remark, lines in charts], legend)
+    return [_figure(title, remark, lines, rounds) for title, remark, lines in charts]
 
 
-def _estimates(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> list[Block]:
+def _estimates_chart(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Figure | None:
+    """Expected and actual earnings by the round of the policy; None = nothing was estimated."""
     known = [one for one in outcomes if one.value is not None]
     if not known:
-        return [Text("None: the log has no propensities, or nothing was served yet.")]
+        return None
     expected = [svg.Point(one.number, one.value, one.low, one.high) for one in known if one.value is not None]
     earned = [svg.Point(one.number, one.earned) for one in known if one.earned is not None]
     lines = [svg.Line("expected", expected, _EXPECTED), svg.Line("earned", earned, _EARNED)]
     remark = "mean logged reward per exposure, by the round whose policy it is"
-    figure = _figure("expected and earned", remark, lines, rounds[:-1])
-    return [
-        Text(
-            "Before a policy is served, its value is estimated (SNIPS) from the day that the policy before it served: "
-            "of slates as they are going to be drawn, for the histories with which that day began. Beside it what the "
-            "policy then earned on its own day, by the same labels. Both are means of the logged reward, which is no "
-            "true value: a label is a quantile of the user's own watch times."
-        ),
-        Figures([figure], [(_EXPECTED, "expected, 95 % interval"), (_EARNED, "earned")]),
-        _outcomes_table(rounds, outcomes),
-    ]
+    return _figure("expected and earned", remark, lines, rounds[:-1])
 
 
-def _outcomes_table(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Block:
+def _outcomes_table(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Table:
     rows = []
     for one in outcomes:
         estimate = rounds[one.number].estimate
@@ -475,7 +434,7 @@ def _outcomes_table(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Blo
     return Table("expected before the day, and earned on it", head, rows)
 
 
-def _days_table(rounds: Sequence[Round]) -> Block:
+def _days_table(rounds: Sequence[Round]) -> Table:
     rows = []
     for one in rounds:
         if (day := one.served) is not None:
@@ -487,7 +446,7 @@ def _days_table(rounds: Sequence[Round]) -> Block:
     return Table("days as they were served", [*head, "explored", "exposures"], rows)
 
 
-def _lists_table(rounds: Sequence[Round]) -> Block:
+def _lists_table(rounds: Sequence[Round]) -> Table:
     rows = []
     for one in rounds:
         lists = one.lists
