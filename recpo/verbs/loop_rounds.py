@@ -317,12 +317,6 @@ class Recipe:
             )
         if tilt is not None and tilt != "auto":
             validate_beta(float(tilt))
-        if warm_epochs is not None and warm_epochs < 1:
-            raise RecpoError(
-                f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null",
-                code="out_of_range",
-                field="warm_epochs",
-            )
         configs = tuple(_own_part(one) for one in named)
         for number, config in enumerate(configs):
             _validate(number, config)
@@ -428,7 +422,9 @@ def _validate(number: int, config: Mapping[str, Any]) -> None:
         train_parser().parse_args(arguments, defaults=False)
     except ArgumentError as error:
         raise RecpoError(
-            f"loop: recipe, configuration {number} ({_objective(config)}): {error}", code="bad_value", field="recipe"
+            f"loop: recipe, configuration {number} ({_objective(config)}): {error}",
+            code="bad_value",
+            field=f"recipe[{number}]",
         ) from error
 
 
