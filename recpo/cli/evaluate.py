@@ -11,11 +11,9 @@ from rich.text import Text
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
-from recpo.evaluation.disagreement import best_by_value
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
-from recpo.evaluation.html_report.new_items_section import candidates_sentence
-from recpo.evaluation.reading import Document, best_first, further_at
+from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
 from recpo.evaluation.segments import NEW_METRICS
 from recpo.verbs.evaluate import Evaluate
 

@@ -11,11 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Z95, bootstrap_interval, holm, p_value
 from recpo.evaluation.headroom import headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.reading import Document
+from recpo.evaluation.reading import Document, cautions
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS

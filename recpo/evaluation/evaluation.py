@@ -12,7 +12,7 @@ import yaml
 from recpo.artifacts import output_directory, read_json, read_yaml, verify_sealed, write_json
 from recpo.base.errors import RecpoError
 from recpo.evaluation.document import SCHEMA_VERSION
-from recpo.evaluation.html_report.page import html_report
+from recpo.evaluation.html_report.view import html_report, html_table
 from recpo.evaluation.reading import Document
 
 if TYPE_CHECKING:
@@ -48,12 +48,18 @@ class Evaluation:
         """
         root = Path(path)
         if not (root / METRICS).is_file():
-            raise RecpoError(f"{root} is not an evaluation: {METRICS} is missing; make one with `recpo evaluate`")
+            raise RecpoError(
+                f"{root} is not an evaluation: {METRICS} is missing; make one with `recpo evaluate`",
+                code="wrong_file",
+                field=METRICS,
+            )
         document = read_json(root / METRICS, "evaluate again")
         version = document.get("schema_version")
         if version != SCHEMA_VERSION:
             raise RecpoError(
-                f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again"
+                f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again",
+                code="old_format",
+                field="schema_version",
             )
         verify_sealed(root, SEALED, "evaluate again")
         return cls(document, read_yaml(root / RESOLVED, "evaluate again"), root)
@@ -115,22 +121,14 @@ class Evaluation:
 
         makers = {"metrics": _metric_rows, "differences": _difference_rows, "off_policy": _off_policy_rows}
         if rows not in makers:
-            raise RecpoError(f"to_pandas: rows is {rows!r}, expected one of {', '.join(makers)}")
+            raise RecpoError(
+                f"to_pandas: rows is {rows!r}, expected one of {', '.join(makers)}", code="unknown_name", field="rows"
+            )
         columns, found = makers[rows](self.document)
         return pd.DataFrame(found, columns=columns)
 
     def _repr_html_(self) -> str:
-        from recpo.evaluation.html_report.tables import main_table
-
-        table = main_table(self.document)
-        head = "".join(f"<th>{_escaped(name)}</th>" for name in table.head)
-        body = "".join(
-            f"<tr><td>{_escaped(row.name)}</td>"
-            + "".join(f"<td>{_escaped(cell.text)} {_escaped(cell.note)}</td>" for cell in row.cells)
-            + "</tr>"
-            for row in table.rows
-        )
-        return f"<table><caption>{_escaped(table.caption)}</caption><tr>{head}</tr>{body}</table>"
+        return html_table(self.document)
 
 
 def _metric_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -172,9 +170,3 @@ def _off_policy_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...
         for entry in contender["off_policy"]
     ]
     return columns, found
-
-
-def _escaped(text: str) -> str:
-    from markupsafe import escape
-
-    return str(escape(text))

@@ -30,13 +30,13 @@ from recpo.evaluation.calibration import (
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.cautions import alike
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
 from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
+from recpo.evaluation.reading import alike
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from recpo.artifacts import output_directory
 from recpo.evaluation.beyond_accuracy import Exposure
-from recpo.evaluation.cautions import alike
+from recpo.evaluation.reading import alike
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
@@ -60,7 +60,7 @@ factorize = function_of(Factorize)
 
 
 def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
-    """A warning if the model's lists hardly differ between users (``recpo.evaluation.cautions.alike``); None if not.
+    """A warning if the model's lists hardly differ between users (``recpo.evaluation.reading.alike``); None if not.
 
     Of up to 1,000 users of the validation period, without the items of their past.
 

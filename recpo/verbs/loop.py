@@ -1,4 +1,4 @@
-"""The verb ``loop``: rounds of serve, prepare, train, evaluate and export on simulated users."""
+"""The verb ``loop``: rounds of serve, prepare, train, evaluate and export on simulated users, and their report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
+from markupsafe import Markup
+
+from recpo import __version__
 from recpo.artifacts import (
     kind_of,
     locked_directory,
@@ -20,15 +24,15 @@ from recpo.artifacts import (
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from recpo.evaluation.html_report import svg
+from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
 from recpo.lists.exploration import Exploration
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.verbs.loop_outcomes import Outcome, outcomes_of
-from recpo.verbs.loop_recipe import Recipe
-from recpo.verbs.loop_report import loop_report
 from recpo.verbs.loop_rounds import (
     BUNDLE,
     SEEDS_PER_LOOP,
+    Recipe,
     Round,
     RoundOptions,
     as_json,
@@ -40,6 +44,7 @@ from recpo.worlds.parameters import WORLDS, SimulationParameters, World
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
@@ -286,6 +291,181 @@ def _interrupted(root: Path) -> Iterator[None]:
         yield
     except Interrupted as error:
         raise Interrupted(f"stopped; {root} continues with the same options and --resume true", error.status) from error
+
+
+class Outcome(NamedTuple):
+    """Expected and actual earnings of a policy, both by the labels of the round that made the estimate.
+
+    Attributes:
+        number: number of the round whose policy it is.
+        value: the estimate before the day; None = not known.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        earned: mean logged reward of the day that the policy then served. Labels are quantiles of the train period,
+            which grows by a day per round; the shift that this causes on the previous day is subtracted.
+    """
+
+    number: int
+    value: float | None
+    low: float | None
+    high: float | None
+    earned: float | None
+
+
+def outcomes_of(rounds: Sequence[Round]) -> list[Outcome]:
+    """One per policy that served, from the estimate of its own round and the day of the next one."""
+    found = []
+    for before, after in pairwise(rounds):
+        known = None not in (before.earned, after.earned, after.earned_before)
+        moved = (after.earned_before or 0.0) - (before.earned or 0.0)
+        earned = (after.earned or 0.0) - moved if known else None
+        ends = before.estimate
+        if ends is None:
+            found.append(Outcome(before.number, None, None, None, earned))
+        else:
+            found.append(Outcome(before.number, ends.value, ends.low, ends.high, earned))
+    return found
+
+
+_SERVED, _LISTS, _LOGGING, _ORACLE = "s0", "s2", "s7", "s3"
+_EXPECTED, _EARNED = "s1", "s0"
+_LEGEND = ((_SERVED, "served"), (_LISTS, "best lists of the policy"), (_ORACLE, "oracle"), (_LOGGING, "logging policy"))
+_ESTIMATES_LEGEND = ((_EXPECTED, "expected, 95 % interval"), (_EARNED, "earned"))
+
+
+def loop_report(options: Mapping[str, Any], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> str:
+    """The report of a loop: one HTML file that opens offline.
+
+    Args:
+        options: the options of the loop.
+        rounds: the completed rounds.
+        outcomes: expected and actual earnings.
+    """
+    return render(
+        "loop.html.jinja",
+        title="The loop: rounds of serving and training",
+        subtitle=_subtitle(options, rounds),
+        version=__version__,
+        numbers=LOOP,
+        options=json.dumps(options, indent=2),
+        last=rounds[-1] if rounds else None,
+        share=_share,
+        value_charts=_value_charts(rounds) if len(rounds) > 1 else [],
+        value_legend=_LEGEND,
+        estimates_chart=_estimates_chart(rounds, outcomes),
+        estimates_legend=_ESTIMATES_LEGEND,
+        outcomes=_outcomes_table(rounds, outcomes),
+        tables=[_days_table(rounds), _lists_table(rounds)] if rounds else [],
+    )
+
+
+def _subtitle(options: Mapping[str, Any], rounds: Sequence[Round]) -> str:
+    parameters, exploration = options["parameters"], options["exploration"]
+    served = "the best items" if exploration is None else f"exploration {json.dumps(exploration)}"
+    logged = "with" if options["log_propensities"] else "without"
+    return (
+        f"world {options['world']}, seed {options['seed']}: {parameters['users']:,} users, {parameters['items']:,} "
+        f"items, {parameters['events']:,} events over {parameters['days']} days, then {max(0, len(rounds) - 1)} days "
+        f"served by {served}, {logged} logged propensities"
+    )
+
+
+def _value_charts(rounds: Sequence[Round]) -> list[Figure]:
+    """True value, regret and coverage over the rounds."""
+    value = [
+        _line("served", _SERVED, rounds, _of_day("value")),
+        _line("best lists of the policy", _LISTS, rounds, lambda one: one.lists.true_reward),
+        _line("oracle, same requests", _ORACLE, rounds, _of_day("oracle_value")),
+        _line("logging policy", _LOGGING, rounds, _of_day("logging_value")),
+    ]
+    regret = [_line("served", _SERVED, rounds, _of_day("regret"))]
+    coverage = [
+        _line("served", _SERVED, rounds, _of_day("coverage")),
+        _line("best lists of the policy", _LISTS, rounds, lambda one: one.lists.coverage),
+        _line("logging policy", _LOGGING, rounds, _of_day("logging_coverage")),
+    ]
+    charts = (
+        ("true value", "mean true expected reward of what is shown", value),
+        ("regret", "oracle minus served, same requests", regret),
+        ("coverage", "share of the catalog", coverage),
+    )
+    return [_figure(title, remark, lines, rounds) for title, remark, lines in charts]
+
+
+def _estimates_chart(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Figure | None:
+    """Expected and actual earnings by the round of the policy; None = nothing was estimated."""
+    known = [one for one in outcomes if one.value is not None]
+    if not known:
+        return None
+    expected = [svg.Point(one.number, one.value, one.low, one.high) for one in known if one.value is not None]
+    earned = [svg.Point(one.number, one.earned) for one in known if one.earned is not None]
+    lines = [svg.Line("expected", expected, _EXPECTED), svg.Line("earned", earned, _EARNED)]
+    remark = "mean logged reward per exposure, by the round whose policy it is"
+    return _figure("expected and earned", remark, lines, rounds[:-1])
+
+
+def _outcomes_table(rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> Table:
+    rows = []
+    for one in outcomes:
+        estimate = rounds[one.number].estimate
+        within = one.earned is not None and one.low is not None and one.high is not None
+        inside = "" if not within else "inside" if one.low <= one.earned <= one.high else "outside"  # type: ignore[operator]
+        effective = None if estimate is None else estimate.effective_rows
+        warnings = "; ".join(() if estimate is None else estimate.warnings)
+        ends = "-" if one.low is None or one.high is None else f"{one.low:.4f} to {one.high:.4f}"
+        cells = [_cell(one.value), Cell(ends), _cell(one.earned), Cell(inside), _cell(effective, ".0f")]
+        rows.append(Row(str(one.number), [*cells, Cell(warnings, style="words")]))
+    head = ["policy of round", "expected", "95 % interval", "earned", "earned lies", "effective rows", "warnings"]
+    return Table("expected before the day, and earned on it", head, rows)
+
+
+def _days_table(rounds: Sequence[Round]) -> Table:
+    rows = []
+    for one in rounds:
+        if (day := one.served) is not None:
+            numbers = [day.value, day.oracle_value, day.value / day.oracle_value if day.oracle_value else None]
+            numbers += [day.regret, day.logging_value, day.dislikes, day.coverage, day.explored]
+            cells = [Cell(str(day.day)), *(_cell(number) for number in numbers), Cell(f"{day.exposures:,}")]
+            rows.append(Row(str(one.number), cells))
+    head = ["round", "day", "true value", "oracle", "of the oracle", "regret", "logging policy", "dislikes", "coverage"]
+    return Table("days as they were served", [*head, "explored", "exposures"], rows)
+
+
+def _lists_table(rounds: Sequence[Round]) -> Table:
+    rows = []
+    for one in rounds:
+        lists = one.lists
+        half_width = "" if lists.half_width is None else f"± {lists.half_width:.4f}"
+        share = Cell(_share(lists.true_reward, lists.oracle))
+        cells = [Cell(f"{lists.true_reward:.4f}", half_width), _cell(lists.oracle), share, _cell(lists.true_dislike)]
+        cells += [_cell(lists.ndcg), _cell(lists.coverage), Cell("yes" if one.warm_start else "no")]
+        rows.append(Row(str(one.number), cells))
+    head = ["policy of round", "true value", "oracle", "of the oracle", "dislikes", "NDCG", "coverage", "warm start"]
+    return Table("best lists of the trained policies, on the log's last day", head, rows)
+
+
+def _of_day(name: str) -> Callable[[Round], float | None]:
+    """A number about the served day; None in round 0."""
+    return lambda one: None if one.served is None else float(getattr(one.served, name))
+
+
+def _line(label: str, style: str, rounds: Sequence[Round], value: Callable[[Round], float | None]) -> svg.Line:
+    found = [(one.number, value(one)) for one in rounds]
+    return svg.Line(label, [svg.Point(x, y) for x, y in found if y is not None], style)
+
+
+def _figure(title: str, remark: str, lines: Sequence[svg.Line], rounds: Sequence[Round]) -> Figure:
+    names = [str(one.number) for one in rounds]
+    drawn = svg.line_chart(title, f"{title} over the rounds", lines, x_label="round", x_names=names)
+    return Figure(title, Markup(drawn), remark)
+
+
+def _cell(value: float | None, form: str = ".4f") -> Cell:
+    return Cell("-" if value is None else f"{value:{form}}")
+
+
+def _share(value: float, oracle: float) -> str:
+    return f"{value / oracle:.1%}" if oracle > 0 else "-"
 
 
 loop = function_of(Loop)

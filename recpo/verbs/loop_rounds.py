@@ -1,33 +1,55 @@
-"""One round of the loop: a day under the policy of the previous round, then training, evaluation and an estimate."""
+"""One round of the loop: a day under the policy of the previous round, then training, evaluation and an estimate.
+
+The training is a recipe: a list of training configurations that start from each other. The estimate is that of the next
+policy under its own exploration, a contender of ``evaluate``.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from jsonargparse import ArgumentError
+from torch import Tensor
 
-from recpo.artifacts import kind_of
+from recpo.artifacts import kind_of, read_yaml
+from recpo.base.errors import RecpoError
+from recpo.base.types import FeedbackBatch, Histories, Recommendations
+from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.held_out_pass import HeldOut
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.measure import rewarded
+from recpo.evaluation.off_policy.results import POLICY
 from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import ORACLE
-from recpo.lists.exploration import Exploration
+from recpo.lists.exploration import Exploration, Pool
 from recpo.log.prepared import Prepared
 from recpo.log.splits import TemporalSplit
+from recpo.policies.tilted import validate_temperature
+from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.training.run import Run
+from recpo.training.fit import as_arguments, train_parser
+from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
+from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
-from recpo.verbs.loop_estimates import NEXT, NextEstimate, as_served, logged_reward
-from recpo.verbs.loop_recipe import Recipe
+from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare
-from recpo.verbs.simulate import simulate
+from recpo.verbs.simulate import BEST, simulate
+from recpo.verbs.tilt import tilt
+from recpo.verbs.train import train
 from recpo.worlds.log import DayReport, Simulation
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
 from recpo.worlds.truth import Truth
@@ -36,6 +58,14 @@ LOG: Final = "log"
 PREPARED: Final = "prepared"
 BUNDLE: Final = "bundle"
 EVALUATION: Final = "evaluation"
+FACTORS: Final = "factors"
+RUNS: Final = "runs"
+#: Name of the contender in the evaluation of a round.
+NEXT: Final = "next policy"
+#: The estimator whose value is recorded.
+ESTIMATOR: Final = "SNIPS"
+_REWARD: Final = "FactorReward"
+_DEFAULT_OBJECTIVE: Final = "Likelihood"
 
 _LEAST_K: Final = 100  # length of a bundle's lists: the default shortlist of exploration
 SEEDS_PER_LOOP: Final = 1000
@@ -244,3 +274,277 @@ def _midnight(start_ms: int, day: int) -> str:
 def as_json(one: Round) -> dict[str, Any]:
     """The input of ``Round.from_json``."""
     return dataclasses.asdict(one)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The training of a round's policy.
+
+    Attributes:
+        configs: contents of training configurations. The first starts from its own run of the previous round if
+            ``warm_start`` is set and the items are the same, otherwise from scratch; each of the others starts from the
+            run of the one before it in the same round.
+        tilt: temperature with which the last policy is tilted by a factorization of the round; "auto" = selected on the
+            validation period, where the untilted policy may be the best; None = not tilted.
+        warm_start: see ``configs``.
+        warm_epochs: epochs of the first configuration after a warm start; None = as configured.
+    """
+
+    configs: tuple[Mapping[str, Any], ...]
+    tilt: float | Literal["auto"] | None = None
+    warm_start: bool = True
+    warm_epochs: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[Path | str | Mapping[str, Any]],
+        tilt: float | Literal["auto"] | None,
+        warm_start: bool,
+        warm_epochs: int | None,
+    ) -> Recipe:
+        """Reads the configurations. Options that the loop sets itself (``data.prepared``, ...) are dropped.
+
+        Raises:
+            RecpoError: there are none, one cannot be read, or an option is out of range.
+        """
+        if isinstance(named, str | Path | Mapping) or not named:
+            raise RecpoError(
+                f"loop: recipe is {named!r}, expected a list of training configurations, such as "
+                "[configs/pretrain.yaml, configs/mpo.yaml]",
+                code="wrong_type",
+                field="recipe",
+            )
+        if tilt is not None and tilt != "auto":
+            validate_temperature(float(tilt))
+        configs = tuple(_own_part(one) for one in named)
+        for number, config in enumerate(configs):
+            _validate(number, config)
+        return cls(configs, tilt, warm_start, warm_epochs)
+
+    @property
+    def needs_factors(self) -> bool:
+        """Whether a reward or the tilt reads a factorization of each round's log."""
+        return self.tilt is not None or any(_factor_rewards(config) for config in self.configs)
+
+    @property
+    def names(self) -> list[str]:
+        """Directories of the runs: number and objective of every configuration."""
+        return [f"{number}-{_objective(config)}" for number, config in enumerate(self.configs)]
+
+    def train(
+        self, root: Path, data: Prepared, before: Path | None, *, seed: int, trust: Sequence[str], progress: bool
+    ) -> Training:
+        """Trains the policy of a round. Completed parts are not repeated.
+
+        Args:
+            root: directory of the round.
+            data: its prepared log.
+            before: directory of the previous round; None = this is the first one.
+            seed: seed of all random numbers.
+            trust: packages whose classes the configurations may name.
+            progress: show progress bars on a terminal.
+        """
+        factors = self._factors(root / FACTORS, data, seed, progress) if self.needs_factors else None
+        start = self._start(data, before, trust)
+        run = start
+        for number, (name, given) in enumerate(zip(self.names, self.configs, strict=True)):
+            config = _with_factors(given, root / FACTORS)
+            options: dict[str, Any] = {"seed": seed, "data.seed": seed, "progress": progress}
+            if number == 0 and start is not None and self.warm_epochs is not None:
+                options["trainer.max_epochs"] = self.warm_epochs
+            run = _trained(root / RUNS / name, data, config, run, options, trust)
+        assert run is not None
+        if self.tilt is not None:
+            assert factors is not None
+            run = self._tilted(root / RUNS / "tilted", run, factors, data, trust, progress)
+        return Training(run, start is not None)
+
+    def _start(self, data: Prepared, before: Path | None, trust: Sequence[str]) -> Run | None:
+        """The run of the previous round that the first configuration starts from; None = it starts from scratch."""
+        if before is None or not self.warm_start:
+            return None
+        run = Run.open(before / RUNS / self.names[0], trust)
+        return run if run.items.equals(data.item_ids()) else None
+
+    @staticmethod
+    def _factors(out: Path, data: Prepared, seed: int, progress: bool) -> Factors:
+        if kind_of(out) == "factors":
+            return Factors.open(out)
+        return factorize(data, out, seed=seed, progress=progress)
+
+    def _tilted(
+        self, out: Path, run: Run, factors: Factors, data: Prepared, trust: Sequence[str], progress: bool
+    ) -> Run:
+        if (out / FINISHED).is_file():
+            return Run.open(out, trust)
+        temperature = self.tilt if self.tilt is not None else "auto"
+        tilted = tilt(run, factors, data, out=out, temperature=temperature, trust=trust, progress=progress).run
+        return run if tilted is None else tilted
+
+
+@dataclass(frozen=True)
+class Training:
+    """The result of a round's training.
+
+    Attributes:
+        run: the policy that serves next.
+        warm_start: whether its first run started from the previous round.
+    """
+
+    run: Run
+    warm_start: bool
+
+
+def _trained(
+    out: Path, data: Prepared, config: Mapping[str, Any], start: Run | None, options: Mapping[str, Any], trust: Any
+) -> Run:
+    """A finished run, a run that continues from its last checkpoint, or a new run."""
+    if (out / FINISHED).is_file():
+        return Run.open(out, trust)
+    goes_on = checkpoint_path(out, "last").exists()
+    again = not goes_on and (out / RESOLVED).is_file()
+    return train(data, config=config, out=out, init_from=start, resume=goes_on, overwrite=again, trust=trust, **options)
+
+
+def _own_part(named: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
+    content = named if isinstance(named, Mapping) else read_yaml(Path(named), "name a training configuration")
+    config = {key: copy.deepcopy(value) for key, value in content.items() if key not in ("out", "init_from", "resume")}
+    if isinstance(config.get("data"), dict):
+        config["data"].pop("prepared", None)
+    return config
+
+
+def _validate(number: int, config: Mapping[str, Any]) -> None:
+    """Checks names and types before the simulation. Training checks what depends on the data when it begins."""
+    try:
+        arguments = [*as_arguments(_with_factors(config, Path(FACTORS))), "--out", "run", "--data.prepared", "prepared"]
+        train_parser().parse_args(arguments, defaults=False)
+    except ArgumentError as error:
+        raise RecpoError(
+            f"loop: recipe, configuration {number} ({_objective(config)}): {error}",
+            code="bad_value",
+            field=f"recipe[{number}]",
+        ) from error
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    objective = config.get("objective")
+    named = objective.get("class_path", _DEFAULT_OBJECTIVE) if isinstance(objective, Mapping) else objective
+    return str(named or _DEFAULT_OBJECTIVE).rsplit(".", 1)[-1]
+
+
+def _with_factors(config: Mapping[str, Any], factors: Path) -> dict[str, Any]:
+    """The configuration, in which every ``FactorReward`` reads ``factors``."""
+    found = copy.deepcopy(dict(config))
+    for reward in _factor_rewards(found):
+        reward.setdefault("init_args", {})["factors"] = str(factors)
+    return found
+
+
+def _factor_rewards(part: Any) -> list[dict[str, Any]]:
+    """Every ``FactorReward`` of a configuration, at any depth."""
+    if isinstance(part, list):
+        return [found for one in part for found in _factor_rewards(one)]
+    if not isinstance(part, Mapping):
+        return []
+    own = [part] if str(part.get("class_path", "")).rsplit(".", 1)[-1] == _REWARD else []
+    return [*own, *(found for value in part.values() for found in _factor_rewards(value))]  # type: ignore[list-item]
+
+
+@dataclass(frozen=True)
+class NextEstimate:
+    """The expected earnings of the next policy before it serves, from the log of the policy before it.
+
+    Attributes:
+        value: mean logged reward per exposure of slates drawn as they will be served; None = not known.
+        low: lower end of the 95 % bootstrap interval over users.
+        high: its upper end.
+        effective_rows: the number of equally weighted exposures with the same information.
+        warnings: reasons why the number may be wrong.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    effective_rows: float | None
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, document: Document) -> NextEstimate | None:
+        """Reads the estimate from the document of an evaluation; None if the log has no propensities."""
+        (contender,) = (one for one in document["contenders"] if one["name"] == NEXT)
+        for entry in contender["off_policy"]:
+            if (entry["target"], entry["estimator"]) == (POLICY, ESTIMATOR):
+                ends = entry["intervals"]["bootstrap"]
+                effective = entry["effective_sample_size"]
+                return cls(entry["value"], ends["low"], ends["high"], effective, tuple(entry["warnings"]))
+        return None
+
+
+def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, size: int, ks: list[int]) -> Contender:
+    """The bundle as a contender whose log-probabilities are those of its slates, including exploration.
+
+    The target ``policy`` of the off-policy values is therefore an item at a random place of a slate as it will be
+    served. Lists are the bundle's best items. Slates of ``size`` items stand for all slates, including the shorter last
+    ones of a session.
+
+    Args:
+        bundle: the bundle that serves next.
+        data: prepared log with the bundle's items.
+        exploration: how slates are drawn; None = the best items in order.
+        size: items of a slate.
+        ks: list lengths of the evaluation.
+    """
+    (plain,) = contenders_of([bundle], data, ks)
+    served = BEST if exploration is None else exploration
+    return replace(plain, name=NEXT, load=partial(_load, plain, bundle, served, min(size, data.num_items)))
+
+
+def _load(plain: Contender, bundle: Bundle, exploration: Exploration, size: int) -> Loaded:
+    loaded = plain.load()
+    slates = _Slates(loaded.recommender, bundle, exploration, size)
+    recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
+    return loaded._replace(recommender=recommender)
+
+
+@dataclass
+class _Slates:
+    """The lists of a bundle, and the probabilities of its slates for the batch of the latest lists."""
+
+    bundle: Recommender
+    of: Bundle
+    exploration: Exploration
+    size: int
+    exclude: Tensor | None = None
+    shortlists: Recommendations | None = None
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        """The k best items. Keeps the whole shortlist for ``log_prob``."""
+        assert self.bundle.recommend is not None
+        width = min(max(self.size, self.exploration.shortlist), self.of.k)
+        found = self.bundle.recommend(histories, max(k, width), exclude)
+        self.exclude = exclude
+        self.shortlists = Recommendations(found.item_ids[:, :width], found.scores[:, :width])
+        return Recommendations(found.item_ids[:, :k], found.scores[:, :k])
+
+    def log_prob(self, batch: FeedbackBatch) -> Tensor:
+        """``[B, S, 1]``; -inf = slates of this context never show the item."""
+        assert self.shortlists is not None
+        items, scores = (part.numpy() for part in self.shortlists)
+        barred = items[:, :0] if self.exclude is None else self.exclude.numpy()
+        pools = [Pool.of(len(self.of.items), exclude=row) for row in barred]
+        filled = np.where(items > 0, scores, -np.inf)
+        found = self.exploration.probabilities(items, filled, self.size, batch.slates.item_ids.numpy(), pools)
+        return torch.from_numpy(found).log()[:, :, None]
+
+
+def logged_reward(data: Prepared, split: HeldOut, reward: LoggedReward) -> float | None:
+    """Mean reward of the exposures of a held-out period; None if no exposure has a reward."""
+    total = count = 0.0
+    for shard in range(data.num_shards(split)):
+        events = data.load(split, shard)
+        values = rewarded(events, reward).reward[events.is_target]
+        known = values[~np.isnan(values)]
+        total, count = total + float(known.sum()), count + len(known)
+    return total / count if count else None

@@ -24,9 +24,10 @@ from recpo.log.id_map import IdMap
 from tests.conftest import resealed
 
 SECTIONS = (
-    "warnings",
-    "summary",
+    "answer",
     "metrics",
+    "warnings",
+    "reading",
     "headroom",
     "differences",
     "plots",

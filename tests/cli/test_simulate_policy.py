@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.base.features import Category, FeatureSchema, Number
 from recpo.cli.main import main
 from recpo.lists.exploration import inclusion_probabilities
-from recpo.verbs.simulated_service import BundleService
+from recpo.verbs.simulate import BundleService
 from recpo.worlds.truth import Truth
+from tests.refusals import refused
 
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)
 FLAGS = ["--exploration.temperature=0.7", "--exploration.epsilon=0.2", "--exploration.shortlist=20"]
@@ -101,20 +101,20 @@ def test_prepare_reads_the_union_of_the_logs(road, explored, tmp_path):
 def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path, capsys):
     bundle, world = road / "bundle", road / "log"
     other = recpo.simulate(tmp_path / "other", users=60, items=80, events=500, seed=5)
-    for options, message in (
-        ({"policy": bundle, "after": other}, "lists items that the simulation does not have"),
-        ({"policy": bundle, "after": tmp_path}, "is not a simulation"),
-        ({"policy": bundle, "after": []}, "empty list"),
-        ({"policy": bundle}, "policy and after together"),
-        ({"after": world}, "policy and after together"),
-        ({"exploration": EXPLORE}, "policy and after together"),
-        ({"policy": bundle, "after": world, "users": 50}, "users is 50, .* has 60"),
-        ({"policy": bundle, "after": world, "days": 0}, "days is 0"),
-        ({"policy": bundle, "after": world, "seed": 1.5}, "seed is 1.5"),
-        ({"policy": bundle, "after": world, "world": "small"}, "world is small"),
-        ({"policy": world, "after": world}, "is not a bundle but a simulation"),
+    for options, refusal in (
+        ({"policy": bundle, "after": other}, ("mismatch", "items")),
+        ({"policy": bundle, "after": tmp_path}, ("wrong_file", "log")),
+        ({"policy": bundle, "after": []}, ("empty", "after")),
+        ({"policy": bundle}, ("missing_option", "policy")),
+        ({"after": world}, ("missing_option", "after")),
+        ({"exploration": EXPLORE}, ("missing_option", "exploration")),
+        ({"policy": bundle, "after": world, "users": 50}, ("conflicting_options", "users")),
+        ({"policy": bundle, "after": world, "days": 0}, ("out_of_range", "days")),
+        ({"policy": bundle, "after": world, "seed": 1.5}, ("out_of_range", "seed")),
+        ({"policy": bundle, "after": world, "world": "small"}, ("conflicting_options", "world")),
+        ({"policy": world, "after": world}, ("wrong_file",)),
     ):
-        with pytest.raises(recpo.RecpoError, match=message):
+        with refused(*refusal):
             recpo.simulate(tmp_path / "out", **options)
     flags = [f"--out={tmp_path / 'out'}", f"--policy={bundle}", f"--after={world}", "--users=50"]
     assert main(["simulate", *flags]) == 1
@@ -152,9 +152,9 @@ def test_features_that_a_simulation_lacks_are_named(road):
     bundle, world = recpo.Bundle.load(road / "bundle"), recpo.load(road / "log")
     features = FeatureSchema(user=(Number("income", mean=0.0, std=1.0),), context=(Category("surface", num_codes=3),))
     reading = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=features))
-    with pytest.raises(RecpoError, match="reads user features and context features, which this simulation does not"):
+    with refused("unsupported", "policy"):
         BundleService(reading).validate(world.truth)
     only_users = dataclasses.replace(features, context=())
     reading = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=only_users))
-    with pytest.raises(RecpoError, match="reads the user features income, the world's table of users has user_id, age"):
+    with refused("mismatch", "income"):
         BundleService(reading, users=pa.table({"user_id": [1], "age": [2.0]})).validate(world.truth)

@@ -22,7 +22,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
-from recpo.verbs import loop_recipe
+from recpo.verbs import loop_rounds
 from recpo.verbs import tilt as verb
 from tests.conftest import resealed
 
@@ -255,8 +255,8 @@ def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(roa
 
 def test_a_recipe_keeps_its_policy_where_no_beta_is_better(road, tmp_path, monkeypatch):
     base = recpo.load(road.root / "base")
-    monkeypatch.setattr(loop_recipe, "tilt", lambda *_, **__: tilting.TiltResult(None, math.inf, 0.0, "grade", 10, ()))
-    recipe = loop_recipe.Recipe((), "auto")
+    monkeypatch.setattr(loop_rounds, "tilt", lambda *_, **__: tilting.TiltResult(None, math.inf, 0.0, "grade", 10, ()))
+    recipe = loop_rounds.Recipe((), "auto")
     data, factors = recpo.load(road.prepared), recpo.load(road.root / "factors")
     assert recipe._tilted(tmp_path / "tilted", base, factors, data, (), False) is base
 

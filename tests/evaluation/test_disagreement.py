@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from recpo.evaluation.disagreement import best_by_value, disagreement
 from recpo.evaluation.document import with_holm
+from recpo.evaluation.reading import best_by_value, disagreement
 
 
 def estimate(mean, half_width=0.01):
     return {"mean": mean, "half_width": half_width, "n": 200}
+
+
+ENDS = {"bootstrap": {"low": None, "high": None}}
 
 
 def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, off_policy=(), flagged=()):
@@ -22,7 +25,13 @@ def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, of
             "kind": "run",
             "metrics": {m: estimate(means[i]) for m, means in metrics.items()},
             "off_policy": [
-                {"target": "top_10", "estimator": "SNIPS", "value": value, "warnings": ["x"] * (name in flagged)}
+                {
+                    "target": "top_10",
+                    "estimator": "SNIPS",
+                    "value": value,
+                    "warnings": ["x"] * (name in flagged),
+                    "intervals": ENDS,
+                }
                 for value in off_policy[i : i + 1]
             ],
         }
@@ -40,6 +49,7 @@ def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, of
                     "target": "top_10",
                     "estimator": "SNIPS",
                     "value": off_policy[j] - off_policy[i],
+                    "intervals": ENDS,
                     "standard_error": half_width / 2,
                     "users": 200,
                 }

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.prepared import Prepared
 from recpo.verbs.evaluate import evaluate
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_differences_and_values_as_frames(found):
     assert {"logging policy", "top_5", "top_10"} == set(values["target"])
     known = values.dropna(subset=["value", "low"])
     assert ((known["low"] <= known["value"]) & (known["value"] <= known["high"])).mean() > 0.9
-    with pytest.raises(RecpoError, match="rows is 'all', expected one of metrics, differences, off_policy"):
+    with refused("unknown_name", "rows"):
         found.to_pandas("all")
 
 
@@ -61,7 +61,7 @@ def test_written_opened_and_loaded_it_is_the_same(found, tmp_path):
         assert opened.document == found.document
         assert opened.options == found.options
         assert opened.path == tmp_path / "evaluation"
-    with pytest.raises(RecpoError, match="exists already"):
+    with refused("exists"):
         found.write(tmp_path / "evaluation")
     assert found.write(tmp_path / "evaluation", overwrite=True).document == found.document
 

@@ -7,12 +7,13 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.evaluation.document import with_holm
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.page import html_report
+from recpo.evaluation.html_report.view import EvaluationView, html_report
 
 HOSTILE = "<script>alert('x')</script>\"&]]>--> {{ 7*7 }}"
 TAIL = {"quantile_99": 9.0, "largest": 12.0, "largest_share": 0.02, "pareto_k": None, "zero_share": 0.5}
@@ -119,7 +120,7 @@ def test_hostile_strings_are_text_everywhere():
     assert "script" not in found.tags
     assert "<script" not in page
     assert "7*7" in page
-    assert "49" not in found.text.split("Warnings")[1].split("Summary")[0]
+    assert "49" not in found.text.split("Warnings")[-1].split("In words")[0]
     assert found.text.count("alert('x')") > 10
 
 
@@ -148,6 +149,58 @@ def test_one_contender_without_off_policy_values_leaves_those_sections_out():
     for heading in ("Paired differences", "Off-policy value", "Training curves"):
         assert f"{heading}</h2>" not in page
     assert "nothing was found that makes these numbers weaker" in page
+
+
+def runs_of(*recipes):
+    """Runs with these configurations, the first of a contender named by its place."""
+    document = document_of([contender(f"run-{i}", "run", 0.2 + i / 100) for i in range(len(recipes))])
+    facts = [{"kind": "run", "path": f"out/run-{i}", "max_history": 20} for i in range(len(recipes))]
+    for fact, recipe in zip(facts, recipes, strict=True):
+        fact["configuration"] = yaml.safe_dump(recipe)
+    return document | {"provenance": {"data": {}, "runs": {f"run-{i}": fact for i, fact in enumerate(facts)}}}
+
+
+def test_training_seeds_of_one_recipe_are_one_row_with_their_spread():
+    pretrained = [{"objective": "Likelihood", "seed": i, "data": {"seed": i}, "out": f"o{i}"} for i in range(2)]
+    aligned = [{"objective": "DPO", "seed": i, "init_from": f"out/run-{i}"} for i in range(2)]
+    only = runs_of(*pretrained)
+    assert [row.name for row in EvaluationView(only).rows] == ["run (2 seeds)"]
+    document = runs_of(*pretrained, *aligned, {"objective": "DPO", "seed": 2, "init_from": "elsewhere"})
+    view = EvaluationView(document)
+    assert [len(row.members) for row in view.rows] == [2, 2, 1]
+    assert [row.name for row in view.rows] == ["run-0, run-1", "run-2, run-3", "run-4"]
+    assert view.main_table.rows[0].cells[0] == ("0.2050", "0.2000 to 0.2100", "")
+    assert len(view.all_metrics[0][1].rows) == 5
+    copies = runs_of(pretrained[0], pretrained[0], {**pretrained[1], "dim": 8})
+    assert [len(row.members) for row in EvaluationView(copies).rows] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "best", "against", "difference"),
+    [
+        (["baseline", "baseline", "run"], "c", "b", "+0.2000"),
+        (["run", "baseline", "run"], "c", "b", "+0.2000"),
+        (["run", "run", "baseline"], "b", "c", "\u22120.2000"),
+        (["run", "run", "oracle"], "b", "a", "+0.1000"),
+    ],
+)
+def test_the_answer_compares_the_best_with_the_strongest_baseline(kinds, best, against, difference):
+    document = document_of([contender(*one) for one in zip("abc", kinds, (0.1, 0.2, 0.4), strict=True)])
+    answer = EvaluationView(document).answer
+    assert (answer.metric, answer.best, answer.against, answer.difference) == ("NDCG@5", best, against, difference)
+    assert answer.beyond_doubt
+    text = Text(html_report(document)).text
+    assert text.index("Answer", text.index("Conventions")) < text.index("lists of 5; mean")
+    assert "This is beyond doubt" in text
+    for pair in document["differences"]:
+        pair["metrics"]["NDCG@5"]["survives_holm"] = False
+    assert "This may be chance" in html_report(document)
+
+
+def test_without_any_value_the_answer_says_so():
+    document = document_of([contender("a", "run", None)])
+    assert EvaluationView(document).answer is None
+    assert "No contender has a value of NDCG@5" in html_report(document)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import copy
 
 import pytest
 
-from recpo.evaluation.cautions import cautions
 from recpo.evaluation.document import with_holm
-from recpo.evaluation.reading import best_first, paired, reading
+from recpo.evaluation.reading import best_first, cautions, paired, reading
 
 
 def estimate(mean, half_width=0.01):

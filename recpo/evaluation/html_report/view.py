@@ -1,0 +1,588 @@
+"""What the report of an evaluation shows: rows, tables and charts from its document; the templates have the words.
+
+The training seeds of one recipe are one row of the main tables and charts; the tables of all metrics and of all pairs
+have every contender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import combinations
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from recpo.evaluation.headroom import shares_at
+from recpo.evaluation.html_report import svg
+from recpo.evaluation.html_report.off_policy import OffPolicyView
+from recpo.evaluation.html_report.parts import (
+    Cell,
+    Contenders,
+    Figure,
+    Row,
+    Spread,
+    Table,
+    environment,
+    interval_figure,
+    render,
+    rows_of,
+)
+from recpo.evaluation.html_report.svg import number_text
+from recpo.evaluation.reading import (
+    Document,
+    Value,
+    best_first,
+    candidates_sentence,
+    criterion,
+    further_at,
+    further_metrics,
+    lower_is_better,
+    paired,
+    reading,
+    with_interval,
+)
+from recpo.evaluation.segments import NEW_METRICS
+
+_ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
+_DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
+_TRUE = ("true_reward", "true_dislike")
+_MAIN = ("NDCG", "Recall", "HitRate", "MRR", "disliked", *_TRUE)
+_COMPARED = ("NDCG", "Recall", "HitRate", "disliked", "true_reward")
+_DRAWN = ("NDCG", "Recall", "MRR", "disliked", *_TRUE)
+_OVER_K = ("NDCG", "Recall", "HitRate", "disliked")
+_MOST_FOR_ALL_PAIRS = 4
+_SHARES = (
+    ("positive", "+1: watched long, not disliked"),
+    ("neutral", "0: in between"),
+    ("negative", "-1: disliked"),
+    ("unlabeled", "no label"),
+)
+_KINDS = {
+    "run": ("trained run", "trained runs"),
+    "bundle": ("bundle", "bundles"),
+    "factors": ("factor model", "factor models"),
+    "lists": ("system given by its lists", "systems given by their lists"),
+    "baseline": ("baseline", "baselines"),
+    "oracle": ("oracle", "oracles"),
+    "reranked": ("contender with re-ranked lists", "contenders with re-ranked lists"),
+}
+
+
+class Answer(NamedTuple):
+    """Which contender is best by the evaluation's own criterion, and by how much.
+
+    Attributes:
+        metric: the criterion.
+        why: its meaning.
+        best: name of the best contender; the oracle does not compete.
+        among: those that it is the best of.
+        value: its value, with its interval.
+        relation: what ``against`` is.
+        against: the strongest baseline, or the next best contender; empty if there is none to compare with.
+        difference: best - against, paired over users; the mean over training seeds.
+        interval: its 95 % interval; with several training seeds, the widest one that covers theirs.
+        beyond_doubt: the differences of all seeds have one sign and survive Holm's correction.
+    """
+
+    metric: str
+    why: str
+    best: str
+    among: str
+    value: str
+    relation: str = ""
+    against: str = ""
+    difference: str = ""
+    interval: str = ""
+    beyond_doubt: bool = False
+
+
+def html_report(document: Document) -> str:
+    """The whole page. Everything in it comes from ``document``; nothing is loaded from elsewhere.
+
+    Args:
+        document: see ``recpo.evaluation.document.evaluation_document``.
+    """
+    view = EvaluationView(document)
+    setting = view.setting
+    names = ", ".join(row.name for row in view.rows_of_all)
+    return render(
+        "evaluation.html.jinja",
+        title=f"Offline evaluation, {setting['split']} period",
+        subtitle=f"{names}: {view.counts['users']:,} users, {setting['num_items']:,} items, every item ranked",
+        version=setting["recpo_version"],
+        numbers="metrics.json",
+        view=view,
+    )
+
+
+def html_table(document: Document) -> str:
+    """The main table alone, for a notebook."""
+    parts: Any = environment().get_template("parts.html.jinja").module
+    return str(parts.table(EvaluationView(document).main_table))
+
+
+class EvaluationView:
+    """The document of an evaluation as the template reads it."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.setting: Document = document["setting"]
+        self.k: int = self.setting["ks"][0]
+        self.warnings: list[str] = document["warnings"]
+        self.new_items: Document = document["new_items"]
+        self.labels: Document | None = document["labels"]
+        self.training: Document = document["training"]
+        self.provenance: Document = document["provenance"]
+        self.conventions: Document = document["conventions"]
+        self.plain_setting = {name: value for name, value in self.setting.items() if name != "segments"}
+        self.shares = _SHARES
+        self.reading = reading(document)
+        self.rows_of_all = rows_of(document)
+        self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
+        self.off_policy = OffPolicyView(document, self.style)
+
+    # the answer
+
+    @cached_property
+    def criterion(self) -> Value | None:
+        """The measure of value by which the best contender is named."""
+        return criterion(self.document)
+
+    @property
+    def answer(self) -> Answer | None:
+        """The best contender; None if no contender has a value."""
+        value, ranked = self.criterion, self._by_criterion
+        if value is None or not ranked:
+            return None
+        tested = [row for row in ranked if row.kind != "baseline"]
+        baselines = [row for row in ranked if row.kind == "baseline"]
+        best, *others = tested or baselines
+        relation = "the strongest baseline" if tested and baselines else "the next best contender"
+        others = baselines if tested and baselines else others
+        spread = _spread(value, best)
+        ends = "" if spread.low is None or spread.high is None else f" ({number_text(spread.low)} to {spread.note})"
+        of_seeds = f"{'range of the seeds' if len(best.members) > 1 else '95 % interval'} "
+        shown = number_text(spread.mean) + (ends.replace("(", f"({of_seeds}") if ends else "")
+        among = "of all contenders but the baselines" if tested and baselines else "of all contenders"
+        answer = Answer(value.name, value.why, best.name, among, shown)
+        for other in others:
+            pairs = [value.difference(one["name"], two["name"]) for one in best.members for two in other.members]
+            known = [pair for pair in pairs if pair is not None]
+            if len(known) == len(pairs):
+                lows, highs = [d.low for d in known if d.low is not None], [d.high for d in known if d.high is not None]
+                what = "95 % interval" if len(known) == 1 else f"95 % intervals of {len(known)} pairs of seeds together"
+                return answer._replace(
+                    relation=relation,
+                    against=other.name,
+                    difference=f"{fmean(d.mean for d in known):+.4f}".replace("-", "\u2212"),
+                    interval=f"{what} {number_text(min(lows))} to {number_text(max(highs))}" if lows and highs else "",
+                    beyond_doubt=all(d.survives for d in known) and len({d.mean > 0 for d in known}) == 1,
+                )
+        return answer
+
+    @property
+    def picture(self) -> Figure:
+        """All contenders by the criterion, best first, with their intervals."""
+        value = self.criterion
+        name = f"NDCG@{self.k}" if value is None else value.name
+        rows = [
+            _interval_row(row.name, None if value is None else _spread(value, row), row.style)
+            for row in self._by_criterion
+        ]
+        return interval_figure(name, f"{name} of every contender, the best first", rows, "95 % intervals; seeds: range")
+
+    @cached_property
+    def _by_criterion(self) -> list[Contenders]:
+        value = self.criterion
+        if value is None:
+            return []
+        known = [
+            row
+            for row in self.rows_of_all
+            if row.kind != "oracle" and all(one["name"] in value.of for one in row.members)
+        ]
+        return sorted(known, key=lambda row: -_spread(value, row).mean)
+
+    # metrics
+
+    @property
+    def ranked(self) -> list[Document]:
+        """The contenders that made lists."""
+        return [contender for contender in self.document["contenders"] if contender["metrics"]]
+
+    @property
+    def rows(self) -> list[Contenders]:
+        """Their rows."""
+        return [row for row in self.rows_of_all if row.members[0]["metrics"]]
+
+    @property
+    def single(self) -> list[Contenders]:
+        """One row per contender that made lists, seeds or not."""
+        return [Contenders(one["name"], [one], self.style[one["name"]]) for one in self.ranked]
+
+    @property
+    def counts(self) -> Document:
+        """Counts of the users."""
+        found: Document = self.ranked[0]["counts"]
+        return found
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anything to compare."""
+        return len(self.ranked) > 1
+
+    @property
+    def who(self) -> str:
+        """The number of contenders of each kind."""
+        numbers = {kind: sum(one["kind"] == kind for one in self.ranked) for kind in _KINDS}
+        return ", ".join(f"{number} {_KINDS[kind][number > 1]}" for kind, number in numbers.items() if number)
+
+    @property
+    def main_table(self) -> Table:
+        """The main metrics at the first k, with the best of a column marked."""
+        metrics = [*self._at(_MAIN, self.k), *further_at(self.document, self.k)]
+        return self._metrics_table(metrics, f"lists of {self.k}", self.rows)
+
+    @property
+    def all_metrics(self) -> list[tuple[str, Table]]:
+        """All metrics of every contender: a table per list length, and one for metrics without a length."""
+        own = further_metrics(self.document)
+        known = (*_ACCURACY, *_DISLIKES, *_TRUE)
+        groups = {f"all metrics, lists of {k}": self._at(known, k) for k in self.setting["ks"]}
+        groups["scores of the exposed items"] = [name for name in self._every if "@" not in name and name not in own]
+        groups["further metrics"] = [name for name in self._every if name in own]
+        return [(title, self._metrics_table(group, title, self.single)) for title, group in groups.items() if group]
+
+    @property
+    def new_items_tables(self) -> list[Table]:
+        """Metrics on new items, a table per list length."""
+        return self._tables_per_k(lambda k: self._at(NEW_METRICS, k), "new items, ")
+
+    @property
+    def beyond_accuracy(self) -> list[Table]:
+        """The other metrics of lists, which are neither better nor worse when larger."""
+        known = {*_ACCURACY, *_DISLIKES, *_TRUE, *NEW_METRICS}
+        own = further_metrics(self.document)
+        beyond = [name for name in self._every if "@" in name and name not in own and name.split("@")[0] not in known]
+        return self._tables_per_k(lambda k: [name for name in beyond if name.endswith(f"@{k}")], "", is_ranked=False)
+
+    @property
+    def totals(self) -> list[Table]:
+        """Metrics of all lists together, such as coverage."""
+        names = list(dict.fromkeys(total for contender in self.ranked for total in contender["totals"]))
+        rows = [
+            Row(one.name, [_total_cell(one.members[0]["totals"].get(name)) for name in names], one.style)
+            for one in self.single
+            if one.members[0]["totals"]
+        ]
+        return [Table("of all lists together", ["contender", *names], rows)] if names else []
+
+    @property
+    def headroom(self) -> list[Table]:
+        """The shares of the true value between the start and the oracle, one table per list length."""
+        found, tables = self.document.get("headroom") or {}, []
+        for k in self.setting["ks"]:
+            rows = [Row(name, [_share_cell(value)], self.style[name]) for name, value in shares_at(self.document, k)]
+            if rows:
+                ends = found["metrics"][f"true_reward@{k}"]
+                caption = (
+                    f"lists of {k}; (true reward - start) / (oracle - start) ± half of the 95 % interval over users; "
+                    f"start: {found['start']}, {ends['start']:.4f} ({found['start_is']}); oracle: every user's best "
+                    f"items by true reward among those that may be listed, {ends['oracle']:.4f}"
+                )
+                tables.append(Table(caption, ["contender", "share of the headroom"], rows))
+        return tables
+
+    def segment_table(self, segment: str) -> Table:
+        """NDCG of every contender by the bins of a segment."""
+        metric, bins = f"NDCG@{self.k}", self.setting["segments"][segment]
+        rows = []
+        for one in self.single:
+            if found := one.members[0]["segments"].get(segment):
+                cells = [_spread_cell(Spread.of([found.get(name, {}).get(metric)])) for name in bins]
+                rows.append(Row(one.name, cells, one.style))
+        sizes = self.ranked[0]["segments"].get(segment, {})
+        head = [f"{name} (n = {sizes.get(name, {}).get(metric, {}).get('n', 0):,})" for name in bins]
+        return Table(f"{metric} by {segment}", ["contender", *head], rows)
+
+    # differences
+
+    @cached_property
+    def compared_pairs(self) -> list[tuple[str, str]]:
+        """All pairs, the better one first; if there are many, the best contender with each of the others."""
+        names = [contender["name"] for contender in best_first(self.document, f"NDCG@{self.k}")]
+        others = [contender["name"] for contender in self.ranked if contender["kind"] != "oracle"]
+        names += [name for name in others if name not in names]
+        if len(names) <= _MOST_FOR_ALL_PAIRS:
+            return list(combinations(names, 2))
+        return [(names[0], name) for name in names[1:]]
+
+    @property
+    def all_pairs(self) -> list[tuple[str, str]]:
+        """Every pair of contenders as in the document."""
+        return [(pair["contender"], pair["against"]) for pair in self.document["differences"]]
+
+    @property
+    def comparisons(self) -> int:
+        """The number of comparisons on NDCG."""
+        return sum(f"NDCG@{self.k}" in pair["metrics"] for pair in self.document["differences"])
+
+    def differences(self, pairs: Sequence[tuple[str, str]]) -> Table:
+        """Paired differences at the first k."""
+        metrics = [*self._at(_COMPARED, self.k), *further_at(self.document, self.k)]
+        rows = [
+            Row(f"{one} - {other}", [_difference_cell(paired(self.document, one, other, name)) for name in metrics])
+            for one, other in pairs
+        ]
+        caption = (
+            f"lists of {self.k}; mean of the per-user difference ± half of its 95 % interval; * survives Holm's "
+            "correction at 5 % for all pairs of contenders on that metric"
+        )
+        return Table(caption, ["contender - against", *metrics], rows)
+
+    @property
+    def difference_charts(self) -> list[Figure]:
+        """Paired differences with their intervals around 0."""
+        leaders = {one for one, _ in self.compared_pairs}
+        remark = f"of {next(iter(leaders))}, uncorrected" if len(leaders) == 1 else "uncorrected"
+        figures = []
+        for metric in self._at(("NDCG", "disliked", "true_reward"), self.k):
+            rows = [
+                _interval_row(f"- {other}" if len(leaders) == 1 else f"{one} - {other}", Spread.of([value]), "s0")
+                for one, other in self.compared_pairs
+                if (value := paired(self.document, one, other, metric)) is not None
+            ]
+            about = f"paired differences of {metric}: means with 95 % intervals; the dashed line is 0"
+            figures.append(interval_figure(metric, about, rows, remark, with_zero=True))
+        return figures
+
+    # charts
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """Color and name of every row with lists."""
+        return [(row.style, row.name) for row in self.rows if row.members[0]["totals"]]
+
+    @property
+    def metric_charts(self) -> list[Figure]:
+        """One chart of dots and whiskers per main metric at the first k."""
+        return [
+            interval_figure(
+                metric,
+                f"{metric} of every contender with its 95 % interval",
+                [
+                    _interval_row(row.name, Spread.of(_values_of(row, metric)), row.style)
+                    for row in self.rows
+                    if metric in row.members[0]["metrics"]
+                ],
+                f"{'lower' if lower_is_better(metric, self.document) else 'higher'} is better",
+            )
+            for metric in self._at(_DRAWN, self.k)
+        ]
+
+    @property
+    def over_k_charts(self) -> list[Figure]:
+        """Metrics over the list length, one line per row."""
+        ks, figures = sorted(self.setting["ks"]), []
+        for name in _OVER_K:
+            lines = [
+                svg.Line(row.name, points, row.style)
+                for row in self.rows
+                if (points := _points((k, _values_of(row, f"{name}@{k}")) for k in ks))
+            ]
+            if lines:
+                drawn = svg.line_chart(f"{name}@k", f"{name} over the list length k", lines, x_label="k")
+                figures.append(Figure(f"{name}@k", Markup(drawn)))
+        return figures
+
+    @property
+    def segment_charts(self) -> list[Figure]:
+        """NDCG by the bins of every segment."""
+        metric, figures = f"NDCG@{self.k}", []
+        for segment, bins in self.setting["segments"].items():
+            lines = []
+            for row in self.rows:
+                found = [one["segments"].get(segment, {}) for one in row.members]
+                points = _points((i, [one.get(name, {}).get(metric) for one in found]) for i, name in enumerate(bins))
+                lines += [svg.Line(row.name, points, row.style)] if points else []
+            if lines:
+                title = f"{metric} by {segment}"
+                drawn = svg.line_chart(title, f"{title}, with 95 % intervals", lines, x_label=segment, x_names=bins)
+                figures.append(Figure(title, Markup(drawn)))
+        return figures
+
+    @property
+    def label_charts(self) -> list[Figure]:
+        """Shares of +1, 0 and -1 by duration, one chart per period."""
+        figures = []
+        for period, groups in self._periods:
+            rows = [
+                svg.Shares(
+                    group["name"],
+                    [(style, name, group[style] / max(1, group["events"])) for style, name in _SHARES],
+                    f"{group['events']:,}",
+                )
+                for group in groups
+            ]
+            drawn = svg.shares_chart(f"labels, {period} period", "share of each label by duration of the item", rows)
+            figures.append(Figure(f"{period} period", Markup(drawn), "by duration, and number of events"))
+        return figures
+
+    @property
+    def quantile_charts(self) -> list[Figure]:
+        """Distribution of watch quantiles by duration, one chart per period."""
+        figures = []
+        for period, groups in self._periods:
+            rows = [
+                svg.Histogram(group["name"], group["histogram"], f"{sum(group['histogram']):,}") for group in groups
+            ]
+            about = "distribution of watch quantiles by duration of the item"
+            drawn = svg.histogram_chart(f"watch quantiles, {period} period", about, rows)
+            figures.append(Figure(f"{period} period", Markup(drawn), "dashed: evenly spread"))
+        return figures
+
+    @property
+    def training_charts(self) -> list[Figure]:
+        """Validation metrics of all runs in one chart; a chart per run for losses, which are not comparable."""
+        metrics = list(dict.fromkeys(metric for run in self.training.values() for metric in run))
+        figures = []
+        for metric in (metric for metric in metrics if metric.startswith("val/")):
+            lines = [self._curve(run, points[metric]) for run, points in self.training.items() if metric in points]
+            drawn = svg.line_chart(metric, f"{metric} over optimizer steps", lines, x_label="step")
+            figures.append(Figure(metric, Markup(drawn)))
+        for run, points in self.training.items():
+            if "train/loss" in points:
+                line = self._curve(run, points["train/loss"])
+                drawn = svg.line_chart(f"loss of {run}", "training loss over optimizer steps", [line], x_label="step")
+                figures.append(Figure("train/loss", Markup(drawn), run))
+        return figures
+
+    @property
+    def training_legend(self) -> list[tuple[str, str]]:
+        """Color and name of every run with curves."""
+        return [(self.style[run], run) for run in self.training]
+
+    def _curve(self, run: str, points: Sequence[tuple[float, float]]) -> svg.Line:
+        return svg.Line(run, [svg.Point(step, value) for step, value in points], self.style[run])
+
+    # data
+
+    @property
+    def candidates(self) -> str:
+        """Which items were candidates, in a sentence; empty = all were."""
+        return "" if self.document["candidates"] is None else candidates_sentence(self.document)
+
+    @staticmethod
+    def facts(caption: str, facts: Mapping[str, Any], *without: str) -> Table:
+        """A table of two columns: name and value."""
+        rows = [Row(name, [Cell(_plain(fact), style="words")]) for name, fact in facts.items() if name not in without]
+        return Table(caption, [], rows)
+
+    # helpers
+
+    @cached_property
+    def _every(self) -> list[str]:
+        """Names of all metrics, in the order of the contenders."""
+        return list(
+            dict.fromkeys(metric for contender in self.document["contenders"] for metric in contender["metrics"])
+        )
+
+    def _at(self, names: Iterable[str], k: int) -> list[str]:
+        """The metrics among ``names`` at ``k`` that at least one contender has."""
+        return [f"{name}@{k}" for name in names if f"{name}@{k}" in self._every]
+
+    @property
+    def _periods(self) -> list[tuple[str, list[Document]]]:
+        """Labels by period, training first."""
+        periods = {} if self.labels is None else self.labels["periods"]
+        return sorted(periods.items(), key=lambda period: period[0] != "train")
+
+    def _tables_per_k(self, names: Callable[[int], list[str]], about: str, *, is_ranked: bool = True) -> list[Table]:
+        return [
+            self._metrics_table(found, f"{about}lists of {k}", self.single, is_ranked=is_ranked)
+            for k in self.setting["ks"]
+            if (found := names(k))
+        ]
+
+    def _metrics_table(
+        self, metrics: Sequence[str], about: str, rows: Sequence[Contenders], *, is_ranked: bool = True
+    ) -> Table:
+        """``metrics`` with intervals, for every row that has at least one of them; the best is marked."""
+        values = {row.name: [Spread.of(_values_of(row, metric)) for metric in metrics] for row in rows}
+        best = []
+        for place, metric in enumerate(metrics):
+            sign = -1 if lower_is_better(metric, self.document) else 1
+            known = [(values[row.name][place], row.name) for row in rows if row.kind != "oracle" and is_ranked]
+            leaders = [(sign * value.mean, name) for value, name in known if value is not None]
+            best.append(max(leaders, key=lambda one: one[0])[1] if leaders else None)
+        shown = [
+            Row(
+                row.name,
+                [_spread_cell(v, "best" if row.name == b else "") for v, b in zip(values[row.name], best, strict=True)],
+                row.style,
+            )
+            for row in rows
+            if any(metric in one["metrics"] for one in row.members for metric in metrics)
+        ]
+        arrows = [
+            f" {'↓' if lower_is_better(metric, self.document) else '↑'}" if is_ranked else "" for metric in metrics
+        ]
+        head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
+        caption = f"{about}; mean ± half of the 95 % interval over users"
+        caption += "; seeds: mean, lowest to highest" if any(len(row.members) > 1 for row in rows) else ""
+        caption += "; ↑ higher is better, ↓ lower; shaded: the best" if is_ranked else ""
+        return Table(caption, ["contender", *head], shown)
+
+
+def _values_of(row: Contenders, metric: str) -> list[Document | None]:
+    return [one["metrics"].get(metric) for one in row.members]
+
+
+def _spread(value: Value, row: Contenders) -> Spread:
+    """The criterion of a row whose members all have it."""
+    names = [one["name"] for one in row.members]
+    values = [value.of[name] for name in names]
+    low, high = (min(values), max(values)) if len(names) > 1 else value.ends[names[0]]
+    return Spread(fmean(values), low, high, "" if high is None else number_text(high))
+
+
+def _interval_row(label: str, value: Spread | None, style: str) -> svg.IntervalRow:
+    if value is None:
+        return svg.IntervalRow(label, None, None, None, style)
+    return svg.IntervalRow(label, value.mean, value.low, value.high, style)
+
+
+def _points(values: Iterable[tuple[float, Sequence[Document | None]]]) -> list[svg.Point]:
+    spreads = [(x, Spread.of(found)) for x, found in values]
+    return [svg.Point(x, spread.mean, spread.low, spread.high) for x, spread in spreads if spread is not None]
+
+
+def _spread_cell(value: Spread | None, style: str = "") -> Cell:
+    return Cell("-") if value is None else Cell(f"{value.mean:.4f}".replace("-", "\u2212"), value.note, style)
+
+
+def _share_cell(value: Mapping[str, Any]) -> Cell:
+    width = "" if value["half_width"] is None else f"±{100 * value['half_width']:.1f}"
+    return Cell(f"{100 * value['mean']:.1f} %".replace("-", "\u2212"), width)
+
+
+def _difference_cell(value: Document | None) -> Cell:
+    if value is None:
+        return Cell("-")
+    mean, _, half_width = with_interval(value, signed=True).partition(" ")
+    survives = value["survives_holm"]
+    return Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
+
+
+def _total_cell(value: float | None) -> Cell:
+    return Cell("-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
