@@ -126,7 +126,7 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 _REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")

@@ -14,6 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Feature, FeatureSchema
 from recpo.ops.kernels import KEEP_BYTES
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import LOOKUPS_WORTH, ItemTable
 from recpo.policies.semantic_id import semantic_network
@@ -40,6 +41,7 @@ _BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
 # training counts, tail flags, and flags of the items on a list of the validation
 _BYTES_PER_ITEM = 8 + 1 + 8
 _NOWHERE = Placement("", [])
+_BLOCKS: dict[policy_costs.Blocks, type[Block]] = {"sasrec": SASRecBlock, "hstu": HSTUBlock}
 _POSITIVE = (
     *("num_items", "ranks", "batch_size", "history_length", "dim", "layers", "heads"),
     *("num_negatives", "decoder_layers", "kv_groups", "kv_layers", "feature_hidden"),
@@ -150,7 +152,7 @@ class Workload(WorkloadOptions):
     def policy_on_meta(self) -> nn.ModuleDict:
         """The policy's modules with parameters, by name, on the meta device (no memory)."""
         encoder: dict[str, Any] = {
-            **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
+            **{"dim": self.dim, "block": _BLOCKS[self.blocks], "layers": self.layers, "heads": self.heads},
             **{"max_history": self.history_length, "dropout": 0.0, "feedback_levels": self.feedback_levels},
         }
         with torch.device("meta"):

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     from recpo.evaluation.evaluation import Evaluation
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"

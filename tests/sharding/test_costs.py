@@ -16,7 +16,7 @@ from recpo.base.features import Categories, Category, FeatureSchema, Number, Vec
 from recpo.base.types import Features
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import HistoryEncoder, HSTUBlock, SASRecBlock
 from recpo.policies.item_features import FeatureEncoder, ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
@@ -27,10 +27,12 @@ from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
 from recpo.verbs.plan import item_features_of
 
+BLOCKS = {"sasrec": SASRecBlock, "hstu": HSTUBlock}
+
 
 def encoder(dim, layers, blocks, heads, history):
     return HistoryEncoder(
-        dim, blocks=blocks, layers=layers, heads=heads, max_history=history, dropout=0.2, feedback_levels=6
+        dim, block=BLOCKS[blocks], layers=layers, heads=heads, max_history=history, dropout=0.2, feedback_levels=6
     )
 
 
@@ -183,9 +185,9 @@ def test_memory_and_operations_of_encoding_features():
 @pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_those_of_the_policy_and_take_no_memory(blocks, tied):
-    sizes = {"dim": 32, "blocks": blocks, "layers": 3, "heads": 4}
-    workload = Workload(50, history_length=9, tie_weights=tied, **sizes)
-    policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, **sizes)
+    sizes = {"dim": 32, "layers": 3, "heads": 4}
+    workload = Workload(50, history_length=9, tie_weights=tied, blocks=blocks, **sizes)
+    policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, block=BLOCKS[blocks], **sizes)
     tables = [table.weight.numel() for table in policy.modules() if isinstance(table, ItemTable)]
     assert [spec.num_rows * spec.dim for spec in workload.tables()] == tables
     assert workload.dense_parameters == parameters(policy) - sum(tables)
@@ -202,7 +204,6 @@ def test_weights_of_semantic_ids(item_vectors):
         1000,
         (64, 32, 16),
         **options,
-        blocks="sasrec",
         max_history=9,
         dropout=0.0,
         feedback_levels=6,

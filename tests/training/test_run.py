@@ -137,7 +137,7 @@ def test_a_flipped_bit_is_refused(copy, file):
 
 def test_other_formats_are_refused_with_what_to_do(copy):
     (copy.root / "run.json").write_text(json.dumps({"num_items": 60, "catalog_checksum": "x", "results": {}}))
-    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 4; train it again"):
+    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 5; train it again"):
         Run.open(copy.root)
 
 
