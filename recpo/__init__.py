@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         WeightedLikelihood as WeightedLikelihood,
     )
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
+    from recpo.policies.encoder import Block as Block, HSTUBlock as HSTUBlock, SASRecBlock as SASRecBlock
     from recpo.policies.item_features import ItemFeatureOptions as ItemFeatureOptions
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
     from recpo.policies.tilted import RerankedPolicy as RerankedPolicy, TiltedPolicy as TiltedPolicy
@@ -190,6 +191,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WeightedLikelihood",
     ),
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
+    "recpo.policies.encoder": ("Block", "HSTUBlock", "SASRecBlock"),
     "recpo.policies.item_features": ("ItemFeatureOptions",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
     "recpo.policies.tilted": ("RerankedPolicy", "TiltedPolicy"),

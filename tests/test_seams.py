@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 import recpo
+from recpo.base.types import Histories
 from recpo.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,11 @@ def documented(page, name, directory, monkeypatch):
 @pytest.fixture
 def metrics(tmp_path, monkeypatch):
     return documented("metrics.md", "my_metrics", tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def blocks(tmp_path, monkeypatch):
+    return documented("training.md", "my_block", tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -173,4 +180,42 @@ def test_a_module_that_cannot_train_a_policy_is_refused(prepared, tmp_path):
     with pytest.raises(recpo.RecpoError) as raised:
         trained(prepared, tmp_path / "out", module="lightning.LightningModule")
     assert (raised.value.code, raised.value.field) == ("wrong_class", "module")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prepared, tmp_path):
+    words = ["--data.prepared", str(prepared), "--data.layout.init_args.history_length", "12", "--allocator", "false"]
+    words += ["--policy.init_args.block", "my_block.ConvolutionBlock", "--policy.init_args.block.init_args.width", "3"]
+    words += ["--policy.init_args.dim", "8", "--policy.init_args.max_history", "12", "--trainer.max_steps", "2"]
+    words += ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 0
+    with pytest.raises(recpo.RecpoError, match="my_block"):
+        recpo.Run.open(tmp_path / "run")
+    run = recpo.Run.open(tmp_path / "run", trust=["my_block"])
+    policy = run.policy()
+    assert [type(block) for block in policy.encoder.blocks] == [blocks.ConvolutionBlock] * 2
+    assert [block.width for block in policy.encoder.blocks] == [3, 3]
+    run.export(tmp_path / "bundle", k=5)
+    bundle = recpo.Bundle.load(tmp_path / "bundle")
+    assert bundle.manifest.options is None
+    served = [item for item, _ in bundle.recommend_one([])]
+    listed = policy.eval().recommend(
+        Histories(torch.zeros(1, 12, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)), 5
+    )
+    assert served == run.items.to_external(listed.item_ids[0].numpy()).to_pylist()
+
+
+def test_a_block_in_python_with_options_of_its_own(blocks, prepared, tmp_path):
+    wide = partial(recpo.SASRecBlock, expansion=2)
+    run = trained(prepared, tmp_path / "wide", policy=partial(recpo.CatalogSoftmaxPolicy, dim=8, block=wide))
+    assert [block.expand.out_features for block in run.policy().encoder.blocks] == [16, 16]
+    run.export(tmp_path / "bundle", k=5)
+    options = recpo.Bundle.load(tmp_path / "bundle", engine="torch").manifest.options
+    assert options["block"] == {"class": "recpo.policies.encoder.SASRecBlock", "options": {"expansion": 2}}
+
+
+@pytest.mark.parametrize("block", ["torch.nn.Linear", "recpo.policies.encoder.kernels", "recpo.CatalogSoftmaxPolicy"])
+def test_what_is_no_block_is_refused(prepared, tmp_path, block):
+    with pytest.raises(recpo.RecpoError):
+        trained(prepared, tmp_path / "out", **{"policy.init_args": {**SMALL["policy.init_args"], "block": block}})
     assert not (tmp_path / "out").exists()

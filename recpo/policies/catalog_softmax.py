@@ -13,7 +13,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies.encoder import HistoryEncoder, readable_ids
+from recpo.policies.encoder import BlockFactory, HistoryEncoder, SASRecBlock, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
@@ -26,8 +26,8 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
     Args:
         num_items: catalog size V; items are 1..V.
         dim: width d of item vectors and states.
-        blocks: "sasrec" (transformer, arXiv 1808.09781) or "hstu" (pointwise attention that also reads the time between
-            events, arXiv 2402.17152).
+        block: class of the encoder's blocks: ``SASRecBlock`` (transformer, arXiv 1808.09781), ``HSTUBlock`` (pointwise
+            attention that also reads the time between events, arXiv 2402.17152), or your own subclass of ``Block``.
         layers: number of blocks.
         heads: attention heads; must divide ``dim``.
         max_history: H, the number of most recent events that the policy reads.
@@ -67,7 +67,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         num_items: int,
         *,
         dim: int = 64,
-        blocks: Literal["sasrec", "hstu"] = "sasrec",
+        block: BlockFactory = SASRecBlock,
         layers: int = 2,
         heads: int = 2,
         max_history: int = 50,
@@ -118,7 +118,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse, use=scored)
         self.encoder = HistoryEncoder(
             dim,
-            blocks=blocks,
+            block=block,
             layers=layers,
             heads=heads,
             max_history=max_history,

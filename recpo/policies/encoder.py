@@ -5,7 +5,9 @@ State-dict keys of ``Linear`` and ``ByteDropout`` equal those of the correspondi
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -112,7 +114,58 @@ def event_places(lengths: Tensor, width: int) -> EventPlaces:
     return EventPlaces(places, width)
 
 
-class SASRecBlock(nn.Module):
+class Block(nn.Module, ABC):
+    """One causal layer of a ``HistoryEncoder``. A block of your own is a subclass.
+
+    An encoder creates ``layers`` blocks and calls them in order. What the interface asks for:
+
+    - The constructor takes ``dim``, ``heads``, ``max_history`` and ``dropout``, in this order. Parameters behind these
+      are options of the block itself; they need defaults, and a configuration sets them as ``init_args`` of ``block``.
+    - ``forward`` maps ``[B, H, d]`` to ``[B, H, d]``, for every H up to ``max_history``. Row j must depend on rows
+      <= j only: slates are scored from all states of one pass, and histories are padded on the right.
+    - ``recpo export`` traces ``forward`` with symbolic B, so its shapes and branches must not depend on values or on B.
+
+    Args:
+        dim: d, width of the states.
+        heads: attention heads of the encoder; ``dim`` is divisible by it.
+        max_history: the largest H.
+        dropout: dropout probability.
+
+    Attributes:
+        reads_time: ``forward`` reads the time between events, so batches and served histories need timestamps.
+        skips_padding: ``forward`` takes ``packing``: with it, only the events, ``[N, d]``.
+    """
+
+    reads_time: ClassVar[bool] = False
+    skips_padding: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, states: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+        """States after this layer, in the shape of ``states``.
+
+        Args:
+            states: ``[B, H, d]``; with ``packing`` the events only, ``[N, d]``.
+            time_gaps: ``[B, H, H]`` int64, bucket of the time from event k (last axis) to event j
+                (``time_gap_buckets``). None without ``reads_time``, and for histories without timestamps.
+            packing: places of the events. None without ``skips_padding`` in all blocks, and where it would not pay.
+        """
+
+    def at(
+        self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``.
+
+        The last block computes no other row when only the state after the whole history is needed. Override it where
+        that saves time.
+        """
+        return kernels.take_rows(self(states, time_gaps, packing), places)
+
+
+BlockFactory = Callable[[int, int, int, float], Block]
+"""A class derived from ``Block``, or ``functools.partial`` of one with its own options."""
+
+
+class SASRecBlock(Block):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``, each with dropout on its output.
 
     Differences from the paper: both sub-layers are pre-normalized; the feed-forward layer is ``expansion`` times wider
@@ -121,11 +174,14 @@ class SASRecBlock(nn.Module):
     Args:
         dim: d, divisible by ``heads``.
         heads: attention heads.
-        expansion: width of the feed-forward layer relative to d.
+        max_history: not used.
         dropout: dropout probability on the output of each sub-layer.
+        expansion: width of the feed-forward layer relative to d.
     """
 
-    def __init__(self, dim: int, heads: int, *, expansion: int = 4, dropout: float = 0.2) -> None:
+    skips_padding = True
+
+    def __init__(self, dim: int, heads: int, max_history: int, dropout: float, expansion: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(dim)
@@ -168,7 +224,7 @@ class SASRecBlock(nn.Module):
         return states + self.dropout(hidden)
 
 
-class HSTUBlock(nn.Module):
+class HSTUBlock(Block):
     """``x + W (norm(SiLU(q kᵀ + bias) v) ⊙ u)`` with ``u, v, q, k = SiLU(W' norm(x))``.
 
     The attention weights are pointwise. They do not sum to one, so the intensity of an interest is preserved. The bias
@@ -185,7 +241,9 @@ class HSTUBlock(nn.Module):
         dropout: dropout probability on the output.
     """
 
-    def __init__(self, dim: int, heads: int, *, max_history: int, dropout: float = 0.2) -> None:
+    reads_time = True
+
+    def __init__(self, dim: int, heads: int, max_history: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(dim)
@@ -351,7 +409,7 @@ class HistoryEncoder(nn.Module):
 
     Args:
         dim: d.
-        blocks: "sasrec" or "hstu" (see ``recpo.policies.encoder``).
+        block: class of the blocks, derived from ``Block``.
         layers: number of blocks.
         heads: attention heads per block.
         max_history: the most events of a history.
@@ -366,7 +424,7 @@ class HistoryEncoder(nn.Module):
         self,
         dim: int,
         *,
-        blocks: Literal["sasrec", "hstu"],
+        block: BlockFactory = SASRecBlock,
         layers: int,
         heads: int,
         max_history: int,
@@ -400,7 +458,6 @@ class HistoryEncoder(nn.Module):
                 field="fold_in",
             )
         self.attention_length = max_history if attention_length is None else min(attention_length, max_history)
-        self.reads_time = blocks == "hstu"
         # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
         self.item_scale = dim**0.5
         self.position = nn.Parameter(torch.empty(self.attention_length, dim))
@@ -411,12 +468,16 @@ class HistoryEncoder(nn.Module):
         if self.feedback is not None:
             nn.init.normal_(self.feedback.weight[1:], std=0.02)
         self.dropout = ByteDropout(dropout)
-        self.blocks = nn.ModuleList(
-            SASRecBlock(dim, heads, dropout=dropout)
-            if blocks == "sasrec"
-            else HSTUBlock(dim, heads, max_history=self.attention_length, dropout=dropout)
-            for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(block(dim, heads, self.attention_length, dropout) for _ in range(layers))
+        made = [one for one in self.blocks if isinstance(one, Block)]
+        if not made or len(made) < layers:
+            raise RecpoError(
+                f"an encoder has at least one block, each derived from recpo.Block; got {list(self.blocks)}",
+                code="wrong_class" if layers > 0 else "out_of_range",
+                field="block" if layers > 0 else "layers",
+            )
+        self.reads_time = any(one.reads_time for one in made)
+        self.skips_padding = all(one.skips_padding for one in made)
         self.norm = nn.LayerNorm(dim)
         self.profile = Profile(dim, feedback_levels) if profile else None
         self.fold_in = FoldIn(dim, fold_in, feedback_levels) if fold_in else None
@@ -435,8 +496,8 @@ class HistoryEncoder(nn.Module):
         Args:
             items: ``[B, H, d]`` item vectors.
             feedback: ``[B, H]`` feedback levels; None = unknown.
-            timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
-            lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
+            timestamps: ``[B, H]`` milliseconds, for blocks with ``reads_time``; None = unknown.
+            lengths: ``[B]`` numbers of events; blocks with ``skips_padding`` then skip the padding.
             parts: ``[B, min(H, attention_length), d]``, what else is known of the events that the blocks read
                 (``recpo.policies.feature_policy``); None = nothing.
             places: of the events that the blocks read, where they were counted before (``Histories.places``).
@@ -527,12 +588,12 @@ class HistoryEncoder(nn.Module):
             states = block(states, gaps, packing)
         behind = torch.arange(items.shape[0], device=lengths.device) * items.shape[1] + lengths
         final = self.blocks[-1]
-        assert isinstance(final, SASRecBlock | HSTUBlock)
+        assert isinstance(final, Block)
         last = final.at(states, ((behind if packing is None else lengths.cumsum(0)) - 1).clamp_min(0), gaps, packing)
         return self.norm(torch.where(lengths[:, None] > 0, last, self.start))
 
     def _packing(self, items: Tensor, lengths: Tensor | None, places: EventPlaces | None) -> Packing | None:
-        return None if self.reads_time or lengths is None else Packing.of(lengths, items.shape[1], places)
+        return None if not self.skips_padding or lengths is None else Packing.of(lengths, items.shape[1], places)
 
     def _embedded(
         self,

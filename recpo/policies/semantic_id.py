@@ -17,7 +17,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
-from recpo.policies.encoder import HistoryEncoder, readable_ids
+from recpo.policies.encoder import BlockFactory, HistoryEncoder, SASRecBlock, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
@@ -64,7 +64,7 @@ def semantic_network(
     codebook_sizes: tuple[int, ...],
     *,
     dim: int,
-    blocks: Literal["sasrec", "hstu"],
+    block: BlockFactory = SASRecBlock,
     layers: int,
     heads: int,
     decoder_layers: int,
@@ -87,7 +87,7 @@ def semantic_network(
         ItemTable(sum(codebook_sizes), dim, sparse=sparse),
         HistoryEncoder(
             dim,
-            blocks=blocks,
+            block=block,
             layers=layers,
             heads=heads,
             max_history=max_history,
@@ -119,8 +119,8 @@ class SemanticIdPolicy(FeaturePolicy):
         num_items: catalog size V; items are 1..V.
         codes: directory written by ``recpo tokenize`` for the same prepared data.
         dim: width d of vectors, states and decoder.
-        blocks: history encoder, "sasrec" (arXiv 1808.09781) or "hstu" (reads the time between events, arXiv
-            2402.17152).
+        block: class of the encoder's blocks: ``SASRecBlock`` (arXiv 1808.09781), ``HSTUBlock`` (reads the time between
+            events, arXiv 2402.17152), or your own subclass of ``Block``.
         layers: number of blocks of the history encoder.
         heads: attention heads of encoder and decoder; divides ``dim``.
         decoder_layers: number of layers of the decoder.
@@ -155,7 +155,7 @@ class SemanticIdPolicy(FeaturePolicy):
         *,
         codes: Path,
         dim: int = 64,
-        blocks: Literal["sasrec", "hstu"] = "sasrec",
+        block: BlockFactory = SASRecBlock,
         layers: int = 2,
         heads: int = 2,
         decoder_layers: int = 2,
@@ -199,7 +199,7 @@ class SemanticIdPolicy(FeaturePolicy):
             num_items,
             table.codebook_sizes,
             dim=dim,
-            blocks=blocks,
+            block=block,
             layers=layers,
             heads=heads,
             decoder_layers=decoder_layers,

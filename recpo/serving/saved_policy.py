@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recpo.artifacts import write_tensors
+from recpo.artifacts.documents import as_configuration
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -31,6 +32,8 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
+from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -46,6 +49,9 @@ _OWN: dict[str, type[Policy]] = {
 _GIVEN = ("num_items", "codes", "item_features")
 _BASE = "base"  # the option that is itself a policy
 _TILTED = (TiltedPolicy, RerankedPolicy)
+_BLOCK = "block"  # the option that is a class, with options of its own
+_OWN_BLOCKS: dict[str, type[Block]] = {f"{own.__module__}.{own.__qualname__}": own for own in (SASRecBlock, HSTUBlock)}
+_OF_ENCODER = ("dim", "heads", "max_history", "dropout")  # what the encoder gives its blocks
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -57,8 +63,8 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
             policy is given by its ``class_path`` and ``init_args``.
 
     Returns:
-        ``class`` and ``options``. Both are None for classes that are not recpo's own, and if the options are unknown.
-        The option ``base`` is itself such an entry.
+        ``class`` and ``options``. The options are None for classes that are not recpo's own, for blocks that are not,
+        and if the options are unknown. The options ``base`` and ``block`` are themselves such entries.
 
     Raises:
         RecpoError: an option that the class does not have, or of a wrong type.
@@ -73,7 +79,22 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
         kept[_BASE] = describe_policy(policy.base, arguments)
         if kept[_BASE]["options"] is None:
             return {"class": name, "options": None}
-    return {"class": name, "options": _defaults(_OWN[name]) | _validated(name, kept)}
+    options = _defaults(_OWN[name]) | kept
+    if isinstance(policy, FeaturePolicy):
+        options[_BLOCK] = _described_block(policy, options[_BLOCK])
+        if options[_BLOCK]["options"] is None:
+            return {"class": name, "options": None}
+    return {"class": name, "options": _validated(name, options)}
+
+
+def _described_block(policy: FeaturePolicy, block: Any) -> dict[str, Any]:
+    """The entry of a block: ``class``, and ``options``, which are None for a block that is not recpo's own."""
+    own = type(policy.encoder.blocks[0])
+    name, given = f"{own.__module__}.{own.__qualname__}", as_configuration(block)
+    options = given.get("init_args") or {} if isinstance(given, dict) else {}
+    if name not in _OWN_BLOCKS:
+        return {"class": name, "options": None}
+    return {"class": name, "options": {key: value for key, value in options.items() if key not in _OF_ENCODER}}
 
 
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
@@ -139,6 +160,8 @@ def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int
     own, arguments = _OWN[name], _validated(name, options)
     if own is SemanticIdPolicy:
         arguments["codes"] = root / CODES
+    if _BLOCK in arguments:
+        arguments[_BLOCK] = partial(_OWN_BLOCKS[arguments[_BLOCK]["class"]], **arguments[_BLOCK]["options"])
     if _BASE in arguments:
         base = arguments[_BASE]
         arguments[_BASE] = _factory(base["class"], base["options"], root)
@@ -156,6 +179,8 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in options.items():
         if key == _BASE and key in hints:
             _validate_base(name, value)
+        elif key == _BLOCK and key in hints:
+            _validate_block(name, value)
         elif key not in hints or not _is_of(value, hints[key]):
             expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
             raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}", code="damaged", field=key)
@@ -173,6 +198,20 @@ def _validate_base(name: str, entry: object) -> None:
             field=_BASE,
         )
     _validated(entry["class"], entry["options"])  # type: ignore[index]
+
+
+def _validate_block(name: str, entry: object) -> None:
+    """Raises unless ``entry`` is one of recpo's own blocks, with options of the types that it declares."""
+    own = entry.get("class") if isinstance(entry, Mapping) and entry.keys() == {"class", "options"} else None
+    hints = get_type_hints(_OWN_BLOCKS[own].__init__) if isinstance(own, str) and own in _OWN_BLOCKS else {}
+    options = entry["options"] if hints else None  # type: ignore[index]  # it is a mapping then
+    known = {key: kind for key, kind in hints.items() if key not in (*_OF_ENCODER, "return")}
+    if not isinstance(options, Mapping) or not all(k in known and _is_of(v, known[k]) for k, v in options.items()):
+        raise RecpoError(
+            f"{name}: option {_BLOCK} is {entry!r}, expected class and options of {' or '.join(_OWN_BLOCKS)}",
+            code="damaged",
+            field=_BLOCK,
+        )
 
 
 def _is_of(value: object, kind: Any) -> bool:

@@ -28,6 +28,7 @@ from recpo.base.features import Categories, Category, Feature, FeatureSchema, Nu
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock, SASRecBlock
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Placement as DecoderPlacement
@@ -55,6 +56,9 @@ NOT_COUNTED: Final = (
 """What the memory of a run does not contain, in words."""
 
 
+_BLOCKS: Final = {"sasrec": SASRecBlock, "hstu": HSTUBlock}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """A policy, its batches, and the ranks that train it, without the catalog."""
@@ -74,7 +78,7 @@ class WorkloadOptions:
     """kind of policy: a softmax over the catalog, or semantic ids"""
     dim: PositiveInt = 64
     """width of vectors and states"""
-    blocks: Literal["sasrec", "hstu"] = "sasrec"
+    block: Literal["sasrec", "hstu"] = "sasrec"
     """kind of blocks of the history encoder"""
     layers: PositiveInt = 2
     """number of layers of the history encoder"""
@@ -138,7 +142,7 @@ class Workload(WorkloadOptions):
     def network(self) -> nn.Module:
         """The modules of the policy with parameters, under the name ``policy``; they take no memory."""
         encoder: dict[str, Any] = {
-            **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
+            **{"dim": self.dim, "block": _BLOCKS[self.block], "layers": self.layers, "heads": self.heads},
             **{"max_history": self.history_length, "dropout": 0.2, "feedback_levels": 6},
         }
         features = ItemFeatureOptions(self.feature_hidden)

@@ -33,6 +33,7 @@ from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFu
 from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import Layout
+from recpo.policies.encoder import Block
 from recpo.training.trainer import TrainerOptions
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")
@@ -41,6 +42,7 @@ TRUSTED: Final = ("recpo", "torch.optim", "lightning")
 _BASES: Final[Mapping[str, tuple[type, ...]]] = {
     "policy": (Policy,),
     "base": (Policy,),
+    "block": (Block,),
     "objective": (Objective,),
     "module": (LightningModule,),
     "advantage": (AdvantageEstimator,),

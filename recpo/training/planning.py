@@ -51,7 +51,7 @@ class StepPlanner:
         plans = options.rollout is None and not hard_negatives and from_batch
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
         return cls(
-            None if encoder is None or encoder.reads_time else encoder.attention_length,
+            None if encoder is None or not encoder.skips_padding else encoder.attention_length,
             plans,
             estimator if plans else None,
             objective.zero_advantage_is_inert and not options.anchor_coef and not (estimator and estimator.whiten),

@@ -13,6 +13,7 @@ from recpo.ops import kernels
 from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -242,10 +243,10 @@ def test_plain_passes_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch
             kernels.entropy_gradients(*arguments)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
-def test_a_policy_and_its_gradients(blocks: str) -> None:
+@pytest.mark.parametrize("block", [SASRecBlock, HSTUBlock])
+def test_a_policy_and_its_gradients(block: type[Block]) -> None:
     torch.manual_seed(0)
-    policy = CatalogSoftmaxPolicy(3000, dim=32, blocks=blocks, dropout=0.0, max_history=20)
+    policy = CatalogSoftmaxPolicy(3000, dim=32, block=block, dropout=0.0, max_history=20)
     ids, lengths = torch.randint(1, 3001, (40, 20)), torch.randint(1, 12, (40,))
     histories = Histories(ids * (torch.arange(20) < lengths[:, None]), lengths)
     slates = Slates(torch.randint(1, 3001, (40, 3)), lengths[:, None].expand(40, 3), torch.ones(40, 3).bool())

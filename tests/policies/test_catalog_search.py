@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from recpo.base.types import Histories
 from recpo.policies import catalog_search
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 V, H = 300, 7
 
@@ -100,12 +101,12 @@ def _inputs(rows: int, seen: int = 6) -> tuple[Histories, Tensor]:
     return Histories(ids, lengths, ids % 6), torch.randint(0, V + 1, (rows, seen), generator=generator)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", pytest.param("hstu", marks=pytest.mark.slow)])
-def test_exported_programs_recommend_the_same(blocks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [SASRecBlock, pytest.param(HSTUBlock, marks=pytest.mark.slow)])
+def test_exported_programs_recommend_the_same(block: type[Block], tmp_path: Path) -> None:
     import onnxruntime
 
     torch.manual_seed(0)
-    policy = CatalogSoftmaxPolicy(V, dim=16, max_history=H, blocks=blocks).eval()  # type: ignore[arg-type]
+    policy = CatalogSoftmaxPolicy(V, dim=16, max_history=H, block=block).eval()
     module = _Recommend(policy).eval()
     (known, exclude), batch = _inputs(2), torch.export.Dim("batch", min=1, max=4096)
     seen = torch.export.Dim("seen", min=1, max=1024)

@@ -14,14 +14,15 @@ from torch import Tensor
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 V, H = 40, 9
-BLOCKS = ["sasrec", "hstu"]
+BLOCKS = [SASRecBlock, HSTUBlock]
 
 
-def policy(blocks: str = "sasrec", **options: Any) -> CatalogSoftmaxPolicy:
+def policy(block: type[Block] = SASRecBlock, **options: Any) -> CatalogSoftmaxPolicy:
     torch.manual_seed(0)
-    settings_ = {"dim": 16, "max_history": H, "blocks": blocks, **options}
+    settings_ = {"dim": 16, "max_history": H, "block": block, **options}
     made = CatalogSoftmaxPolicy(V, **settings_)
     with torch.no_grad():
         # far from the symmetric start, so that every input matters
@@ -64,9 +65,9 @@ def every_position(known: Histories, item: Tensor) -> FeedbackBatch:
 
 @pytest.mark.parametrize("options", [{}, {"similarity": "cosine", "temperature": 0.1}, {"tie_weights": False},
                                      {"normalizer": "sampled"}, {"feedback_levels": 0}])  # fmt: skip
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_probabilities_sum_to_one(blocks: str, options: dict[str, Any]) -> None:
-    logp = policy(blocks, **options).log_prob(whole_catalog(histories([H, 4, 1, 0])))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_probabilities_sum_to_one(block: type[Block], options: dict[str, Any]) -> None:
+    logp = policy(block, **options).log_prob(whole_catalog(histories([H, 4, 1, 0])))
     assert logp.shape == (4, V, 1)
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4, 1), rtol=1e-5, atol=1e-5)
@@ -79,8 +80,8 @@ def test_probabilities_sum_to_one(blocks: str, options: dict[str, Any]) -> None:
     st.integers(0, H - 1),
     st.sampled_from(["item_ids", "feedback", "timestamps"]),
 )
-def test_no_state_knows_a_later_event(blocks: str, lengths: list[int], event: int, field: str) -> None:
-    made, known = policy(blocks), histories(lengths)
+def test_no_state_knows_a_later_event(block: type[Block], lengths: list[int], event: int, field: str) -> None:
+    made, known = policy(block), histories(lengths)
     changed = getattr(known, field).clone()
     changed[:, event] = {"item_ids": changed[:, event] % V + 1, "feedback": 5 - changed[:, event]}.get(
         field, changed[:, event] + 10**7
@@ -94,8 +95,8 @@ def test_no_state_knows_a_later_event(blocks: str, lengths: list[int], event: in
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(BLOCKS), st.lists(st.integers(0, H), min_size=1, max_size=4), st.integers(1, V))
-def test_padding_has_no_influence(blocks: str, lengths: list[int], junk: int) -> None:
-    made = policy(blocks)
+def test_padding_has_no_influence(block: type[Block], lengths: list[int], junk: int) -> None:
+    made = policy(block)
     clean, dirty = histories(lengths), histories(lengths, padding=junk)
     longest = max(1, *lengths)
     short = Histories(
@@ -106,9 +107,9 @@ def test_padding_has_no_influence(blocks: str, lengths: list[int], junk: int) ->
     torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_every_position_of_a_sequence_equals_scoring_its_prefix(blocks: str) -> None:
-    made, known = policy(blocks), histories([H, 6])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_position_of_a_sequence_equals_scoring_its_prefix(block: type[Block]) -> None:
+    made, known = policy(block), histories([H, 6])
     items = torch.randint(1, V + 1, (2, H + 1))
     together = made.log_prob(every_position(known, items))
     for v in range(H + 1):
@@ -119,9 +120,9 @@ def test_every_position_of_a_sequence_equals_scoring_its_prefix(blocks: str) -> 
         torch.testing.assert_close(together[:, v : v + 1], alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_positions_that_share_a_state_equal_separate_ones_in_value_and_gradient(blocks: str) -> None:
-    made, known = policy(blocks), histories([H, 3, 0])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_positions_that_share_a_state_equal_separate_ones_in_value_and_gradient(block: type[Block]) -> None:
+    made, known = policy(block), histories([H, 3, 0])
     items = torch.randint(1, V + 1, (3, 8))
     visible = torch.tensor([[4] * 8, [0, 0, 3, 3, 1, 1, 3, 3], [0] * 8])
     mask = torch.tensor([[True] * 8, [True, False] * 4, [False] * 8])
@@ -152,9 +153,9 @@ def test_needed_positions_are_scored_and_no_others() -> None:
     nothing.sum().backward()
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_gradients_equal_those_of_a_dense_softmax(blocks: str) -> None:
-    made, known = policy(blocks, temperature=0.5), histories([H, 4])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_equal_those_of_a_dense_softmax(block: type[Block]) -> None:
+    made, known = policy(block, temperature=0.5), histories([H, 4])
     items = torch.randint(1, V + 1, (2, H + 1))
     parameters = list(made.parameters())
     ours = made.log_prob(every_position(known, items))[..., 0]
@@ -220,9 +221,9 @@ def test_the_padding_row_stays_zero_in_training() -> None:
     assert (made.output_table.weight[0] == 0).all()
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_autocast_gives_float32_log_probabilities(blocks: str) -> None:
-    made, scored = policy(blocks), whole_catalog(histories([H, 2]))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_autocast_gives_float32_log_probabilities(block: type[Block]) -> None:
+    made, scored = policy(block), whole_catalog(histories([H, 2]))
     plain = made.log_prob(scored)
     with torch.autocast("cpu", torch.bfloat16):
         cast = made.log_prob(scored)
@@ -269,10 +270,10 @@ def test_refuses_what_cannot_work() -> None:
         CatalogSoftmaxPolicy(0)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("lengths", [[0, 1, 3, 0, H], [H] * 4, [0]])
-def test_the_last_state_alone_is_that_of_the_whole_history(blocks: str, lengths: list[int]) -> None:
-    made, known = policy(blocks), histories(lengths, padding=7)
+def test_the_last_state_alone_is_that_of_the_whole_history(block: type[Block], lengths: list[int]) -> None:
+    made, known = policy(block), histories(lengths, padding=7)
     with torch.no_grad():
         every = made.encode(known)
         vectors = made.item_table(known.item_ids)

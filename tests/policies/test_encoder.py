@@ -7,15 +7,15 @@ from torch.nn.functional import gelu
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import FoldIn, HistoryEncoder, Profile
+from recpo.policies.encoder import FoldIn, HistoryEncoder, HSTUBlock, Profile, SASRecBlock
 
 DIM, LENGTH = 8, 7
 
 
-def encoder_of(blocks="sasrec", **options):
+def encoder_of(block=SASRecBlock, **options):
     torch.manual_seed(0)
     options = {"max_history": LENGTH, "feedback_levels": 6, **options}
-    encoder = HistoryEncoder(DIM, blocks=blocks, layers=2, heads=2, dropout=0.0, **options).double()
+    encoder = HistoryEncoder(DIM, block=block, layers=2, heads=2, dropout=0.0, **options).double()
     if encoder.profile is not None:
         torch.nn.init.normal_(encoder.profile.contract.weight)
     if encoder.fold_in is not None:
@@ -78,10 +78,10 @@ def test_without_feedback_all_events_of_a_profile_weigh_alike():
         assert plain is None or not torch.equal(plain, unknown)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+@pytest.mark.parametrize("block", [SASRecBlock, HSTUBlock])
 @pytest.mark.parametrize("options", [{}, {"profile": True}, {"fold_in": 3}])
-def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(blocks, options):
-    encoder = encoder_of(blocks, **options)
+def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(block, options):
+    encoder = encoder_of(block, **options)
     items, levels, times, lengths = histories([0, 1, 4, 7])
     states = encoder(items, levels, times, lengths)
     rows = torch.arange(4)
@@ -90,9 +90,9 @@ def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_ear
     torch.testing.assert_close(states[3, :5], shorter[3])
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
-def test_blocks_read_the_last_events_as_if_there_were_no_others(blocks):
-    short, long = encoder_of(blocks, max_history=3), encoder_of(blocks, attention_length=3)
+@pytest.mark.parametrize("block", [SASRecBlock, HSTUBlock])
+def test_blocks_read_the_last_events_as_if_there_were_no_others(block):
+    short, long = encoder_of(block, max_history=3), encoder_of(block, attention_length=3)
     long.load_state_dict(short.state_dict())
     items, levels, times, lengths = histories([0, 2, 3, 5, 7])
     states = long(items, levels, times, lengths)
@@ -145,7 +145,7 @@ def test_gradients_of_a_fold_in_are_those_of_finite_differences():
 def test_an_untrained_fold_in_adds_nothing_and_needs_feedback():
     items, levels, times, lengths = histories([7, 3])
     plain, untrained = encoder_of(), HistoryEncoder(
-        DIM, blocks="sasrec", layers=2, heads=2, dropout=0.0, max_history=LENGTH, feedback_levels=6, fold_in=2
+        DIM, layers=2, heads=2, dropout=0.0, max_history=LENGTH, feedback_levels=6, fold_in=2
     ).double()  # fmt: skip
     untrained.load_state_dict(plain.state_dict(), strict=False)
     assert torch.equal(plain(items, levels, times, lengths), untrained(items, levels, times, lengths))

@@ -15,6 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock
 from recpo.policies.feature_policy import gap_buckets
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -107,7 +108,7 @@ def test_no_position_reads_a_later_event_or_request(family, codes) -> None:
         torch.testing.assert_close(policy.encode(mixed)[:, visible], states[:, visible])
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_length": 3, "profile": True, "fold_in": 2}, {"blocks": "hstu"}])
+@pytest.mark.parametrize("options", [{}, {"attention_length": 3, "profile": True, "fold_in": 2}, {"block": HSTUBlock}])
 def test_the_last_state_is_that_of_the_whole_pass(codes, options) -> None:
     policy, histories = policy_of("catalog", codes, **ALL, **options), random_histories(ITEMS, 5, LENGTH)
     rows = torch.arange(5)
@@ -117,7 +118,7 @@ def test_the_last_state_is_that_of_the_whole_pass(codes, options) -> None:
 
 
 @FAMILIES
-@pytest.mark.parametrize("options", [{}, {"profile": True, "fold_in": 2}, {"blocks": "hstu"}])
+@pytest.mark.parametrize("options", [{}, {"profile": True, "fold_in": 2}, {"block": HSTUBlock}])
 def test_a_batch_of_users_without_an_event_has_states(family, codes, options) -> None:
     """As many as beside a user with one; the validation of a log with new users has such batches."""
     policy, histories = policy_of(family, codes, **ALL, **options), random_histories(ITEMS, 5, LENGTH)

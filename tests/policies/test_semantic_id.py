@@ -16,6 +16,7 @@ from torch import Tensor
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
+from recpo.policies.encoder import HSTUBlock
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import SemanticIdPolicy
 
@@ -77,7 +78,7 @@ def item_logp(made: SemanticIdPolicy, known: Histories) -> Tensor:
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"blocks": "hstu", "item_vectors": False, "heads": 4, "kv_groups": 2, "decoder_layers": 3, "kv_layers": 2},
+    {"block": HSTUBlock, "item_vectors": False, "heads": 4, "kv_groups": 2, "decoder_layers": 3, "kv_layers": 2},
     {"heads": 4, "kv_groups": 4, "decoder_layers": 1},
 ]
 

@@ -19,6 +19,7 @@ from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
@@ -170,7 +171,7 @@ def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
     assert factors.fold_in(known._replace(feedback=None)).eq(0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"similarity": "cosine", "temperature": 0.1},
+@pytest.mark.parametrize("options", [{}, {"block": HSTUBlock}, {"similarity": "cosine", "temperature": 0.1},
                                      {"tie_weights": False}, {"max_history": H + 3},
                                      {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
 @pytest.mark.parametrize("bound", [0.0, BOUND])
@@ -186,8 +187,8 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_the_temperature_but_for_a_c
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"profile": True, "max_history": H, "attention_length": 4},
-                                     {"profile": True}])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"block": HSTUBlock}, {"profile": True},
+                                     {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
 @pytest.mark.parametrize("bound", [0.0, BOUND])
 def test_every_prefix_is_scored_as_a_separate_history(options: dict[str, Any], bound: float) -> None:
     policy, known = tilted(bound=bound, **options), histories([H, 7, 3], padding=9)

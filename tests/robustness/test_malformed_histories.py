@@ -16,6 +16,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock
 from recpo.serving.histories import HistoryReader
 from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
@@ -26,7 +27,9 @@ WORDS = ["", "a", "b", "ü", "日本", "\U0001f600", "a\nb", " ", "0", "[/x]", "
 CATALOG = ["a", "b", "ü", "日本", "\U0001f600", "a\nb", "0", "[/x]", ""]
 
 torch.manual_seed(0)
-RUNTIME = PolicyRuntime(CatalogSoftmaxPolicy(NUM_ITEMS, dim=4, heads=1, layers=1, max_history=4, blocks="hstu").eval())
+RUNTIME = PolicyRuntime(
+    CatalogSoftmaxPolicy(NUM_ITEMS, dim=4, heads=1, layers=1, max_history=4, block=HSTUBlock).eval()
+)
 READERS = {
     "watched": FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)}),
     "labeled": FeedbackDefinition(),

@@ -12,6 +12,7 @@ from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock, SASRecBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.serving.export import export_bundle
 
@@ -33,7 +34,7 @@ def make_policy(kind, root=None):
         options |= {"codes": str(root), "beam_width": NUM_ITEMS}
         policy = SemanticIdPolicy(NUM_ITEMS, **options).eval()
     else:
-        options["blocks"] = kind
+        options["block"] = {"sasrec": SASRecBlock, "hstu": HSTUBlock}[kind]
         policy = CatalogSoftmaxPolicy(NUM_ITEMS, **options).eval()
     with torch.no_grad():  # far from uniform, so that a wrong input cannot go unnoticed
         for parameter in policy.parameters():

@@ -84,7 +84,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(copy, bundle_path,
     assert refused == 42 or name in ("recpo.json", "manifest.json")  # white space of JSON may change
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"format_version": 6}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"format_version": 7}', "\xff"])
 def test_a_damaged_manifest_is_refused(copy, text):
     (copy / "manifest.json").write_text(text, encoding="latin1")
     with refused(("damaged", "old_format"), ...):
@@ -191,7 +191,7 @@ def test_pickled_weights_are_never_read(copy, tmp_path):
 CODE = "__import__('pathlib').Path({trace!r}).touch()"
 
 
-@pytest.mark.parametrize("place", ["class", "key", "value", "blocks", "temperature", "codes", "num_items"])
+@pytest.mark.parametrize("place", ["class", "key", "value", "block", "temperature", "codes", "num_items"])
 def test_a_manifest_cannot_name_code(copy, tmp_path, monkeypatch, place):
     """``model.pt2`` had expressions that torch evaluates; a class path would import a module beside the bundle."""
     trace = tmp_path / "was_run"
@@ -214,7 +214,7 @@ def test_a_manifest_cannot_name_code(copy, tmp_path, monkeypatch, place):
 
 
 @pytest.mark.parametrize("code", ["__import__('os')", "recpo.cli.main", "sasrec\n"])
-@pytest.mark.parametrize("option", ["blocks", "similarity", "normalizer", "proposal"])
+@pytest.mark.parametrize("option", ["block", "similarity", "normalizer", "proposal"])
 def test_options_are_words_of_their_signature(copy, option, code):
     policy = read_manifest(copy)["policy"]
     policy["options"][option] = code

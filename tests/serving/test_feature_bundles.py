@@ -24,6 +24,7 @@ from recpo.base.types import Histories
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
@@ -203,7 +204,7 @@ def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch
         pytest.importorskip("faiss")
         form["index"] = IndexOptions(lists=1)
     if kind == "hstu":
-        options["blocks"] = "hstu"
+        options["block"] = HSTUBlock
     if kind == "semantic":
         codes = np.stack(np.unravel_index(np.arange(ITEMS), (4, 4, 4)), 1)
         SemanticCodes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.types import Features
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import HistoryEncoder, HSTUBlock, SASRecBlock
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
@@ -23,6 +23,7 @@ from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_place
 from recpo.verbs.plan import plan
 from tests.refusals import refused
 
+BLOCKS = {"sasrec": SASRecBlock, "hstu": HSTUBlock}
 SEMANTIC: dict[str, Any] = {"policy": "semantic", "codebooks": (64, 32, 16)}
 
 
@@ -149,12 +150,12 @@ def test_features_are_those_of_a_prepared_directory(prepared):
         plan(prepared=prepared, item_features=64)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+@pytest.mark.parametrize("block", ["sasrec", "hstu"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_policy(blocks, tied):
-    sizes = {"dim": 32, "blocks": blocks, "layers": 3, "heads": 4}
-    workload = Workload(50, history_length=9, tie_weights=tied, ranks=2, copies=1, **sizes)
-    policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, **sizes)
+def test_parameters_are_those_of_the_policy(block, tied):
+    sizes = {"dim": 32, "layers": 3, "heads": 4}
+    workload = Workload(50, history_length=9, tie_weights=tied, ranks=2, copies=1, block=block, **sizes)
+    policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, block=BLOCKS[block], **sizes)
     tables = [table.weight.numel() for table in policy.modules() if isinstance(table, ItemTable)]
     assert [spec.num_rows * spec.dim for spec in workload.tables()[: len(tables)]] == tables
     dense = parameters(policy) - sum(tables)
@@ -170,18 +171,18 @@ def test_a_billion_items_take_no_memory_here():
 
 
 # ---------------------------------------------------------------- activations
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+@pytest.mark.parametrize("block", ["sasrec", "hstu"])
 @pytest.mark.parametrize(("dim", "layers", "heads", "history"), [(64, 2, 2, 50), (32, 1, 2, 100)])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_activations_of_the_encoder(blocks, dim, layers, heads, history, mixed):
-    sizes = {"blocks": blocks, "layers": layers, "heads": heads}
-    module = HistoryEncoder(dim, max_history=history, dropout=0.2, feedback_levels=6, **sizes)
+def test_activations_of_the_encoder(block, dim, layers, heads, history, mixed):
+    sizes = {"layers": layers, "heads": heads}
+    module = HistoryEncoder(dim, max_history=history, dropout=0.2, feedback_levels=6, block=BLOCKS[block], **sizes)
     items = torch.randn(6, history, dim, requires_grad=True)
     events = torch.ones(6, history, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         kept = saved_bytes(lambda: module(items, events, events))
     precision = "bf16-mixed" if mixed else "32-true"
-    workload = Workload(50, dim=dim, batch_size=6, history_length=history, precision=precision, **sizes)
+    workload = Workload(50, dim=dim, batch_size=6, history_length=history, precision=precision, block=block, **sizes)
     # the same kernels; a few whose choice depends on the values differ
     assert workload.other_memory()["activations"] == pytest.approx(kept, rel=0.01)
 
@@ -189,7 +190,7 @@ def test_activations_of_the_encoder(blocks, dim, layers, heads, history, mixed):
 @pytest.mark.parametrize("slate", [None, 5])
 def test_activations_of_the_decoder(slate):
     workload = Workload(1000, dim=32, batch_size=4, history_length=20, slate=slate, **SEMANTIC)
-    encoder = HistoryEncoder(32, blocks="sasrec", layers=2, heads=2, max_history=20, dropout=0.2, feedback_levels=6)
+    encoder = HistoryEncoder(32, block=SASRecBlock, layers=2, heads=2, max_history=20, dropout=0.2, feedback_levels=6)
     decoder = LazyDecoder(32, (64, 32, 16), layers=2, heads=2, kv_groups=1, kv_layers=1, dropout=0.2)
     items, events = torch.randn(4, 20, 32, requires_grad=True), torch.ones(4, 20, dtype=torch.long)
     count = 4 * (slate or 20)

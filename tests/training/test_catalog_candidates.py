@@ -17,6 +17,7 @@ from recpo.batches.train_batches import Phases
 from recpo.objectives import GRPO, MPO, CatalogPolicyGradient
 from recpo.objectives.advantages import GroupNormalizedAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HSTUBlock
 from recpo.rewards.rewards import HitReward, RankAwareReward, WeightedSum
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
@@ -81,7 +82,12 @@ def batch(prepared):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"similarity": "cosine", "temperature": 0.1}, {"tie_weights": False, "temperature": 2.0}, {"blocks": "hstu"}],
+    [
+        {},
+        {"similarity": "cosine", "temperature": 0.1},
+        {"tie_weights": False, "temperature": 2.0},
+        {"block": HSTUBlock},
+    ],
     ids=str,
 )
 def test_the_catalog_has_the_log_probability_and_the_gradient_of_every_item(batch, options):
