@@ -16,7 +16,16 @@ from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import Layout, SequenceLayout
-from recpo.batches.train_batches import Assign, Phases, Planner, ResumableLoader, Segments, TrainBatches
+from recpo.batches.train_batches import (
+    Assign,
+    Contents,
+    Epochs,
+    Phases,
+    Planner,
+    ResumableLoader,
+    Segments,
+    TrainBatches,
+)
 from recpo.log.engine import Place
 from recpo.log.prepared import Period, Prepared
 
@@ -81,15 +90,23 @@ class FeedbackDataModule(LightningDataModule):
         if not 0.0 <= replay < float("inf") or (replay and segments == "all"):
             raise RecpoError(
                 f"data.replay is a number of at least 0, and above 0 only with data.segments newest; got {replay} and "
-                f"{segments}"
+                f"{segments}",
+                code="out_of_range",
+                field="data.replay",
             )
         sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
         sizes |= {} if max_validation_users is None else {"max_validation_users": max_validation_users}
         for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:
             if size < least:
-                raise RecpoError(f"data.{name} must be at least {least}, got {size}")
+                raise RecpoError(
+                    f"data.{name} must be at least {least}, got {size}", code="out_of_range", field=f"data.{name}"
+                )
         if num_workers > _MOST_WORKERS:
-            raise RecpoError(f"data.num_workers must be at most {_MOST_WORKERS}, got {num_workers}")
+            raise RecpoError(
+                f"data.num_workers must be at most {_MOST_WORKERS}, got {num_workers}",
+                code="out_of_range",
+                field="data.num_workers",
+            )
         validate_seed(seed, "data.seed")
         self.prepared = Prepared.open(prepared)
         self.layout = layout
@@ -105,14 +122,9 @@ class FeedbackDataModule(LightningDataModule):
             self._batch_size,
             self._seed,
             self._rank(),
-            self.phases,
+            Epochs(self.phases, self._assign, self._segments),
+            Contents(self.reads, self.step_labels, self.whole_steps, self.planner),
             self._sum_over_ranks,
-            self._assign,
-            step_labels=self.step_labels,
-            whole_steps=self.whole_steps,
-            reads=self.reads,
-            segments=self._segments,
-            planner=self.planner,
         )
         return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 
@@ -123,8 +135,14 @@ class FeedbackDataModule(LightningDataModule):
             RecpoError: training uses only the newest segment.
         """
         if self._segments.newest_only:
-            raise RecpoError("reference: cached needs every context: set reference to frozen, or data.segments to all")
-        return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank(), reads=self.reads)
+            raise RecpoError(
+                "reference: cached needs every context: set reference to frozen, or data.segments to all",
+                code="conflicting_options",
+                field="reference",
+            )
+        return TrainBatches(
+            self.prepared, self.layout, self._batch_size, self._seed, Rank(), contents=Contents(self.reads)
+        )
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
         """Held-out users of the validation period."""

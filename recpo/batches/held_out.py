@@ -226,7 +226,9 @@ class HeldOutHistories:
             if (self._users[place] == users).all():
                 return place
         raise RecpoError(
-            f"{self._prepared.root}: no shard of the period {self._split} holds all of the users asked for"
+            f"{self._prepared.root}: no shard of the period {self._split} holds all of the users asked for",
+            code="mismatch",
+            field="users",
         )
 
     def _read(self, shard: int) -> None:

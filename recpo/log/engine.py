@@ -163,7 +163,9 @@ def locate(name: str | Path | Location) -> Place:
         scheme, _, rest = name.partition("://")
         return Location(f"{_SAME.get(scheme.lower(), scheme.lower())}://{rest}")
     if isinstance(name, Path) and _COLLAPSED.match(str(name)):
-        raise RecpoError(f"{name}: only local paths are written or read here, not an object store")
+        raise RecpoError(
+            f"{name}: only local paths are written or read here, not an object store", code="not_local", field=str(name)
+        )
     return name if isinstance(name, Location) else Path(name)
 
 
@@ -183,7 +185,9 @@ def _store(root: str, process: int) -> tuple[FileSystem, str]:
     try:
         return FileSystem.from_uri(root if scheme in _ARROW else f"fsspec+{root}")
     except (pa.ArrowException, OSError, ValueError, ImportError) as error:
-        raise RecpoError(f"{root.partition('?')[0]}: {_first_error_line(error)}") from error
+        raise RecpoError(
+            f"{root.partition('?')[0]}: {_first_error_line(error)}", code="failed", field=root.partition("?")[0]
+        ) from error
 
 
 def _below(path: str, base: str) -> str:
@@ -197,7 +201,9 @@ def _reported(place: Location) -> Iterator[None]:
     except OSError as error:
         raise RecpoError(
             f"{place}: the store did not answer as expected ({_first_error_line(error)}); check the address, and the "
-            "credentials in the environment"
+            "credentials in the environment",
+            code="failed",
+            field=place.name,
         ) from error
 
 
@@ -279,9 +285,17 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
-            raise RecpoError(f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core")
+            raise RecpoError(
+                f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core",
+                code="out_of_range",
+                field="threads",
+            )
         if not _MEMORY.fullmatch(self.memory_limit.strip()):
-            raise RecpoError(f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB")
+            raise RecpoError(
+                f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB",
+                code="bad_value",
+                field="memory_limit",
+            )
 
     @property
     def writers(self) -> int:
@@ -314,7 +328,9 @@ class DuckDBEngine(Engine):
 
     def __init__(self, work: Place, memory_limit: str = "4GB", threads: int | None = None) -> None:
         if isinstance(work, Location):
-            raise RecpoError(f"work {work}: DuckDB writes its temporary files to a local directory")
+            raise RecpoError(
+                f"work {work}: DuckDB writes its temporary files to a local directory", code="not_local", field="work"
+            )
         settings: dict[str, Any] = {
             "memory_limit": memory_limit,
             "temp_directory": str(work / "spill"),
@@ -329,7 +345,9 @@ class DuckDBEngine(Engine):
             self._connection = ibis.duckdb.connect(**settings)
         except duckdb.Error as error:
             raise RecpoError(
-                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}"
+                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}",
+                code="failed",
+                field="memory_limit",
             ) from error
         self._work, self._given = work, dict[str, str]()
         # Time strings without an offset are UTC, regardless of the machine's time zone.
@@ -350,10 +368,16 @@ class DuckDBEngine(Engine):
             return
         said = _first_line(error)
         if fault := next((text for known, text in _DISK_FAULTS.items() if known in said), None):
-            raise RecpoError(f"{self._work}: {fault}, or choose another --work ({said})") from error
+            raise RecpoError(
+                f"{self._work}: {fault}, or choose another --work ({said})", code="resources", field="work"
+            ) from error
         if isinstance(error, duckdb.OutOfMemoryException):
-            raise RecpoError(f"the engine ran out of memory: raise memory_limit ({said})") from error
-        raise RecpoError(f"the engine could not read the log, a file of which may be damaged: {said}") from error
+            raise RecpoError(
+                f"the engine ran out of memory: raise memory_limit ({said})", code="resources", field="memory_limit"
+            ) from error
+        raise RecpoError(
+            f"the engine could not read the log, a file of which may be damaged: {said}", code="damaged", field="log"
+        ) from error
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
         """See ``Engine.read_parquet``. Used columns of files in an object store are first copied into ``work``."""

@@ -80,27 +80,49 @@ class FeatureColumns:
 def _validate(feature: Feature, side: Side) -> None:
     where = f"features.{side}: {feature.name!r}"
     if not _NAME.fullmatch(feature.name):
-        raise RecpoError(f"{where}: a name has letters, digits, and . _ - between them; set `column` for the column")
+        raise RecpoError(
+            f"{where}: a name has letters, digits, and . _ - between them; set `column` for the column",
+            code="bad_value",
+            field=f"features.{side}",
+        )
     given = [name for name in feature.fitted if name != "width" and getattr(feature, name) is not None]
     if given:
-        raise RecpoError(f"{where}: {', '.join(given)} is fitted by prepare: leave it out")
+        raise RecpoError(
+            f"{where}: {', '.join(given)} is fitted by prepare: leave it out",
+            code="unused_option",
+            field=f"features.{side}",
+        )
     if side == "context" and not isinstance(feature, Category | Number):
-        raise RecpoError(f"{where}: a feature of a request is a Category or a Number, not {type(feature).__name__}")
+        raise RecpoError(
+            f"{where}: a feature of a request is a Category or a Number, not {type(feature).__name__}",
+            code="wrong_class",
+            field=f"features.{side}",
+        )
     if side == "context" and feature.name in _TAKEN:
-        raise RecpoError(f"{where}: the column {feature.name} of an event has a meaning already; choose another name")
+        raise RecpoError(
+            f"{where}: the column {feature.name} of an event has a meaning already; choose another name",
+            code="duplicate",
+            field=f"features.{side}",
+        )
 
 
 def validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
     """Raises ``RecpoError`` if a behavior has a name that is not allowed among the other columns of events."""
     behaviors = list(behaviors)
     if len(behaviors) > _MOST_BEHAVIORS:
-        raise RecpoError(f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept")
+        raise RecpoError(
+            f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept",
+            code="out_of_range",
+            field="behaviors",
+        )
     taken = _TAKEN | {feature.name for feature in context}
     for name in behaviors:
         if not _NAME.fullmatch(name) or name in taken:
             raise RecpoError(
                 f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "
-                "another column of events (a dislike is columns.dislike)"
+                "another column of events (a dislike is columns.dislike)",
+                code="bad_value",
+                field="behaviors",
             )
 
 

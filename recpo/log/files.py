@@ -96,7 +96,9 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
             raise RecpoError(
-                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
+                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob",
+                code="missing_file",
+                field=what,
             )
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -117,7 +119,7 @@ def _stored_files(name: str) -> Sequence[Place]:
     first = next((place for place, part in enumerate(parts) if "*" in part or "[" in part), len(parts))
     root = locate("/".join(parts[:first]) + query_mark + query)
     if not isinstance(root, Location):
-        raise RecpoError(f"log {name}: a pattern begins after the bucket or host")
+        raise RecpoError(f"log {name}: a pattern begins after the bucket or host", code="bad_value", field="log")
     if parts[first:]:
         return [file for file in root.files() if _matches(file.inside.split("/"), parts[first:])]
     if root.is_file():
@@ -175,7 +177,9 @@ def open_log(
         else:
             empty.append(file.shown)
     if schemas and not files:
-        faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
+        faults.append(
+            Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
+        )
     columns, missing = _settle_columns(schemas, wanted, needed)
     types, mistyped = _settle_types(schemas, columns, more, flags)
     faulty = missing.keys() | (columns.keys() - types.keys())
@@ -211,7 +215,7 @@ def open_files(
         try:
             file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
         except RecpoError as error:
-            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
+            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
         except (pa.ArrowException, OSError, ValueError) as error:
             faults.append(unreadable(path, error))
@@ -262,15 +266,25 @@ def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[
     for name in used:
         if names.count(name) > 1:
             faults.append(
-                Fault(shown, name, f"{names.count(name)} columns of this name", "rename or remove the others")
+                Fault(
+                    shown,
+                    name,
+                    f"{names.count(name)} columns of this name",
+                    "rename or remove the others",
+                    code="duplicate",
+                )
             )
         elif not name:
             faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
         elif name.lower() in _RESERVED:
-            faults.append(Fault(shown, name, "a name that the engines use themselves", "rename the column"))
+            faults.append(
+                Fault(shown, name, "a name that the engines use themselves", "rename the column", code="unsupported")
+            )
     alike = {name.lower() for name in used}
     if len(alike) < len(set(used)):
-        faults.append(Fault(shown, None, "columns that are used differ in capitals only", "rename one of them"))
+        faults.append(
+            Fault(shown, None, "columns that are used differ in capitals only", "rename one of them", code="duplicate")
+        )
     return faults
 
 
@@ -310,7 +324,13 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
-    return Fault(path.name, None, problem, "write or copy the file again, or leave it out")
+    return Fault(
+        path.name,
+        None,
+        problem,
+        "write or copy the file again, or leave it out",
+        code="wrong_file" if size else "empty",
+    )
 
 
 def _settle_columns(
@@ -346,7 +366,7 @@ def missing_column(
     near = sorted((known for known in free if likeness[known] >= _LIKE), key=lambda known: -likeness[known])
     hint = f"near: {', '.join(near)}; " if near else ""
     fix = f"{hint}the file has {', '.join(schema.names)}; {remedy}"
-    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix)
+    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix, code="missing_column")
 
 
 def _settle_types(
@@ -370,11 +390,11 @@ def _settle_types(
             if expected is not None:
                 mistyped.add(column)
                 fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
-                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix))
+                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
             elif column in types and is_text(kind) != is_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
-                faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
+                faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
@@ -475,16 +495,20 @@ def sample_tables(
     """
     files = find_files(log)
     if not files:
-        raise RecpoError("log: an empty list names no file; expected files, directories or patterns")
+        raise RecpoError(
+            "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
+        )
     share = max(_LEAST_ROWS, most_rows // len(files))
     groups: dict[tuple[str, ...], list[TableSample]] = {}
     for file in files:
         try:
             one = _text_sample(file, form, share) if csv_files.is_text_file(file) else _parquet_sample(file, share)
         except RecpoError as error:
-            raise RecpoError(f"{file}: {error}") from error
+            raise RecpoError(f"{file}: {error}", code="wrong_file", field=file.name) from error
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise RecpoError(f"{file}: not readable as Parquet or CSV ({first_line(error)})") from error
+            raise RecpoError(
+                f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
+            ) from error
         groups.setdefault((*one.table.column_names, one.form.of(file)), []).append(one)
     return [_together(samples) for samples in groups.values()]
 

@@ -41,9 +41,15 @@ class IdMap:
         self._changes = np.unique([] if available is None else available).astype(np.int64)
         self._unlisted: tuple[int, np.ndarray] | None = None
         if not pa.types.is_integer(external.type) and not _is_text(external.type):
-            raise RecpoError(f"item ids are integers or strings, got {external.type}")
+            raise RecpoError(
+                f"item ids are integers or strings, got {external.type}", code="wrong_type", field="item_id"
+            )
         if external.null_count:
-            raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
+            raise RecpoError(
+                f"item ids: {external.null_count} nulls among {len(external)} items",
+                code="missing_value",
+                field="item_id",
+            )
         self._external = external
         self._is_text = _is_text(external.type)
         # An object index keeps its hash table, so looking up a few ids does not cost a pass over the catalog.
@@ -53,7 +59,9 @@ class IdMap:
         self._index = pd.Index(values.astype(object) if self._is_text else values)
         if not self._index.is_unique:
             raise RecpoError(
-                f"item ids: {int(self._index.duplicated().sum())} ids occur twice among {len(external)} items"
+                f"item ids: {int(self._index.duplicated().sum())} ids occur twice among {len(external)} items",
+                code="duplicate",
+                field="item_id",
             )
 
     @classmethod
@@ -79,10 +87,18 @@ class IdMap:
             if not {"item_index", "item_id"} <= set(named):
                 raise pa.ArrowKeyError(f"it has {', '.join(file.schema_arrow.names)}")
         except (OSError, pa.ArrowException) as error:
-            raise RecpoError(f"{path}: expected a Parquet file with item_index and item_id ({error})") from error
+            raise RecpoError(
+                f"{path}: expected a Parquet file with item_index and item_id ({error})",
+                code="wrong_file",
+                field=path.name,
+            ) from error
         index = table["item_index"].to_numpy()
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
-            raise RecpoError(f"{path}: item_index must count 1..{len(index)} in ascending order")
+            raise RecpoError(
+                f"{path}: item_index must count 1..{len(index)} in ascending order",
+                code="bad_value",
+                field="item_index",
+            )
         retired = np.flatnonzero(table[RETIRED].to_numpy()) + 1 if RETIRED in named else None
         times = [
             table[name].fill_null(limit).to_numpy() if name in named else np.full(len(index), limit)
@@ -147,7 +163,11 @@ class IdMap:
         if not len(given) or pa.types.is_null(given.type):
             return np.zeros(len(given), dtype=np.int64)
         if _is_text(given.type) != self._is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
-            raise RecpoError(f"item ids of this catalog are {self.type}, got {given.type}: cast them")
+            raise RecpoError(
+                f"item ids of this catalog are {self.type}, got {given.type}: cast them",
+                code="wrong_type",
+                field="item_id",
+            )
         known = given.is_valid().to_numpy(zero_copy_only=False)
         found = np.zeros(len(given), dtype=np.int64)
         plain = given.filter(given.is_valid()).to_numpy(zero_copy_only=False)
@@ -162,7 +182,11 @@ class IdMap:
         """
         flat = np.asarray(item_ids, dtype=np.int64).ravel()
         if flat.size and (flat.min() < 0 or flat.max() > len(self)):
-            raise RecpoError(f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}")
+            raise RecpoError(
+                f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}",
+                code="out_of_range",
+                field="item_id",
+            )
         return self._external.take(pa.array(flat - 1, mask=flat == 0))
 
 
@@ -174,7 +198,9 @@ def _to_array(values: Iterable[Any]) -> pa.Array:
     try:
         return pa.array(values if isinstance(values, np.ndarray) else list(values))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise RecpoError(f"item ids must all be integers or all be strings ({error})") from error
+        raise RecpoError(
+            f"item ids must all be integers or all be strings ({error})", code="wrong_type", field="item_id"
+        ) from error
 
 
 def _is_text(kind: pa.DataType) -> bool:

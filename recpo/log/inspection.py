@@ -188,7 +188,7 @@ def inspect_log(
     sample, recognition = samples[best], found[best]
     _validate_names(columns, sample)
     if not sample.table.num_rows:
-        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events")
+        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
     others = tuple(one for number, one in enumerate(samples) if number != best)
     tables = _tables(recognition, others)
     recognition = replace(
@@ -209,7 +209,9 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
     for role, name in given.named().items():
         if name not in sample.table.column_names:
             raise RecpoError(
-                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}"
+                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
+                code="missing_column",
+                field=f"columns.{role}",
             )
 
 

@@ -34,7 +34,8 @@ from recpo.log.feature_columns import (
     event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
-from recpo.log.prepare import Preparation, describe
+from recpo.log.prepare import Preparation
+from recpo.log.prepare_run import describe
 from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, Prepared
 from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit, as_histories
@@ -77,7 +78,9 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
     if others:
         raise RecpoError(
             f"{data.root} was prepared with other options: {', '.join(others)} differ. An extension keeps those of the "
-            "directory that it extends: leave them out, or prepare the whole log again"
+            "directory that it extends: leave them out, or prepare the whole log again",
+            code="mismatch",
+            field=others[0],
         )
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
     found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
@@ -160,12 +163,16 @@ def validate_sources(data: Prepared, given: Mapping[Side, bool]) -> None:
         if is_given and side not in tables:
             raise RecpoError(
                 f"--{side}s: {data.root} was prepared without a table of {side}s, and an extension fits no features: "
-                "leave it out, or prepare the whole log again with it"
+                "leave it out, or prepare the whole log again with it",
+                code="unused_option",
+                field=f"{side}s",
             )
         if side in tables and not is_given:
             raise RecpoError(
                 f"{data.root} was prepared with a table of {side}s: pass --{side}s FILE; rows of new and changed "
-                f"{side}s are enough, the others keep what they had"
+                f"{side}s are enough, the others keep what they had",
+                code="missing_option",
+                field=f"{side}s",
             )
 
 
@@ -182,7 +189,11 @@ def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
     try:
         own = named_class(entry["class_path"], object, [module.__name__])
     except (ValueError, ImportError) as error:
-        raise RecpoError(f"extends: {entry['class_path']} is none of recpo's own: give it with its options") from error
+        raise RecpoError(
+            f"extends: {entry['class_path']} is none of recpo's own: give it with its options",
+            code="wrong_class",
+            field="extends",
+        ) from error
     return own(**entry["init_args"])
 
 
@@ -191,7 +202,9 @@ def _validate_split(kept: Preparation, data: Prepared) -> None:
     if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
         raise RecpoError(
             f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
-            "roll forward; prepare the whole log again, with such a split"
+            "roll forward; prepare the whole log again, with such a split",
+            code="unsupported",
+            field="split",
         )
 
 

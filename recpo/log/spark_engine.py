@@ -132,7 +132,9 @@ class SparkEngine(Engine):
         if not _parts(place):
             raise RecpoError(
                 f"work {self._work}: Spark's executors wrote {name} and this process cannot see it; on a cluster give "
-                "--work a directory that all of them share (hdfs://, s3://, a network mount)"
+                "--work a directory that all of them share (hdfs://, s3://, a network mount)",
+                code="not_local",
+                field="work",
             )
         return place
 
@@ -142,7 +144,9 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise RecpoError("engine spark: pyspark is missing: `pip install recpo[spark]`") from error
+        raise RecpoError(
+            "engine spark: pyspark is missing: `pip install recpo[spark]`", code="not_installed", field="pyspark"
+        ) from error
     running = SparkSession.getActiveSession()
     if running is not None:
         session = running.newSession()  # the same cluster, but with separate settings and tables
@@ -150,14 +154,16 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
             session.conf.set(name, value)
         return session, False
     if not _has_java():
-        raise RecpoError(f"engine spark: no Java was found; {_REMEDY}")
+        raise RecpoError(f"engine spark: no Java was found; {_REMEDY}", code="not_installed", field="java")
     builder = SparkSession.builder.appName("recpo prepare")
     for name, value in _settings(work, options).items():
         builder = builder.config(name, value)
     try:
         return builder.getOrCreate(), True
     except PySparkException as error:
-        raise RecpoError(f"engine spark: Spark does not start ({_first_line(error)}); {_REMEDY}") from error
+        raise RecpoError(
+            f"engine spark: Spark does not start ({_first_line(error)}); {_REMEDY}", code="failed", field="engine"
+        ) from error
 
 
 def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
@@ -188,7 +194,9 @@ def _has_java() -> bool:
 def _mebibytes(memory: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", memory, re.IGNORECASE)
     if match is None:
-        raise RecpoError(f"memory_limit {memory!r}: expected something like 4GB or 512MB")
+        raise RecpoError(
+            f"memory_limit {memory!r}: expected something like 4GB or 512MB", code="bad_value", field="memory_limit"
+        )
     size = float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
     return max(512, int(size) >> 20)  # Spark does not start with less memory
 
@@ -243,14 +251,18 @@ def _report(error: BaseException | None) -> None:
     if kind not in ("pyspark", "py4j"):
         return
     if "OutOfMemoryError" in text or "exceeded memory limits" in text:
-        raise RecpoError("Spark ran out of memory: raise memory_limit") from error
+        raise RecpoError(
+            "Spark ran out of memory: raise memory_limit", code="resources", field="memory_limit"
+        ) from error
     if "No FileSystem for scheme" in text or "FileSystem not found" in text:
         raise RecpoError(
             "Spark has no connector for this object store: add it with --spark_conf, for example spark.jars.packages: "
-            f"org.apache.hadoop:hadoop-aws ({_first_line(text)})"
+            f"org.apache.hadoop:hadoop-aws ({_first_line(text)})",
+            code="not_installed",
+            field="spark_conf",
         ) from error
     if any(word in text for word in ("FAILED_READ_FILE", "CANNOT_READ", "INCOMPATIBLE_COLUMN_TYPE", "CAST_")):
-        raise RecpoError(f"Spark could not read the log: {_first_line(text)}") from error
+        raise RecpoError(f"Spark could not read the log: {_first_line(text)}", code="failed", field="engine") from error
 
 
 def _first_line(error: Any) -> str:

@@ -68,15 +68,21 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     """
     if found.questions:
         asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
-        one = len(found.questions) == 1
+        one, role = len(found.questions) == 1, found.questions[0].partition(":")[0]
         raise RecpoError(
             f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
-            f"the log, nothing written\n{asked}"
+            f"the log, nothing written\n{asked}",
+            code="missing_option",
+            field=role if role in LogColumns.ALL else "csv.names",
         )
     steps = ["pretrain", *found.objectives]
     files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
     if existing := [str(file) for file in files.values() if file.exists()]:
-        raise RecpoError(f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written")
+        raise RecpoError(
+            f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written",
+            code="exists",
+            field="out",
+        )
     texts = {"prepare": _prepare_text(found, files), **{step: _training_text(found, step, files) for step in steps}}
     for step, file in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
