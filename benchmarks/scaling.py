@@ -34,7 +34,7 @@ from recpo.base.contracts import Policy
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import Assign, TrainBatches
+from recpo.batches.train_batches import Assign, Epochs, TrainBatches
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -91,7 +91,7 @@ def epoch(prepared: str, ranks: int, assign: Assign, repeats: int) -> dict[str, 
     planned, read = [], []
     for _ in range(repeats + 1):
         start = time.process_time()
-        batches = TrainBatches(data, layout, 128, 0, Rank(0, ranks), assign=assign)
+        batches = TrainBatches(data, layout, 128, 0, Rank(0, ranks), Epochs(assign=assign))
         planned.append(time.process_time() - start)
         start = time.process_time()
         count = sum(1 for _ in batches)

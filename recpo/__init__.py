@@ -114,7 +114,8 @@ if TYPE_CHECKING:
     from recpo.verbs.evaluate import evaluate as evaluate
     from recpo.verbs.export import export as export
     from recpo.verbs.factorize import factorize as factorize
-    from recpo.verbs.init import Inspection as Inspection, init as init
+    from recpo.log.inspection import Inspection as Inspection
+    from recpo.verbs.init import init as init
     from recpo.verbs.load import load as load
     from recpo.verbs.loop import LoopResult as LoopResult, loop as loop
     from recpo.verbs.prepare import prepare as prepare
@@ -230,7 +231,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.evaluate": ("evaluate",),
     "recpo.verbs.export": ("export",),
     "recpo.verbs.factorize": ("factorize",),
-    "recpo.verbs.init": ("Inspection", "init"),
+    "recpo.log.inspection": ("Inspection",),
+    "recpo.verbs.init": ("init",),
     "recpo.verbs.load": ("load",),
     "recpo.verbs.loop": ("LoopResult", "loop"),
     "recpo.verbs.prepare": ("prepare",),

@@ -16,7 +16,16 @@ from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import Layout, SequenceLayout
-from recpo.batches.train_batches import Assign, Phases, Planner, ResumableLoader, Segments, TrainBatches
+from recpo.batches.train_batches import (
+    Assign,
+    Contents,
+    Epochs,
+    Phases,
+    Planner,
+    ResumableLoader,
+    Segments,
+    TrainBatches,
+)
 from recpo.log.engine import Place
 from recpo.log.prepared import Period, Prepared
 
@@ -82,7 +91,7 @@ class FeedbackDataModule(LightningDataModule):
             raise RecpoError(
                 f"data.replay is a number of at least 0, and above 0 only with data.segments newest; got {replay} and "
                 f"{segments}",
-                code="conflicting_options",
+                code="out_of_range",
                 field="data.replay",
             )
         sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
@@ -113,14 +122,9 @@ class FeedbackDataModule(LightningDataModule):
             self._batch_size,
             self._seed,
             self._rank(),
-            self.phases,
+            Epochs(self.phases, self._assign, self._segments),
+            Contents(self.reads, self.step_labels, self.whole_steps, self.planner),
             self._sum_over_ranks,
-            self._assign,
-            step_labels=self.step_labels,
-            whole_steps=self.whole_steps,
-            reads=self.reads,
-            segments=self._segments,
-            planner=self.planner,
         )
         return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 
@@ -136,7 +140,9 @@ class FeedbackDataModule(LightningDataModule):
                 code="conflicting_options",
                 field="reference",
             )
-        return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank(), reads=self.reads)
+        return TrainBatches(
+            self.prepared, self.layout, self._batch_size, self._seed, Rank(), contents=Contents(self.reads)
+        )
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
         """Held-out users of the validation period."""

@@ -227,8 +227,8 @@ class HeldOutHistories:
                 return place
         raise RecpoError(
             f"{self._prepared.root}: no shard of the period {self._split} holds all of the users asked for",
-            code="empty",
-            field=self._split,
+            code="mismatch",
+            field="users",
         )
 
     def _read(self, shard: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeInt
 from recpo.base.types import FeedbackBatch, Slates, SlateTraits
 from recpo.batches.slates import BatchMaker, Catalog, Layout, Windows, grades, histories_of, preceding, slate_behaviors
 from recpo.log.prepared import Events
@@ -51,28 +52,27 @@ class PreferenceListLayout(Layout):
     """
 
     history_length: int = 50
-    dislikes: int = 4
-    skipped: int = 4
-    uniform: int = 8
-    popularity: int = 4
-    in_batch: int = 0
-    hard: int = 0
+    dislikes: NonNegativeInt = 4
+    skipped: NonNegativeInt = 4
+    uniform: NonNegativeInt = 8
+    popularity: NonNegativeInt = 4
+    in_batch: NonNegativeInt = 0
+    hard: NonNegativeInt = 0
     popularity_power: float = 0.75
     fill: bool = True
-    exposed: int = 0
+    exposed: NonNegativeInt = 0
 
     cuts_by_label: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = ("dislikes", "skipped", "exposed", "uniform", "popularity", "in_batch", "hard")
         counts = {name: getattr(self, name) for name in names}
-        negative = [f"{name}: {count}" for name, count in counts.items() if count < 0]
-        if negative or not any(counts.values()):
+        if not any(counts.values()):
             raise RecpoError(
-                f"PreferenceListLayout: {negative[0] + ' is negative' if negative else 'every source is 0'}; "
-                f"give at least one of {', '.join(counts)} a number of rejected items",
-                code="out_of_range",
-                field=negative[0] if negative else None,
+                f"PreferenceListLayout: every source is 0; give at least one of {', '.join(counts)} a number of "
+                "rejected items",
+                code="missing_option",
             )
         if self.exposed and (self.dislikes or self.skipped):
             raise RecpoError(

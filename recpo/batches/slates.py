@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES
+from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Slates, SlateTraits
 from recpo.log.prepared import Events, Keys, run_change
 
@@ -75,6 +76,9 @@ class Layout(ABC):
 
     history_length: int
     cuts_by_label: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
 
     @abstractmethod
     def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
@@ -137,20 +141,15 @@ class SequenceLayout(Layout):
         RecpoError: history_length below 1, or overlap outside 1..H.
     """
 
-    history_length: int = 50
-    overlap: int | None = None
+    history_length: PositiveInt = 50
+    overlap: PositiveInt | None = None
     last_window_only: bool = False
 
     def __post_init__(self) -> None:
-        if self.history_length < 1:
+        super().__post_init__()
+        if self.overlap is not None and self.overlap > self.history_length:
             raise RecpoError(
-                f"SequenceLayout: history_length {self.history_length} must be at least 1",
-                code="out_of_range",
-                field="history_length",
-            )
-        if self.overlap is not None and not 1 <= self.overlap <= self.history_length:
-            raise RecpoError(
-                f"SequenceLayout: overlap {self.overlap} must lie between 1 and history_length {self.history_length}",
+                f"SequenceLayout: overlap {self.overlap} must be at most history_length {self.history_length}",
                 code="out_of_range",
                 field="overlap",
             )
@@ -205,7 +204,7 @@ class ImpressionLayout(Layout):
     """
 
     history_length: int = 50
-    slate_length: int = 20
+    slate_length: PositiveInt = 20
 
     def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``."""

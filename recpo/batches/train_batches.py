@@ -16,6 +16,7 @@ more than any other part, and the others are filled up with empty batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, islice, repeat
 from typing import Any, Literal, NamedTuple
@@ -68,6 +69,38 @@ class Segments(NamedTuple):
     replay: float = 0.0
 
 
+@dataclass(frozen=True)
+class Epochs:
+    """How epochs go through the training shards.
+
+    Attributes:
+        phases: how an epoch is cut into phases.
+        assign: what is assigned to ranks. With one rank both values mean the same.
+        segments: which shards an epoch reads.
+    """
+
+    phases: Phases = Phases()  # noqa: RUF009  immutable
+    assign: Assign = "batches"
+    segments: Segments = Segments()  # noqa: RUF009  immutable
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What batches contain besides items, feedback and times.
+
+    Attributes:
+        reads: columns of the prepared data.
+        step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
+        whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.following``).
+        planner: adds to every batch the counts that the CPU can compute in advance.
+    """
+
+    reads: Reads = Reads()  # noqa: RUF009  immutable
+    step_labels: bool = False
+    whole_steps: bool = False
+    planner: Planner | None = None
+
+
 class _Planned(NamedTuple):
     """A batch before it is gathered: some windows of one shard."""
 
@@ -85,15 +118,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         batch_size: contexts per batch.
         seed: determines the order, and what the layout samples.
         rank: rank of this process, and the number of ranks.
-        phases: how the epoch is cut into phases.
+        epochs: how epochs go through the shards.
+        contents: what batches contain besides items, feedback and times.
         sum_over_ranks: adds up arrays of all ranks. If given, every rank only counts the windows of its share of the
             shards.
-        assign: what is assigned to ranks. With one rank both values mean the same.
-        segments: which shards an epoch reads.
-        step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
-        whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.following``).
-        reads: what batches contain besides items, feedback and times.
-        planner: adds to every batch the counts that the CPU can compute in advance.
 
     Raises:
         RecpoError: nothing to train on, or fewer shards than ranks with ``assign="shards"``.
@@ -111,25 +139,19 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         batch_size: int,
         seed: int,
         rank: Rank,
-        phases: Phases = Phases(),  # noqa: B008  immutable
+        epochs: Epochs = Epochs(),
+        contents: Contents = Contents(),
         sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
-        assign: Assign = "batches",
-        *,
-        step_labels: bool = False,
-        whole_steps: bool = False,
-        reads: Reads = Reads(),  # noqa: B008  immutable
-        segments: Segments = Segments(),  # noqa: B008  immutable
-        planner: Planner | None = None,
     ) -> None:
-        self._reads, self._planner, self._whole_steps, older = reads, planner, whole_steps, 0
-        if segments.newest_only:
-            self._validate_segments(assign, prepared)
+        older = 0
+        if epochs.segments.newest_only:
+            self._validate_segments(epochs.assign, prepared)
             older = sum(prepared.segments[:-1])
         self._older = np.arange(older)
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
-        self._seed, self._rank, self._phases, self._with_labels = seed, rank, phases, step_labels
+        self._seed, self._rank, self._phases, self._contents = seed, rank, epochs.phases, contents
         # number of parts that the shards are divided into, and number of ranks that share the batches of a part
-        self._num_parts = rank.world_size if assign == "shards" else 1
+        self._num_parts = rank.world_size if epochs.assign == "shards" else 1
         self._sharers = rank.world_size // self._num_parts
         self._validate_parts()
         self._windows = self._count_windows(sum_over_ranks)
@@ -143,7 +165,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         batches = -(-self._windows // batch_size)
         by_size = older + np.argsort(-batches[older:], kind="stable")
         self._shards = np.sort(by_size[rank.rank % self._num_parts :: self._num_parts])
-        self._replayed = round(segments.replay * int(batches[older:].sum())) if older else 0
+        self._replayed = round(epochs.segments.replay * int(batches[older:].sum())) if older else 0
         self._num_batches = int(batches[self._shards].sum()) + self._replayed
         self._most_batches = int(batches[by_size[:: self._num_parts]].sum()) + self._replayed
         counts = prepared.item_counts() if layout.samples_by_popularity else None
@@ -158,8 +180,8 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 f"{self.prepared.root}: {shards} training shards cannot be assigned to {self._num_parts} ranks: some "
                 "would get none, and never train; prepare the log again with a smaller --rows_per_shard, or set "
                 "data.assign to batches",
-                code="mismatch",
-                field="shards",
+                code="conflicting_options",
+                field="data.assign",
             )
 
     def _count_windows(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
@@ -179,7 +201,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             raise RecpoError(
                 f"data.segments newest: {prepared.root} was never extended, so all of it is one segment: set "
                 "data.segments to all",
-                code="conflicting_options",
+                code="unused_option",
                 field="data.segments",
             )
         if assign == "shards":
@@ -213,20 +235,20 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         consumed = start // self._visits_per_phase
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
-            labels = _step_labels(step) if self._with_labels and self._batches_per_step > 1 else None
+            labels = _step_labels(step) if self._contents.step_labels and self._batches_per_step > 1 else None
             own = step[self._rank.rank // self._num_parts :: self._sharers]
             for place, planned in enumerate(own):
                 local += 1
                 if local >= start and (local - start) % workers == mine:
                     batch = self._gathered(planned, labels)
-                    if self._whole_steps and (place == 0 or local == start):
+                    if self._contents.whole_steps and (place == 0 or local == start):
                         others = (self._gathered(other, labels) for other in own[place + 1 :])
                         batch = batch._replace(following=tuple(others))
                     yield batch
 
     def _gathered(self, planned: _Planned, step_labels: Tensor | None) -> FeedbackBatch:
         batch = self._make_batch(*planned, self.epoch)._replace(step_labels=step_labels)
-        return batch if self._planner is None else self._planner(batch)
+        return batch if self._contents.planner is None else self._contents.planner(batch)
 
     @property
     def division(self) -> dict[str, Any]:
@@ -315,7 +337,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return pieces
 
     def _load(self, shard: int) -> tuple[Events, Windows]:
-        events = self.prepared.load("train", int(shard), self._reads)
+        events = self.prepared.load("train", int(shard), self._contents.reads)
         return events, self._layout.windows_of(events)
 
 
@@ -400,7 +422,7 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
                 f"{left} (assign: {before['assign']}); it cannot continue with batch_size {now['batch_size']} on "
                 f"{now['world_size']} (assign: {now['assign']}): where shards are assigned, which contexts are left "
                 "depends on all three, so keep them until the epoch ends",
-                code="mismatch",
+                code="conflicting_options",
                 field="data.assign",
             )
         consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
@@ -408,7 +430,7 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             raise RecpoError(
                 f"{left}; it cannot continue with batch_size {now['batch_size']} on {now['world_size']}: keep "
                 "batch_size, and let accumulate_grad_batches make up for other ranks",
-                code="mismatch",
+                code="conflicting_options",
                 field="data.batch_size",
             )
         return int(consumed)

@@ -10,8 +10,9 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult
 from recpo.log.feature_columns import behaviors_to_json
+from recpo.log.inspection import Inspection
 from recpo.log.schema import FlagColumn, name_of
-from recpo.verbs.init import Init, Inspection
+from recpo.verbs.init import Init
 
 
 def watch(verb: Init) -> dict[str, Any]:

@@ -70,7 +70,9 @@ class CsvFormat:
             )
         if self.delimiter is not None and not self.delimiter.isascii():
             raise RecpoError(
-                f"csv.delimiter {self.delimiter!r}: expected ASCII characters", code="bad_value", field="csv.delimiter"
+                f"csv.delimiter {self.delimiter!r}: expected ASCII characters",
+                code="unsupported",
+                field="csv.delimiter",
             )
         if self.names is not None and (not self.names or len(set(self.names)) < len(self.names)):
             raise RecpoError(
@@ -229,7 +231,7 @@ def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
     reader = _Reader(path, names, [names.index(column)], CsvFormat())
     ids = pa.chunked_array([batch.column(0) for batch in reader.batches()], pa.string()).combine_chunks()
     if faults := _ragged_faults(path, names, reader.ragged):
-        raise RecpoError(str(faults[0]), code="bad_value", field=path.name)
+        raise RecpoError(str(faults[0]), code="wrong_shape", field=path.name)
     if not pa.types.is_integer(kind):
         return ids
     ids = _trimmed(ids)
@@ -353,9 +355,11 @@ def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
     try:
         split = line_values(lines[0], delimiter) if lines else []
     except csv.Error as error:
-        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})", code="wrong_file") from error
+        raise RecpoError(
+            f"its first line, the column names, is not UTF-8 text ({error})", code="bad_value", field="first line"
+        ) from error
     if not any(name.strip() for name in split):
-        raise RecpoError("its first line, the column names, is empty", code="empty")
+        raise RecpoError("its first line, the column names, is empty", code="empty", field="first line")
     return split
 
 
@@ -375,12 +379,14 @@ def first_lines(path: Place, number: int) -> list[str]:
     with closing(open_text(path)) as source:
         start = source.read(_HEADER_BYTES)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
-        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8", code="wrong_file")
+        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8", code="unsupported", field="encoding")
     lines = start.removeprefix(codecs.BOM_UTF8).splitlines()[:number] if start.strip() else []
     try:
         return [line.decode("utf-8") for line in lines]
     except UnicodeDecodeError as error:
-        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})", code="wrong_file") from error
+        raise RecpoError(
+            f"its first line, the column names, is not UTF-8 text ({error})", code="bad_value", field="encoding"
+        ) from error
 
 
 def _takes_flags(column: str) -> bool:
@@ -432,7 +438,17 @@ def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, s
         return []
     first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
-    return [Fault(path.name, None, problem, "fix these rows, or quote values that contain commas", len(ragged), first)]
+    return [
+        Fault(
+            path.name,
+            None,
+            problem,
+            "fix these rows, or quote values that contain commas",
+            len(ragged),
+            first,
+            "wrong_shape",
+        )
+    ]
 
 
 def _id_warnings(path: Place, name: str, facts: _ColumnFacts, ragged: list[int]) -> list[str]:
@@ -453,4 +469,4 @@ def _word_faults(
     expected = "a number, or true and false" if _takes_flags(column) else "a number"
     fix = f"expected {expected}: fix or empty these values{or_map_values(column, name)}"
     examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
-    return [Fault(path.name, name, "not a number", fix, facts.words, examples)]
+    return [Fault(path.name, name, "not a number", fix, facts.words, examples, "wrong_type")]

@@ -203,7 +203,7 @@ def _reported(place: Location) -> Iterator[None]:
             f"{place}: the store did not answer as expected ({_first_error_line(error)}); check the address, and the "
             "credentials in the environment",
             code="failed",
-            field=str(place),
+            field=place.name,
         ) from error
 
 
@@ -346,7 +346,7 @@ class DuckDBEngine(Engine):
         except duckdb.Error as error:
             raise RecpoError(
                 f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}",
-                code="resources",
+                code="failed",
                 field="memory_limit",
             ) from error
         self._work, self._given = work, dict[str, str]()

@@ -30,13 +30,14 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.engine import Engine, EngineOptions, Place, locate
+from recpo.log.engine import Engine, Place, locate
 from recpo.log.events import count_dropped, item_indices, item_table, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, describe_table, extend_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
-from recpo.log.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, unit_warnings, write_directory
+from recpo.log.prepare import Output, Preparation, Sources, write_directory
+from recpo.log.prepare_run import LabeledLog, PrepareRun, totals
 from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
 from recpo.log.previous import (
     BEFORE,
@@ -67,8 +68,8 @@ from recpo.log.schema import (
     user_schema,
 )
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
-from recpo.log.splits import held_out_events, outside_events, past_items, period_rows, recent_events
-from recpo.log.writing import write_parquet, write_rows, write_shards
+from recpo.log.splits import held_out_events, outside_events, past_items, recent_events
+from recpo.log.writing import write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
 
@@ -76,26 +77,18 @@ _OWN_PERIOD = "own_period"
 def extend(
     data: Prepared,
     asked: Preparation,
-    log: str | Sequence[str] | pa.Table,
-    out: str | Path,
-    *,
-    engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
-    items: Source | None = None,
-    users: Source | None = None,
+    sources: Sources,
+    output: Output,
     retire: Sequence[Any] | pa.Array = (),
-    work: str | Path | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
 ) -> dict[str, Any]:
-    """Writes the prepared directory ``out``, which extends ``data`` by the days of ``log``.
+    """Writes a prepared directory that extends ``data`` by the days of a new log.
 
-    The same split is applied to the extended log, so the periods move forward: test is the last days of ``log``, valid
-    the days before them, and everything earlier is train. Held-out events of ``data`` that lie before the new valid
-    period become train, and so do such events of ``log``. They are in new train shards. There, as in the shards of the
-    held-out periods, each user's events follow the last ``max_context`` earlier events as context rows (``is_target``
-    False), so every train event is a target in exactly one shard. Items and users keep their numbers; new ones are
-    appended by the rules of the catalog. Items and users keep their numbers; new ones are appended, by the rules of the
-    catalog.
+    The same split is applied to the extended log, so the periods move forward: test is the last days of the new log,
+    valid the days before them, and everything earlier is train. Held-out events of ``data`` that lie before the new
+    valid period become train, and so do such events of the new log. They are in new train shards. There, as in the
+    shards of the held-out periods, each user's events follow the last ``max_context`` earlier events as context rows
+    (``is_target`` False), so every train event is a target in exactly one shard. Items and users keep their numbers;
+    new ones are appended by the rules of the catalog.
 
     Fitted values are kept: the cutoffs of the feedback levels, the quantile table, and the label of every event that
     has one. ``WatchQuantiles`` compares a new event with the watch times of its user that the extension reads (the
@@ -111,49 +104,36 @@ def extend(
     Args:
         data: the directory to extend.
         asked: options; each must have its default or the value of ``data``.
-        log: the new files; all of their events are later than those of ``data``.
-        out: directory to make.
-        engine: what runs the expressions.
-        items: new item table; required if ``data`` has one. It may contain only some items; the others keep their
-            features. Feature values are those of the new table, encoded with the fitted features of ``data``.
-        users: new user table, in the same way.
+        sources: the new files; all of their events are later than those of ``data``. Tables of items and users are
+            required if ``data`` has them. They may contain only some items; the others keep their features. Feature
+            values are those of the new table, encoded with the fitted features of ``data``.
+        output: where the directory is written; extensions run on DuckDB.
         retire: external ids of items that are no longer candidates, in addition to the items that ``data`` has retired.
             They keep their numbers and remain in histories and in training.
-        work: where temporary files go; None = inside ``out``.
-        overwrite: replace ``out``, if it is a prepared directory.
-        progress: show a bar on a terminal.
 
     Returns:
-        The manifest of ``out``.
+        The manifest of the new directory.
 
     Raises:
-        RecpoError: other options, events before the end of ``data``, faults in the log, or ``out`` exists.
+        RecpoError: other options, events before the end of ``data``, faults in the log, or the output exists.
     """
     choice = kept_preparation(data, asked)
     root = _local(data.root, "extends")
-    validate_sources(data, {"item": items is not None, "user": users is not None})
+    validate_sources(data, sources.tables)
     if HELD_OUT not in data.manifest["files"]:
         raise RecpoError(
             f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that",
-            code="old_format",
+            code="missing_file",
             field=HELD_OUT,
         )
-    if engine.engine != "duckdb":
+    if output.engine.engine != "duckdb":
         raise RecpoError(
             "engine: an extension runs on duckdb; the new files of a few days fit on one machine",
             code="unsupported",
             field="engine",
         )
-    return write_directory(
-        {"log": log, "items": items, "users": users},
-        _local(locate(out), "out"),
-        partial(_ExtensionRun, data, root, retire, choice),
-        engine=engine,
-        work=work,
-        overwrite=overwrite,
-        progress=progress,
-        inputs=[root],
-    )
+    _local(locate(output.out), "out")
+    return write_directory(sources, output, partial(_ExtensionRun, data, root, retire, choice), inputs=[root])
 
 
 def _local(place: Place, name: str) -> Path:
@@ -180,24 +160,18 @@ class _ExtensionRun(PrepareRun):
         """See ``PrepareRun.manifest``."""
         old = self.data.manifest
         self.before.verify()
-        self._stage()
-        log, new = self._read(paths, tables)
+        log, faults = self._read(paths, tables)
+        new = self._check(log, faults)
         log = self._with_kept_types(log)
-        self._stage()
         events, boundaries = self._assign(new, log)
         items, users, placed = self._place(events, log)
-        self._stage()
-        shaped = self._shaped(placed, items, users)
-        self._past_pairs = self._earlier_pairs(shaped)
-        feedback, context = self.data.feedback, self.fitted["context"] or None
-        self._stage()
-        sizes = self._write_catalog(log, items, users, shaped)
-        self._extend_tables(items, users)
-        shards = {PERIODS[TRAIN]: self._write_train(shaped, feedback, context)}
-        for number, name in enumerate(PERIODS[1:], start=1):
-            shards[name] = self._write_period(shaped, number, feedback, context)
-        self._write_kept_histories(log, items, users, shaped)
-        later = self._write_later(log, events, shaped, items, users)
+        labeled = self._label(log, items, users, placed, boundaries)
+        self._past_pairs = self._earlier_pairs(labeled.events)
+        sizes = self._write_catalog(labeled)
+        context = self._write_features(labeled)
+        shards = {name: self._write_period(labeled, number, context) for number, name in enumerate(PERIODS)}
+        self._write_histories(labeled)
+        later = self._write_later(labeled, events)
         for name in (QUANTILES, *self.before.vocabularies()):
             self._link(name)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
@@ -210,11 +184,7 @@ class _ExtensionRun(PrepareRun):
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
             "boundaries": boundaries,
             "counts": self._counts(shards),
-            "warnings": [
-                *tie_warnings(self.choice.label, old["counts"]["watch_time_ties"]),
-                *unit_warnings(self._new_feedback(new)),
-                *self._file_warnings(log),
-            ],
+            "warnings": self._warnings(log, old["counts"]["watch_time_ties"], self._new_feedback(new)),
             "shards": shards,
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
             "extends": sizes_before | {"bytes_read": self.before.bytes_read},
@@ -237,7 +207,7 @@ class _ExtensionRun(PrepareRun):
             kind = self._other_type(side, feature, rows[f"f{place}"])
             if kind is not None:
                 problem = f"its values are of another type than in {self.root}, where they are {kind}"
-                faults.append(Fault(table.log.name, feature.source, problem, "cast the column"))
+                faults.append(Fault(table.log.name, feature.source, problem, "cast the column", code="mismatch"))
         return faults
 
     def _other_type(self, side: Side, feature: Feature, column: ir.Column) -> pa.DataType | None:
@@ -283,7 +253,7 @@ class _ExtensionRun(PrepareRun):
         return RecpoError(
             f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
             + "".join(f"\n  warning: {text}" for text in log.warnings),
-            code="wrong_type",
+            code="mismatch",
             field=log.columns[column],
         )
 
@@ -296,6 +266,7 @@ class _ExtensionRun(PrepareRun):
 
     def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         """The current standard events with their periods: the previous held-out events and the new ones."""
+        self._stage("splitting")
         kept, time = self.data.manifest["boundaries"], new[LogColumns.TIMESTAMP]
         ends = self.engine.row(new.aggregate(first=time.min(), last=time.max()))
         if ends["first"] <= kept["last_ms"]:
@@ -303,7 +274,7 @@ class _ExtensionRun(PrepareRun):
                 f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
                 f"at {kept['last_ms']} ms: give the files of later days only, each once",
                 code="mismatch",
-                field=log.name,
+                field=LogColumns.TIMESTAMP,
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
         schema = self._held_out_schema(log)
@@ -343,8 +314,12 @@ class _ExtensionRun(PrepareRun):
         placed = known.inner_join(items, LogColumns.ITEM_ID).inner_join(users, LogColumns.USER_ID)
         return items, users, _with_positions(placed.select(*events.columns, item, user, BEFORE))
 
-    def _shaped(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
-        """The current events and the context before them, labeled."""
+    def _label(
+        self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
+    ) -> LabeledLog:
+        """The current events and the context before them; labels and the definition of feedback are kept."""
+        self._stage("labeling")
+        placed = events
         request_id = placed[LogColumns.REQUEST_ID].type()
         placed = self.engine.materialize("placed", placed)
         given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
@@ -365,7 +340,7 @@ class _ExtensionRun(PrepareRun):
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
         shaped = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
         self.engine.drop("placed", "rows")
-        return shaped
+        return LabeledLog(log, items, users, shaped, boundaries, self.data.feedback)
 
     def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
         """The pairs of the previous train period, for the users who are held out now."""
@@ -378,7 +353,9 @@ class _ExtensionRun(PrepareRun):
     def _past(self, events: ir.Table, period: int) -> ir.Table:
         return past_items(events, period, self._past_pairs)
 
-    def _write_catalog(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> dict[str, int]:
+    def _write_catalog(self, labeled: LabeledLog) -> dict[str, int]:
+        """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
+        log, items, users, shaped = labeled.log, labeled.items, labeled.users, labeled.events
         available = self._available(items, shaped)
         schema = item_schema(log.types[LogColumns.ITEM_ID], available is not None)
         fresh = self.engine.table(item_table(items, shaped, self.choice.feedback, available)).cast(schema)
@@ -413,15 +390,20 @@ class _ExtensionRun(PrepareRun):
         earlier = pc.less(available.take(pc.subtract(found[Derived.ITEM_INDEX], 1)), said)
         self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
 
-    def _extend_tables(self, items: ir.Table, users: ir.Table) -> None:
-        """Writes the features of all items and users; see ``extend_table``."""
-        before = {"item": (items, self.data.num_items), "user": (users, self.data.manifest["num_users"])}
+    def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
+        """Writes the features of all items and users (``extend_table``); what was fitted is kept."""
+        self._stage("features")
+        before = {
+            "item": (labeled.items, self.data.num_items),
+            "user": (labeled.users, self.data.manifest["num_users"]),
+        }
         for side, table in self.tables.items():
             indices, number = before[side]
             indices = indices.select(*(name for name in indices.columns if name != BEFORE))
             counts = extend_table(self.engine, table, indices, self.fitted[side], self.root, number, self.partial)
             inferred = self.data.manifest["feature_tables"][side]["inferred"]
             self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
+        return self.fitted["context"] or None
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:
         """Internal ids of the items that were or become retired.
@@ -440,48 +422,37 @@ class _ExtensionRun(PrepareRun):
             )
         return np.union1d(self.data.retired_items, found)
 
-    def _write_train(
-        self, shaped: ir.Table, feedback: FeedbackDefinition, context: FittedFeatures | None
-    ) -> list[dict[str, Any]]:
-        """The previous train shards, linked, followed by shards of the events that became train."""
-        self._stage()
+    def _write_period(self, labeled: LabeledLog, period: int, context: FittedFeatures | None) -> list[dict[str, Any]]:
+        """See ``PrepareRun``. Previous train shards are linked; shards of the events that became train follow."""
+        if period != TRAIN:
+            return super()._write_period(labeled, period, context)
+        self._stage(PERIODS[TRAIN])
         kept: list[dict[str, Any]] = self.data.manifest["shards"]["train"]
         for shard in kept:
             self._link(shard["file"])
-        rows = period_rows(shaped, TRAIN, self.choice.max_context, has_context=True)
-        fresh = write_shards(
-            self.engine.stream(rows),
-            self.partial / PERIODS[TRAIN],
-            self.choice.rows_per_shard,
-            feedback,
-            self._written,
-            self.writers,
-            tuple(self.more.behaviors),
-            context,
-            first=len(kept),
-        )
-        return [*kept, *fresh]
+        return [*kept, *self._write_shards(labeled, TRAIN, context, has_context=True, first=len(kept))]
 
-    def _write_kept_histories(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> None:
+    def _write_histories(self, labeled: LabeledLog) -> None:
         """The histories of users with current events are updated; the others are copied."""
-        self._stage()
-        names, most = users.drop(BEFORE), self.choice.max_context
-        own = at_hand(shaped)
-        fresh = recent_events(own, items, names, most, self.more.behaviors)
-        rows = merged_history(self.before.earlier_history(items, users), fresh, own, most)
-        self._written(self._write_rows(rows, self._history_schema(log), HISTORIES))
+        self._stage("histories")
+        names, most = labeled.users.drop(BEFORE), self.choice.max_context
+        own = at_hand(labeled.events)
+        fresh = recent_events(own, labeled.items, names, most, self.more.behaviors)
+        rows = merged_history(self.before.earlier_history(labeled.items, labeled.users), fresh, own, most)
+        self._written(self._write_rows(rows, self._history_schema(labeled.log), HISTORIES))
         self.bar.update()
 
-    def _write_later(self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table) -> list[str]:
+    def _write_later(self, labeled: LabeledLog, events: ir.Table) -> list[str]:
         """Writes the inputs of the next extension: the pairs of events that became train, and the held-out events."""
         kept = self.before.train_past()
         for name in kept:
             self._link(name)
         past = f"{TRAIN_PAST}/{len(kept):05d}.parquet"
-        self._write_train_past(shaped, past)
-        names = users.drop(BEFORE)
-        rows = held_out_events(outside_events(events, items, names), shaped, items, names)
-        self._write_rows(rows, self._held_out_schema(log), HELD_OUT)
+        self._write_train_past(labeled.events, past)
+        names = labeled.users.drop(BEFORE)
+        outside = outside_events(events, labeled.items, names)
+        rows = held_out_events(outside, labeled.events, labeled.items, names)
+        self._write_rows(rows, self._held_out_schema(labeled.log), HELD_OUT)
         return [HELD_OUT, *kept, past]
 
     def _counts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

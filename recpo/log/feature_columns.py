@@ -83,24 +83,26 @@ def _validate(feature: Feature, side: Side) -> None:
         raise RecpoError(
             f"{where}: a name has letters, digits, and . _ - between them; set `column` for the column",
             code="bad_value",
-            field=where,
+            field=f"features.{side}",
         )
     given = [name for name in feature.fitted if name != "width" and getattr(feature, name) is not None]
     if given:
         raise RecpoError(
-            f"{where}: {', '.join(given)} is fitted by prepare: leave it out", code="unused_option", field=where
+            f"{where}: {', '.join(given)} is fitted by prepare: leave it out",
+            code="unused_option",
+            field=f"features.{side}",
         )
     if side == "context" and not isinstance(feature, Category | Number):
         raise RecpoError(
             f"{where}: a feature of a request is a Category or a Number, not {type(feature).__name__}",
             code="wrong_class",
-            field=where,
+            field=f"features.{side}",
         )
     if side == "context" and feature.name in _TAKEN:
         raise RecpoError(
             f"{where}: the column {feature.name} of an event has a meaning already; choose another name",
             code="duplicate",
-            field=where,
+            field=f"features.{side}",
         )
 
 

@@ -115,7 +115,9 @@ def open_table(
     available = columns.available_from if side == "item" else None
     names, faults = _names(paths)
     if not names:
-        return None, faults or [Fault(side, None, "the table has no file", f"name one with --{side}s")]
+        return None, faults or [
+            Fault(side, None, "the table has no file", f"name one with --{side}s", code="missing_option")
+        ]
     declared = columns.of(side)
     if declared is not None and chosen.of(side) is None:  # from the preset: the columns that the table has
         declared = tuple(feature for feature in declared if feature.source in names)
@@ -162,7 +164,7 @@ def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
 def _damaged(path: Place) -> Fault:
     try:
         with pq.ParquetFile(readable(path)):
-            return Fault(path.name, None, "cannot be read", "write the file again")
+            return Fault(path.name, None, "cannot be read", "write the file again", code="wrong_file")
     except (pa.ArrowException, OSError, ValueError) as error:
         return unreadable(path, error)
 
@@ -217,18 +219,36 @@ def _type_faults(
     for shown, schema in schemas:
         kind = schema.field(id_name).type
         if not (pa.types.is_integer(kind) or is_text(kind)):
-            faults.append(Fault(shown, id_name, f"type {kind}, wanted as id", "expected integers or strings: cast it"))
+            faults.append(
+                Fault(
+                    shown,
+                    id_name,
+                    f"type {kind}, wanted as id",
+                    "expected integers or strings: cast it",
+                    code="wrong_type",
+                )
+            )
         elif id_type is not None and is_text(kind) != is_text(id_type):
-            faults.append(Fault(shown, id_name, f"type {kind}, the log has {id_type}", "cast one of them"))
+            faults.append(
+                Fault(shown, id_name, f"type {kind}, the log has {id_type}", "cast one of them", code="mismatch")
+            )
         for feature in features:
             kind = schema.field(feature.source).type
             expected = expected_type(feature, kind)
             what = f"wanted as {type(feature).__name__} {feature.name}"
             if expected is not None:
-                faults.append(Fault(shown, feature.source, f"type {kind}, {what}", f"expected {expected}: cast it"))
+                faults.append(
+                    Fault(
+                        shown,
+                        feature.source,
+                        f"type {kind}, {what}",
+                        f"expected {expected}: cast it",
+                        code="wrong_type",
+                    )
+                )
             elif plain_type(feature, kind) != plain_type(feature, first.field(feature.source).type):
                 fix = f"{schemas[0][0]} has {first.field(feature.source).type}: cast one of them"
-                faults.append(Fault(shown, feature.source, f"type {kind} differs between files", fix))
+                faults.append(Fault(shown, feature.source, f"type {kind} differs between files", fix, code="mismatch"))
     return faults
 
 
@@ -239,7 +259,15 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
             width = _first_width(feature, files)
             if not width:
                 problem = "no vector: all are null or empty"
-                faults.append(Fault(files[0].shown, feature.source, problem, "leave the feature out, or set its width"))
+                faults.append(
+                    Fault(
+                        files[0].shown,
+                        feature.source,
+                        problem,
+                        "leave the feature out, or set its width",
+                        code="wrong_shape",
+                    )
+                )
             feature = replace(feature, width=width or 1)
         settled.append(feature)
     return tuple(settled), faults

@@ -1,12 +1,17 @@
-"""Finds the files of a log and checks each of them before any row is read."""
+"""The files of a log: finds them, checks each of them before any row is read, and samples their rows.
+
+``open_log`` serves ``recpo prepare``, which reads every row; ``sample_tables`` serves ``recpo init``, which reads all
+rows of a small log and at evenly spaced rows of a large one.
+"""
 
 from __future__ import annotations
 
 import difflib
 import glob
 import os
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Final
@@ -172,7 +177,9 @@ def open_log(
         else:
             empty.append(file.shown)
     if schemas and not files:
-        faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
+        faults.append(
+            Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
+        )
     columns, missing = _settle_columns(schemas, wanted, needed)
     types, mistyped = _settle_types(schemas, columns, more, flags)
     faulty = missing.keys() | (columns.keys() - types.keys())
@@ -208,7 +215,7 @@ def open_files(
         try:
             file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
         except RecpoError as error:
-            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
+            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
         except (pa.ArrowException, OSError, ValueError) as error:
             faults.append(unreadable(path, error))
@@ -259,15 +266,25 @@ def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[
     for name in used:
         if names.count(name) > 1:
             faults.append(
-                Fault(shown, name, f"{names.count(name)} columns of this name", "rename or remove the others")
+                Fault(
+                    shown,
+                    name,
+                    f"{names.count(name)} columns of this name",
+                    "rename or remove the others",
+                    code="duplicate",
+                )
             )
         elif not name:
             faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
         elif name.lower() in _RESERVED:
-            faults.append(Fault(shown, name, "a name that the engines use themselves", "rename the column"))
+            faults.append(
+                Fault(shown, name, "a name that the engines use themselves", "rename the column", code="unsupported")
+            )
     alike = {name.lower() for name in used}
     if len(alike) < len(set(used)):
-        faults.append(Fault(shown, None, "columns that are used differ in capitals only", "rename one of them"))
+        faults.append(
+            Fault(shown, None, "columns that are used differ in capitals only", "rename one of them", code="duplicate")
+        )
     return faults
 
 
@@ -307,7 +324,13 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
-    return Fault(path.name, None, problem, "write or copy the file again, or leave it out")
+    return Fault(
+        path.name,
+        None,
+        problem,
+        "write or copy the file again, or leave it out",
+        code="wrong_file" if size else "empty",
+    )
 
 
 def _settle_columns(
@@ -343,7 +366,7 @@ def missing_column(
     near = sorted((known for known in free if likeness[known] >= _LIKE), key=lambda known: -likeness[known])
     hint = f"near: {', '.join(near)}; " if near else ""
     fix = f"{hint}the file has {', '.join(schema.names)}; {remedy}"
-    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix)
+    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix, code="missing_column")
 
 
 def _settle_types(
@@ -367,11 +390,11 @@ def _settle_types(
             if expected is not None:
                 mistyped.add(column)
                 fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
-                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix))
+                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
             elif column in types and is_text(kind) != is_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
-                faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
+                faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
@@ -414,3 +437,161 @@ def is_text(kind: pa.DataType) -> bool:
 def first_line(error: Exception) -> str:
     """The message of an error in one line."""
     return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+#: maximum number of inspected rows per table
+MOST_ROWS: Final = 500_000
+_LEAST_ROWS: Final = 1_000  # per file
+_DELIMITERS: Final = (",", "\t", ";", "::", "|")
+_LINES: Final = 20
+_RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
+
+
+@dataclass(frozen=True)
+class TableSample:
+    """Files with the same columns.
+
+    Attributes:
+        files: those files.
+        table: the inspected rows.
+        rows: number of rows of all files; an estimate if a text file was not read completely.
+        form: delimiter and column names of text files.
+        skipped: number of inspected rows with a wrong number of values.
+        nested: columns of structs, lists or maps, which ``table`` lacks.
+    """
+
+    files: tuple[Place, ...]
+    table: pa.Table
+    rows: int
+    form: CsvFormat
+    skipped: int
+    nested: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows were inspected."""
+        return self.rows <= self.table.num_rows + self.skipped
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the columns have names, from the files or of a known layout."""
+        return self.form.names is None or self.form.names == _RATINGS
+
+
+def sample_tables(
+    log: str | Sequence[str],
+    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    most_rows: int = MOST_ROWS,
+) -> list[TableSample]:
+    """Samples the files of a log, grouped by their columns.
+
+    Args:
+        log: a file, a directory, a pattern, or a list of them.
+        form: delimiter and column names of text files, if known.
+        most_rows: maximum number of inspected rows of all files.
+
+    Raises:
+        RecpoError: there is no file, or one cannot be read.
+    """
+    files = find_files(log)
+    if not files:
+        raise RecpoError(
+            "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
+        )
+    share = max(_LEAST_ROWS, most_rows // len(files))
+    groups: dict[tuple[str, ...], list[TableSample]] = {}
+    for file in files:
+        try:
+            one = _text_sample(file, form, share) if csv_files.is_text_file(file) else _parquet_sample(file, share)
+        except RecpoError as error:
+            raise RecpoError(f"{file}: {error}", code="wrong_file", field=file.name) from error
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise RecpoError(
+                f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
+            ) from error
+        groups.setdefault((*one.table.column_names, one.form.of(file)), []).append(one)
+    return [_together(samples) for samples in groups.values()]
+
+
+def _together(samples: list[TableSample]) -> TableSample:
+    tables = [one.table for one in samples if one.table.num_rows] or [samples[0].table]
+    return TableSample(
+        tuple(file for one in samples for file in one.files),
+        pa.concat_tables(tables, promote_options="permissive"),
+        sum(one.rows for one in samples),
+        samples[0].form,
+        sum(one.skipped for one in samples),
+        samples[0].nested,
+    )
+
+
+def _parquet_sample(file: Place, most_rows: int) -> TableSample:
+    """The rows of a Parquet file, or of evenly spaced row groups."""
+    with pq.ParquetFile(readable(file)) as parquet:
+        schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
+        nested = tuple(column.name for column in schema if pa.types.is_nested(column.type))
+        plain = [name for name in schema.names if name not in nested]
+        wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
+        chosen = [number * groups // wanted for number in range(wanted)]
+        read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
+    table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
+    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested)
+
+
+def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
+    form = text_format(csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file)))
+    if form.delimiter == CsvFormat().of(file):
+        form = replace(form, delimiter=None)
+    table, skipped, size = csv_files.first_rows(file, form, most_rows)
+    rows = table.num_rows + skipped
+    if rows >= most_rows and isinstance(file, Path):  # uncompressed text is about four times as long
+        length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
+        rows = max(rows + 1, int(rows * length / max(1, size)))
+    return TableSample((file,), table, rows, form, skipped)
+
+
+def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
+    """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
+
+    If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
+    header if none of its values is a number.
+
+    Args:
+        lines: the first lines of the file.
+        form: known delimiter and names; the delimiter is tried first.
+    """
+    delimiter = form.of(Path("log.csv"))
+    if not lines or (len(csv_files.line_values(lines[0], delimiter)) < 3 and form.names is None):
+        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one)), delimiter)
+    first = csv_files.line_values(lines[0], delimiter) if lines else []
+    names = form.names
+    if names is None and any(_is_number(value) for value in first):
+        names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
+        names = _RATINGS if _is_ratings([csv_files.line_values(line, delimiter) for line in lines]) else names
+    return CsvFormat(delimiter, names)
+
+
+def _cuts(lines: Sequence[str], delimiter: str) -> bool:
+    widths = {len(csv_files.line_values(line, delimiter)) for line in lines}
+    return len(widths) == 1 and widths.pop() >= 3
+
+
+def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:
+    """Whether lines have a user, an item, a rating up to 10, and a time in seconds."""
+    return all(
+        len(row) == 4
+        and row[0].isdigit()
+        and row[1].isdigit()
+        and _is_number(row[2])
+        and 0 <= float(row[2]) <= 10
+        and row[3].isdigit()
+        and 7.9e8 < float(row[3]) < 2.2e9
+        for row in rows
+    )
+
+
+def _is_number(value: str) -> bool:
+    with suppress(ValueError):
+        float(value)
+        return True
+    return False

@@ -95,7 +95,9 @@ class IdMap:
         index = table["item_index"].to_numpy()
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
             raise RecpoError(
-                f"{path}: item_index must count 1..{len(index)} in ascending order", code="damaged", field="item_index"
+                f"{path}: item_index must count 1..{len(index)} in ascending order",
+                code="bad_value",
+                field="item_index",
             )
         retired = np.flatnonzero(table[RETIRED].to_numpy()) + 1 if RETIRED in named else None
         times = [
@@ -183,7 +185,7 @@ class IdMap:
             raise RecpoError(
                 f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}",
                 code="out_of_range",
-                field="item_index",
+                field="item_id",
             )
         return self._external.take(pa.array(flat - 1, mask=flat == 0))
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import describe_os_error, is_inside, other_kind, parse_json, seal, sha256, unseal, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import Code, RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import (
     Categories,
@@ -148,12 +148,14 @@ class Prepared:
         file = root / MANIFEST
         if isinstance(root, Path) and (other := other_kind(root, "prepared")):
             raise RecpoError(
-                f"{root} is not a prepared directory{other}: make prepared data with `recpo prepare`", code="wrong_file"
+                f"{root} is not a prepared directory{other}: make prepared data with `recpo prepare`",
+                code="wrong_file",
+                field="prepared",
             )
         if not file.is_file():
             raise RecpoError(
                 f"{root} is not a prepared directory: {MANIFEST} is missing; make it with `recpo prepare`",
-                code="wrong_file",
+                code="missing_file",
                 field=MANIFEST,
             )
         manifest = parse_json(_read(file), file, _REMEDY)
@@ -162,7 +164,7 @@ class Prepared:
                 f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
                 "prepare the log again",
                 code="old_format",
-                field="format_version",
+                field=MANIFEST,
             )
         opened = cls(root, unseal(manifest, file, _REMEDY))
         opened._check_names()
@@ -195,11 +197,7 @@ class Prepared:
         shards = [shard for period in self.manifest["shards"].values() for shard in period]
         names = [*self.checksums, *(shard["past"] for shard in shards if "past" in shard)]
         if strange := [name for name in names if not is_inside(name)]:
-            raise RecpoError(
-                f"{self.root / MANIFEST}: {strange[0]!r} leads out of the directory; {_REMEDY}",
-                code="untrusted",
-                field=MANIFEST,
-            )
+            raise _damage(f"{self.root / MANIFEST}: {strange[0]!r} leads out of the directory", "untrusted", MANIFEST)
 
     def _check_sizes(self) -> None:
         """Detects missing and truncated shards now instead of an epoch later."""
@@ -207,33 +205,25 @@ class Prepared:
         found = _sizes(self.root, shards)
         missing = [name for name in shards if name not in found]
         if missing:
-            raise RecpoError(
-                f"{self.root}: {len(missing)} shards are missing, the first is {missing[0]}; {_REMEDY}",
-                code="damaged",
-                field=missing[0],
+            raise _damage(
+                f"{self.root}: {len(missing)} shards are missing, the first is {missing[0]}", "missing_file", missing[0]
             )
         wrong = [name for name, size in shards.items() if found[name] != size]
         if wrong:
-            raise RecpoError(
-                f"{self.root}: {wrong[0]} has {found[wrong[0]]:,} bytes, it was written with {shards[wrong[0]]:,}; "
-                f"{_REMEDY}",
-                code="damaged",
-                field=wrong[0],
-            )
+            sizes = f"{found[wrong[0]]:,} bytes, it was written with {shards[wrong[0]]:,}"
+            raise _damage(f"{self.root}: {wrong[0]} has {sizes}", "damaged", wrong[0])
 
     def _compared(self, name: str, again: bool = False) -> _Source:
         """The file, for pyarrow's readers. It is verified if this process has not done so yet."""
         place, expected = self.root / name, self.checksums.get(name)
         if expected is None:
-            raise RecpoError(f"{self.root / MANIFEST} knows no file {name}; {_REMEDY}", code="damaged", field=name)
+            raise _damage(f"{self.root / MANIFEST} knows no file {name}", "missing_file", name)
         key = (str(place), expected, *_stamp(place))
         if key in _COMPARED and not again:
             return readable(place)
         content = _read(place)
         if sha256(content) != expected:
-            raise RecpoError(
-                f"{place} is not as it was written (its checksum differs); {_REMEDY}", code="damaged", field=place.name
-            )
+            raise _damage(f"{place} is not as it was written (its checksum differs)", "damaged", name)
         _COMPARED.add(key)
         return pa.BufferReader(content)
 
@@ -554,13 +544,16 @@ def _stamp(place: Place) -> tuple[int, ...]:
         return ()
 
 
+def _damage(message: str, code: Code, field: str) -> RecpoError:
+    """An error about a file of the directory, with the remedy."""
+    return RecpoError(f"{message}; {_REMEDY}", code=code, field=field)
+
+
 def _read(place: Place) -> bytes:
     try:
         return place.read_bytes()
     except OSError as error:
-        raise RecpoError(
-            f"{describe_os_error(error, str(place))}; {_REMEDY}", code="damaged", field=place.name
-        ) from error
+        raise _damage(describe_os_error(error, str(place)), "missing_file", place.name) from error
 
 
 def _decoded(source: _Source, place: Place, columns: Sequence[str] | None) -> pa.Table:
@@ -573,9 +566,7 @@ def _decoding(place: Place) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise RecpoError(
-            f"{place} is damaged ({str(error).strip().splitlines()[0]}); {_REMEDY}", code="damaged", field=place.name
-        ) from error
+        raise _damage(f"{place} is damaged ({str(error).strip().splitlines()[0]})", "damaged", place.name) from error
 
 
 def _merged(pieces: list[dict[str, np.ndarray]], names: Sequence[str]) -> dict[str, np.ndarray]:

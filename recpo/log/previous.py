@@ -34,7 +34,8 @@ from recpo.log.feature_columns import (
     event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
-from recpo.log.prepare import Preparation, describe
+from recpo.log.prepare import Preparation
+from recpo.log.prepare_run import describe
 from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, Prepared
 from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit, as_histories
@@ -78,7 +79,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         raise RecpoError(
             f"{data.root} was prepared with other options: {', '.join(others)} differ. An extension keeps those of the "
             "directory that it extends: leave them out, or prepare the whole log again",
-            code="conflicting_options",
+            code="mismatch",
             field=others[0],
         )
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
@@ -190,8 +191,8 @@ def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
     except (ValueError, ImportError) as error:
         raise RecpoError(
             f"extends: {entry['class_path']} is none of recpo's own: give it with its options",
-            code="untrusted",
-            field="class_path",
+            code="wrong_class",
+            field="extends",
         ) from error
     return own(**entry["init_args"])
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 import pyarrow as pa
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import Code, RecpoError
 
 TimeUnit = Literal["s", "ms", "us", "ns", "order"]
 DurationUnit = Literal["s", "ms", "us", "min"]
@@ -246,7 +246,7 @@ class FlagColumn:
             raise RecpoError(
                 f"column {self.column}: equals is {self.equals!r}, expected the values that mean true",
                 code="bad_value",
-                field="equals",
+                field=self.column,
             )
 
     @property
@@ -406,6 +406,7 @@ class Fault:
         fix: how to fix it.
         count: number of offending rows; None if the fault does not concern rows.
         examples: the first offending rows.
+        code: what kind of fault it is, for programs and tests.
     """
 
     where: str
@@ -414,6 +415,7 @@ class Fault:
     fix: str
     count: int | None = None
     examples: Sequence[Example] = ()
+    code: Code = "bad_value"
 
     def __str__(self) -> str:
         place = self.where if self.column is None else f"{self.where}, column {self.column}"
@@ -454,8 +456,8 @@ def validate_no_faults(faults: Sequence[Fault], warnings: Sequence[str] = ()) ->
                 *(f"  warning: {text}" for text in warnings),
             ]
         ),
-        code="bad_value",
-        field="log",
+        code=faults[0].code,
+        field=(faults[0].column or faults[0].where) if len(faults) == 1 else None,
     )
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
+from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.events import bucket
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
@@ -44,6 +45,9 @@ class Label(ABC):
 
     needs: ClassVar[tuple[str, ...]] = ()
     reads_events_once: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
@@ -104,20 +108,15 @@ class WatchQuantiles(Label):
     """
 
     base: float = DEFAULT_DURATION_BASE
-    min_history: int = 5
+    min_history: PositiveInt = 5
     ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_base(self.base)
-        if self.min_history < 1:
-            raise RecpoError(
-                f"label WatchQuantiles: min_history {self.min_history} must be at least 1",
-                code="out_of_range",
-                field="min_history",
-            )
 
     @property
     def duration_base(self) -> float:
@@ -169,14 +168,10 @@ class WatchRatio(Label):
         cap: watch ratio that counts as 1; watching an item twice is a ratio of 2.
     """
 
-    cap: float = 1.0
+    cap: PositiveFloat = 1.0
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise RecpoError(f"label WatchRatio: cap {self.cap} must be positive", code="out_of_range", field="cap")
 
     def add(self, events: ir.Table) -> ir.Table:
         """Nothing is fitted."""
@@ -199,15 +194,11 @@ class D2Q(Label):
         ties: how equal watch times count: by half (mid), or in full (full).
     """
 
-    groups: int = 30
+    groups: PositiveInt = 30
     min_history: int = 5
     ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1", code="out_of_range", field="groups")
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """See ``Label.extend``: not supported."""
@@ -250,6 +241,7 @@ class WatchTimeGain(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_base(self.base)
 
     @property
@@ -336,18 +328,18 @@ class NumericColumn(Label):
         if ends and self.threshold is not None:
             raise RecpoError(
                 f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given",
-                code="unused_option",
+                code="conflicting_options",
                 field="threshold",
             )
         if ends and (self.low is None or self.high is None):
             raise RecpoError(
                 f"label NumericColumn: low {self.low} and high {self.high} must be given together",
                 code="missing_option",
-                field="high",
+                field="high" if self.high is None else "low",
             )
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise RecpoError(
-                f"label NumericColumn: low {self.low} must be below high {self.high}", code="out_of_range", field="low"
+                f"label NumericColumn: low {self.low} must be below high {self.high}", code="bad_value", field="low"
             )
 
     @property
@@ -374,9 +366,7 @@ class NumericColumn(Label):
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
             raise RecpoError(
-                "label NumericColumn: low and high, or threshold, must be given",
-                code="missing_option",
-                field="threshold",
+                "label NumericColumn: low and high, or threshold, must be given", code="missing_option", field="low"
             )
         return events.mutate(**{Derived.LABEL: label})
 

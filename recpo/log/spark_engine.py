@@ -262,7 +262,7 @@ def _report(error: BaseException | None) -> None:
             field="spark_conf",
         ) from error
     if any(word in text for word in ("FAILED_READ_FILE", "CANNOT_READ", "INCOMPATIBLE_COLUMN_TYPE", "CAST_")):
-        raise RecpoError(f"Spark could not read the log: {_first_line(text)}", code="failed", field="log") from error
+        raise RecpoError(f"Spark could not read the log: {_first_line(text)}", code="failed", field="engine") from error
 
 
 def _first_line(error: Any) -> str:

@@ -16,6 +16,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.log.events import more_columns, time_order
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED
 from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
@@ -32,6 +33,9 @@ class Split(ABC):
     """
 
     is_per_event: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
 
     @abstractmethod
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
@@ -67,8 +71,8 @@ class TemporalSplit(Split):
         timezone: determines midnight: a UTC offset such as "+08:00", or an IANA name.
     """
 
-    valid_days: int = 1
-    test_days: int = 1
+    valid_days: PositiveInt = 1
+    test_days: PositiveInt = 1
     valid_start: str | None = None
     test_start: str | None = None
     timezone: str = "+00:00"
@@ -83,12 +87,6 @@ class TemporalSplit(Split):
                 code="conflicting_options",
                 field="time_unit",
             )
-        if min(self.valid_days, self.test_days) < 1:
-            raise RecpoError(
-                f"split: valid_days {self.valid_days} and test_days {self.test_days} must be at least 1",
-                code="out_of_range",
-                field="valid_days",
-            )
         zone = _zone(self.timezone)
         test = self._start("test_start", zone) or _midnight(_moment(last_ms, zone), self.test_days - 1)
         valid = self._start("valid_start", zone) or test - timedelta(days=self.valid_days)
@@ -98,7 +96,7 @@ class TemporalSplit(Split):
                 f"split TemporalSplit: valid would begin at {valid.isoformat()} and test at {test.isoformat()}, but "
                 f"the log runs from {first.isoformat()} to {last.isoformat()}: each period needs events; choose other "
                 "valid_days and test_days, or valid_start and test_start",
-                code="out_of_range",
+                code="bad_value",
                 field="split",
             )
         return {
@@ -142,16 +140,10 @@ class LeaveLastOut(Split):
         min_history: minimum number of train events of a held-out user; users with shorter histories are only in train.
     """
 
-    min_history: int = 1
+    min_history: NonNegativeInt = 1
 
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
         """Does nothing: the split does not depend on the log."""
-        if self.min_history < 0:
-            raise RecpoError(
-                f"split LeaveLastOut: min_history {self.min_history} must be at least 0",
-                code="out_of_range",
-                field="min_history",
-            )
         return {}
 
     def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:

@@ -1,15 +1,20 @@
-"""Checks every row of a log in one pass: which values are fatal, which are neutralized, and where they are."""
+"""Checks every row of a log in one pass: which values are fatal, which are neutralized, and where they are.
+
+Also warns about labels and units that the fitted watch times make doubtful.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final, Literal
 
 import ibis
 import ibis.expr.types as ir
 
 from recpo.base.features import Feature, Number
+from recpo.base.feedback import FeedbackDefinition
 from recpo.log.csv_files import row_in_file
 from recpo.log.engine import Engine
 from recpo.log.events import length_ms, number, timestamp_ms
@@ -24,6 +29,9 @@ Severity = Literal["fatal", "impossible", "missing"]
 
 _EXAMPLES: Final = 3
 _VALUES_SHOWN: Final = 8
+#: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
+_MANY_TIES: Final = 0.25
+_LEAST_RATIO, _MOST_RATIO = 0.005, 10.0  # of the median watch time to the duration
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,11 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
         shown = [str(value) for value in engine.table(values)["value"].to_pylist() if value is not None]
         problem = f"no row has {' or '.join(map(repr, flag.values))}, wanted as {column}"
         has = f"the column has {', '.join(map(repr, shown))}" if shown else "the column is empty"
-        faults.append(Fault(log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out"))
+        faults.append(
+            Fault(
+                log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out", code="unknown_name"
+            )
+        )
     return faults
 
 
@@ -286,7 +298,7 @@ def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list
         found, scale = f"its values run from {low} to {high}", f"--label.low {low} --label.high {high}"
     problem = f"label NumericColumn needs the ends of the scale, and none are given; {found}"
     fix = f"pass {scale} (values beyond count as the nearer end), or --label.threshold"
-    return [Fault(log.name, log.columns[LogColumns.LABEL], problem, fix)]
+    return [Fault(log.name, log.columns[LogColumns.LABEL], problem, fix, code="missing_option")]
 
 
 def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
@@ -309,4 +321,68 @@ def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
         return []
     first = examples(engine, again, LogColumns.ITEM_ID, log)
     fix = "remove the copies, or leave strict off and they are dropped and counted"
-    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, first)]
+    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, first, "duplicate")]
+
+
+def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
+    """A warning if so many train watch times are equal that labels from their ranks contain little information.
+
+    Args:
+        label: the label method.
+        ties: the result of ``recpo.log.shaping.watch_ties``.
+    """
+    watched = ties["watched"]
+    if LogColumns.WATCH_TIME not in label.needs or not watched:
+        return []
+    zero, tied = ties["zero"] / watched, ties["tied"] / watched
+    if zero > _MANY_TIES:
+        return [
+            f"{zero:.0%} of the train watch times are zero seconds: their label is 0, and nothing tells them apart. If "
+            "such items were never played, leave them out of the log; or take another --label, such as BinaryColumn"
+        ]
+    if tied > _MANY_TIES:
+        return [
+            f"{tied:.0%} of the train watch times equal the most frequent one of their duration bucket, so that labels "
+            "out of their ranks are coarse: log finer watch times, or take --label WatchRatio or BinaryColumn"
+        ]
+    return []
+
+
+def unit_warnings(feedback: FeedbackDefinition) -> list[str]:
+    """A warning if watch times and durations are so different that one of their units is probably wrong.
+
+    The median watch time of each duration bucket is compared with the bucket's shortest duration. Plausible is a median
+    ratio of 1/200 to 10 over the buckets, so a mistake of seconds for milliseconds is always outside.
+
+    Args:
+        feedback: with the fitted quantiles of the watch times.
+    """
+    medians = {bucket: quantiles[1] for bucket, quantiles in feedback.cutoffs.items()}
+    ratios = [watched / feedback.duration_base**bucket for bucket, watched in medians.items() if watched > 0]
+    if not ratios or _LEAST_RATIO <= (ratio := median(ratios)) <= _MOST_RATIO:
+        return []
+    return [
+        f"the median watch time is about {ratio:.3g} times the duration: the unit of one is probably wrong; check "
+        "--columns.watch_time_unit and --columns.duration_unit (seconds by default)"
+    ]
+
+
+def label_faults(label: Label, log: Log) -> list[Fault]:
+    """The fault of a label whose columns the log lacks."""
+    lacking = [column for column in label.needs if column not in log.columns and column not in log.faulty]
+    if not lacking or not log.files:
+        return []
+    name = type(label).__name__
+    fix = (
+        "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
+        "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
+    )
+    return [
+        Fault(
+            log.name,
+            None,
+            f"label {name} needs {' and '.join(lacking)}, which the log has not",
+            fix,
+            code="missing_column",
+        )
+    ]

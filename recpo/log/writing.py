@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -114,15 +115,28 @@ def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.Parqu
     return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How the columns of a shard are derived from those of the events.
+
+    Attributes:
+        feedback: defines the levels, and which events are positive, skipped, disliked and unknown.
+        behaviors: names of the bits in ``behaviors``.
+        context: request features, plain in the events and encoded in shards.
+    """
+
+    feedback: FeedbackDefinition
+    behaviors: tuple[str, ...] = ()
+    context: FittedFeatures | None = None
+
+
 def write_shards(
     batches: Iterable[pa.RecordBatch],
     directory: Path,
     rows_per_shard: int,
-    feedback: FeedbackDefinition,
+    encoding: Encoding,
     progress: Callable[[int], object],
     threads: int = 1,
-    behaviors: tuple[str, ...] = (),
-    context: FittedFeatures | None = None,
     first: int = 0,
 ) -> list[dict[str, Any]]:
     """Writes ``00000.parquet``, ``00001.parquet`` and so on, with at most ``threads + 1`` shards in memory.
@@ -131,11 +145,9 @@ def write_shards(
         batches: rows with the columns of ``EVENT_SCHEMA`` except the feedback level, sorted by user and time.
         directory: created, unless ``first`` is above 0.
         rows_per_shard: a shard ends at the first change of user after this many rows.
-        feedback: defines the levels, and which events are positive, skipped, disliked and unknown.
+        encoding: how the columns of a shard are derived.
         progress: called with the number of rows written.
         threads: number of shards that are encoded at the same time.
-        behaviors: names of the bits in ``behaviors``.
-        context: request features, plain in ``batches`` and encoded in shards.
         first: number of the first shard; ``directory`` already has the earlier ones.
 
     Returns:
@@ -154,9 +166,7 @@ def write_shards(
         for number, block in enumerate(user_blocks(batches, rows_per_shard), start=first):
             if len(pending) == threads:
                 finish_one()
-            pending.append(
-                pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", feedback, behaviors, context)
-            )
+            pending.append(pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", encoding))
         while pending:
             finish_one()
     return shards
@@ -194,13 +204,8 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
 
 
-def _write_shard(
-    block: pa.Table,
-    file: Path,
-    feedback: FeedbackDefinition,
-    behaviors: tuple[str, ...],
-    context: FittedFeatures | None,
-) -> dict[str, Any]:
+def _write_shard(block: pa.Table, file: Path, encoding: Encoding) -> dict[str, Any]:
+    feedback, behaviors, context = encoding.feedback, encoding.behaviors, encoding.context
     names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
     watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
     columns = (watch_time, duration, dislike, label)
@@ -286,13 +291,15 @@ def _check_store(target: Location, overwrite: bool) -> None:
     there = _inside(target)
     if there and (MARKER not in there or (target / MARKER).read_bytes() != marker("prepared").encode()):
         raise RecpoError(
-            f"{target} contains files that recpo did not write as prepared data: choose another output", code="exists"
+            f"{target} contains files that recpo did not write as prepared data: choose another output",
+            code="wrong_file",
+            field="out",
         )
     if MANIFEST in there and not overwrite:
         raise RecpoError(
             f"{target} exists already: choose another output, remove it, or pass --overwrite true",
             code="exists",
-            field="overwrite",
+            field="out",
         )
     target.check_writable()
 

@@ -6,98 +6,21 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from datetime import date
-from functools import cached_property
-from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.artifacts import output_file
 from recpo.base.errors import RecpoError
-from recpo.log.column_facts import ColumnFacts, column_facts
 from recpo.log.csv_files import CsvFormat
-from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import find_files
-from recpo.log.log_sample import TableSample, sample_tables
-from recpo.log.recognition import Finding, Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns
-from recpo.verbs.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
+from recpo.log.inspection import Inspection, inspect_log, sizes_of, split_of, timezone_of
+from recpo.log.recognition import Recognition
+from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 _PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
-_MS_PER_DAY: Final = 86_400_000.0
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The findings in a log, and the suggested configurations.
-
-    Attributes:
-        log: the files that were named.
-        sample: the files of the log, and the inspected rows.
-        recognition: its columns, units, preset, doubts and questions.
-        counts: its size.
-        others: other named files that are not the log, with their columns.
-        tables: "item" and "user" -> a file with one row for each.
-        written: the files that were written, by what they configure; empty before.
-    """
-
-    log: tuple[str, ...]
-    sample: TableSample = field(repr=False)
-    recognition: Recognition
-    counts: LogCounts
-    others: tuple[TableSample, ...] = field(repr=False, default=())
-    tables: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, Path] = field(default_factory=dict)
-
-    @property
-    def columns(self) -> Columns:
-        """The columns and units that ``recpo.prepare`` takes."""
-        return self.recognition.columns
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The standard columns that were recognized, each with its evidence."""
-        return self.recognition.findings
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        """Questions that only the user can answer; nothing is written while there is one."""
-        return self.recognition.questions
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Assumptions that should be checked."""
-        return self.recognition.doubts
-
-    @cached_property
-    def facts(self) -> dict[str, ColumnFacts]:
-        """Facts about the values of every column, by its name."""
-        return facts_of(self.sample.table)
-
-    @property
-    def label(self) -> Label:
-        """How the preference label is made."""
-        return label_of(self.recognition, self.facts)
-
-    @property
-    def objectives(self) -> dict[str, str]:
-        """The alignments that the feedback allows, with reasons."""
-        return objectives_of(self.recognition, self.label)
-
-    @property
-    def commands(self) -> list[str]:
-        """The commands to run, in order, from the log to recommendations."""
-        return [] if not self.written else _commands(self)
-
-
-def facts_of(table: pa.Table) -> dict[str, ColumnFacts]:
-    """The facts of every column of a table."""
-    return {name: column_facts(name, table[name]) for name in table.column_names}
 
 
 @dataclass(frozen=True)
@@ -133,166 +56,6 @@ class Init(Verb[Inspection]):
         return write_configurations(found, Path(self.out))
 
 
-def inspect_log(
-    log: str | PathLike[str] | Sequence[str | PathLike[str]],
-    *,
-    columns: Columns = Columns(),  # noqa: B008  frozen
-    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-) -> Inspection:
-    """Inspects a log as ``init`` does, but writes nothing.
-
-    Args:
-        log: as for ``init``.
-        columns: as for ``init``.
-        csv: as for ``init``.
-
-    Raises:
-        RecpoError: a file cannot be read, or the log has no row.
-    """
-    named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
-    samples = sample_tables(list(named), csv)
-    found = {number: recognize(facts_of(one.table).values(), columns, one.table) for number, one in enumerate(samples)}
-    best = max(found, key=lambda number: _likeness(found[number], samples[number]))
-    sample, recognition = samples[best], found[best]
-    _validate_names(columns, sample)
-    if not sample.table.num_rows:
-        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
-    others = tuple(one for number, one in enumerate(samples) if number != best)
-    tables = _tables(recognition, others)
-    recognition = replace(
-        recognition,
-        questions=(*_unnamed(sample), *recognition.questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
-    )
-    return Inspection(named, sample, recognition, counts_of(sample, recognition), others, tables)
-
-
-def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
-    """How similar a table is to a log: number of required columns, then of all columns, then of rows."""
-    required = sum(found.column(role) is not None for role in LogColumns.REQUIRED)
-    return required, len(found.findings) + len(found.behaviors) + 3 * (found.preset != "plain"), sample.rows
-
-
-def _validate_names(given: Columns, sample: TableSample) -> None:
-    for role, name in given.named().items():
-        if name not in sample.table.column_names:
-            raise RecpoError(
-                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
-                code="unknown_name",
-                field=f"columns.{role}",
-            )
-
-
-def _unnamed(sample: TableSample) -> list[str]:
-    if sample.has_names or sample.form.names is None or "column_1" not in sample.form.names:
-        return []
-    shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
-    return [
-        f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
-        "--csv.names '[user_id, item_id, ...]'"
-    ]
-
-
-def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]:
-    """Files with one row per item or user; of several, the one with the most features of the preset."""
-    tables = {}
-    item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
-    for side, own, other in (("item", item, user), ("user", user, item)):
-        features = PRESET_FEATURES[found.preset].of("item" if side == "item" else "user") or ()
-        columns = {feature.source for feature in features}
-        suiting = [
-            (len(columns & set(one.table.column_names)), one)
-            for one in others
-            if own in one.table.column_names
-            and other not in one.table.column_names
-            and one.table.num_columns > 1
-            and pc.count_distinct(one.table[own]).as_py() == one.table.num_rows > 0
-        ]
-        if suiting:
-            tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])
-    return tables
-
-
-def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str]) -> list[str]:
-    doubts = []
-    if len(sample.files) > 1:
-        names = ", ".join(file.name for file in sample.files[:5])
-        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
-    left = [str(file) for one in others for file in one.files if str(file) not in tables.values()]
-    if left:
-        doubts.append(f"other columns, not read: {', '.join(left)}")
-    if sample.nested:
-        doubts.append(
-            f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields as "
-            "columns of their own, for example user.id as user_id"
-        )
-    if sample.skipped:
-        doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
-    if not sample.is_whole:
-        doubts.append(f"{sample.table.num_rows:,} of about {sample.rows:,} rows were looked at")
-    return doubts
-
-
-def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
-    """The size of a log, from the inspected rows."""
-    user, item, request = (
-        found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-    )
-    table, rows = sample.table, sample.table.num_rows
-    if user is None or item is None:
-        return LogCounts(sample.rows, 0, 0, sample.rows, 1, None, sample.is_whole)
-    per_user = table.group_by(user).aggregate([([], "count_all")])["count_all"]
-    requests = rows
-    if request is not None:
-        requests = table.group_by([user, request]).aggregate([]).num_rows
-    return LogCounts(
-        events=sample.rows,
-        users=len(per_user),
-        items=pc.count_distinct(table[item]).as_py(),
-        requests=int(requests * sample.rows / max(1, rows)),
-        events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
-        days=_days(table, found),
-        is_whole=sample.is_whole,
-    )
-
-
-def _days(table: pa.Table, found: Recognition) -> float | None:
-    column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
-    if column is None or unit == "order":
-        return None
-    values = table[column]
-    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
-        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / _MS_PER_DAY
-    facts = column_facts(column, values)
-    if facts.is_number and facts.least is not None and facts.most is not None and unit is not None:
-        return (facts.most - facts.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
-    if facts.is_number:
-        return None
-    days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
-    try:
-        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
-    except (TypeError, ValueError):
-        return None
-
-
-def timezone_of(values: pa.ChunkedArray) -> str | None:
-    """The time zone that a column of times states: that of its type, or the most frequent offset of its texts.
-
-    Returns:
-        An IANA name or an offset such as "+01:00"; None = it states none, or UTC.
-    """
-    if pa.types.is_timestamp(values.type):
-        zone = values.type.tz
-    elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        offsets = pc.extract_regex(values.drop_null(), r"[0-9](?P<offset>[+-][0-9]{2}:[0-9]{2})$").drop_null()
-        counts = pc.value_counts(pc.struct_field(offsets, "offset")).to_pylist() if len(offsets) else []
-        zone = max(counts, key=lambda one: one["counts"])["values"] if counts else None
-    else:
-        zone = None
-    return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
-
-
 def write_configurations(found: Inspection, out: Path) -> Inspection:
     """Writes the configurations of what was found.
 
@@ -305,12 +68,12 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     """
     if found.questions:
         asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
-        one = len(found.questions) == 1
+        one, role = len(found.questions) == 1, found.questions[0].partition(":")[0]
         raise RecpoError(
             f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
             f"the log, nothing written\n{asked}",
             code="missing_option",
-            field="columns",
+            field=role if role in LogColumns.ALL else "csv.names",
         )
     steps = ["pretrain", *found.objectives]
     files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
@@ -325,7 +88,7 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
         file.parent.mkdir(parents=True, exist_ok=True)
         with output_file(file, overwrite=False) as whole:
             whole.write_text(texts[step], encoding="utf-8")
-    return replace(found, written=files)
+    return replace(found, written=files, commands=tuple(_commands(files)))
 
 
 def _paths(out: Path) -> dict[str, str]:
@@ -451,8 +214,9 @@ def _comment(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def _commands(found: Inspection) -> list[str]:
-    files, paths = found.written, _paths(found.written["prepare"].parent)
+def _commands(files: Mapping[str, Path]) -> list[str]:
+    """The commands to run, in order, from the log to recommendations."""
+    paths = _paths(files["prepare"].parent)
     train = [["recpo", "train", "--config", str(files[step])] for step in files if step != "prepare"]
     fit = ["recpo", "factorize", "--prepared", paths["prepared"], "--out", paths["factors"]]
     runs = [paths[step] for step in files if step != "prepare"]

@@ -17,7 +17,7 @@ from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
 from recpo.log.engine import EngineOptions, locate
 from recpo.log.extension import extend
-from recpo.log.prepare import Preparation
+from recpo.log.prepare import Output, Preparation, Sources
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
 from recpo.log.shaping import (
@@ -114,27 +114,24 @@ class Prepare(Preparation, EngineOptions, Verb[Prepared]):
 
     def execute(self) -> Prepared:
         """Checks the whole log, then writes the directory."""
-        place = fspath(self.out)
-        common: dict[str, Any] = {
-            "items": None if self.items is None else _source(self.items, "items"),
-            "users": None if self.users is None else _source(self.users, "users"),
-            "engine": self.part(EngineOptions),
-            "work": self.work,
-            "overwrite": self.overwrite,
-            "progress": self.progress,
-        }
-        log, choice = _source(self.log, "log"), self.part(Preparation)
-        if self.extends is None:
-            if self.retire != []:
-                raise RecpoError(
-                    "retire: items can be retired only when a catalog is extended: name the directory with --extends",
-                    field="retire",
-                    code="unused_option",
-                )
-            choice.run(log, place, **common)
-        else:
+        place, choice = fspath(self.out), self.part(Preparation)
+        items, users = (
+            None if table is None else _source(table, what)
+            for what, table in (("items", self.items), ("users", self.users))
+        )
+        sources = Sources(_source(self.log, "log"), items, users)
+        output = Output(place, self.part(EngineOptions), self.work, self.overwrite, self.progress)
+        if self.extends is not None:
             kept = Prepared.open(self.extends)
-            extend(kept, choice, log, place, retire=_item_ids(self.retire, kept), **common)
+            extend(kept, choice, sources, output, retire=_item_ids(self.retire, kept))
+        elif self.retire != []:
+            raise RecpoError(
+                "retire: items can be retired only when a catalog is extended: name the directory with --extends",
+                field="retire",
+                code="missing_option",
+            )
+        else:
+            choice.write(sources, output)
         return Prepared.open(locate(place))
 
 
@@ -158,7 +155,7 @@ def _item_ids(given: list[int] | list[str] | str | Path, data: Prepared) -> list
             field="retire",
         ) from error
     except RecpoError as error:
-        raise RecpoError(f"retire: {file}: {error}", code="missing_file", field="retire") from error
+        raise RecpoError(f"retire: {file}: {error}", code="wrong_type", field="retire") from error
     ids: list[Any] = found.to_pylist()
     return ids
 

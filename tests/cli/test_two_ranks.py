@@ -8,7 +8,7 @@ import torch
 
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import TrainBatches
+from recpo.batches.train_batches import Epochs, TrainBatches
 from recpo.log.prepared import Prepared
 from recpo.training.run import checkpoint_path
 from recpo.verbs.prepare import prepare
@@ -156,7 +156,7 @@ def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(tmp_path, w
     prepared = tmp_path / "prepared"
     prepare(str(world / "log"), prepared, rows_per_shard=600)
     batches = [
-        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), assign="shards")
+        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), Epochs(assign="shards"))
         for rank in range(2)
     ]
     filled = [sum(bool(batch.slates.mask.any()) for batch in own) for own in batches]

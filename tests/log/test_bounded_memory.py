@@ -10,7 +10,7 @@ import pytest
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.prepared import FORMAT_VERSION, write_manifest
 from recpo.log.schema import EVENT_SCHEMA
-from recpo.log.writing import write_parquet, write_past, write_shards
+from recpo.log.writing import Encoding, write_parquet, write_past, write_shards
 
 USERS, EVENTS_PER_USER = 4000, 50
 SHARD_MIB = USERS * EVENTS_PER_USER * 50 / 2**20  # decoded, about 50 bytes for each event
@@ -59,7 +59,11 @@ def prepared(root, shards):
     root.mkdir()
     made = {
         period: write_shards(
-            shard_batches(number), root / period, USERS * EVENTS_PER_USER, FeedbackDefinition(), lambda rows: None
+            shard_batches(number),
+            root / period,
+            USERS * EVENTS_PER_USER,
+            Encoding(FeedbackDefinition()),
+            lambda rows: None,
         )
         for period, number in (("train", shards), ("valid", shards // 2), ("test", 1))
     }

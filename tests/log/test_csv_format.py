@@ -3,10 +3,10 @@
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.cli.main import main
 from recpo.log.csv_files import CsvFormat, csv_to_parquet
 from recpo.log.prepared import Prepared
+from tests.refusals import refused
 
 NAMES = ("user_id", "item_id", "timestamp", "label")
 ROWS = [("1", "a b", "1714500000", "4.5"), ("2", 'say "x"', "1714500001", "3"), ("3", "c:d", "1714500002", "")]
@@ -48,7 +48,7 @@ def test_names_stand_in_for_the_first_line(tmp_path):
     file.write_text(file.read_text() + "9::e\n")
     _, (fault,), left_out, _ = csv_to_parquet(file, tmp_path / "staged", {"user_id": "user_id"}, CsvFormat("::", NAMES))
     assert left_out == [3]
-    assert "row 3 ('2 values')" in str(fault)
+    assert (fault.code, fault.count, fault.examples[0].row) == ("wrong_shape", 1, 3)
 
 
 def test_a_delimiter_that_two_blocks_share_is_one(tmp_path):
@@ -61,9 +61,17 @@ def test_a_delimiter_that_two_blocks_share_is_one(tmp_path):
     assert pq.read_table(tmp_path / "staged")["user_id"].to_pylist() == list(range(rows))
 
 
-@pytest.mark.parametrize("wrong", [{"delimiter": ""}, {"delimiter": "\n"}, {"delimiter": "→"}, {"names": ("a", "a")}])
-def test_formats_that_cannot_be(wrong):
-    with pytest.raises(RecpoError, match=r"csv\."):
+@pytest.mark.parametrize(
+    ("wrong", "code", "field"),
+    [
+        ({"delimiter": ""}, "bad_value", "csv.delimiter"),
+        ({"delimiter": "\n"}, "bad_value", "csv.delimiter"),
+        ({"delimiter": "→"}, "unsupported", "csv.delimiter"),
+        ({"names": ("a", "a")}, "duplicate", "csv.names"),
+    ],
+)
+def test_formats_that_cannot_be(wrong, code, field):
+    with refused(code, field):
         CsvFormat(**wrong)
 
 

@@ -11,7 +11,7 @@ from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommen
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.batches.train_batches import TrainBatches
+from recpo.batches.train_batches import Contents, TrainBatches
 from recpo.evaluation.measures import BehaviorRates, Observed
 from recpo.rewards.rewards import LoggedReward, WeightedSum
 from tests.log.test_features import prepare, rich_log
@@ -64,7 +64,7 @@ def check_histories(histories, user_ids, data, columns):
 @pytest.mark.parametrize("layout", [SequenceLayout(8), ImpressionLayout(8), PreferenceListLayout(8)], ids=type)
 def test_train_batches_hold_what_is_read(data, layout):
     (columns,) = raw_events(data, "train")
-    for batch in TrainBatches(data, layout, 16, 0, Rank(), reads=ALL):
+    for batch in TrainBatches(data, layout, 16, 0, Rank(), contents=Contents(ALL)):
         if not batch.slates.mask.any():
             continue
         check_histories(batch.histories, batch.user_ids, data, columns)

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackRule
 from recpo.batches.held_out import evaluation_batch
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import Catalog, ImpressionLayout, SequenceLayout, feedback_batch
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
+from tests.refusals import refused
 
 
 def events_of(counts, requests=None, is_target=None, seed=0):
@@ -132,7 +132,7 @@ def test_the_last_window_only_is_the_most_recent_one():
 
 @pytest.mark.parametrize("overlap", [0, 6, -1])
 def test_an_overlap_that_no_window_can_have_is_an_error(overlap):
-    with pytest.raises(RecpoError, match=f"overlap {overlap} must lie between 1 and history_length 5"):
+    with refused("out_of_range", "overlap"):
         SequenceLayout(5, overlap)
 
 

@@ -12,6 +12,7 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.log.shaping import BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles
 from tests.log.conftest import START_MS, make_log, write_log
+from tests.refusals import refused
 
 
 def put(table, column, values, kind=None):
@@ -223,14 +224,14 @@ def test_every_fault_is_in_one_report(tmp_path, log):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"preset": "tiktok"}, "preset 'tiktok': expected one of plain, kuairand, movielens"),
-        ({"max_context": 0}, "max_context is 0"),
-        ({"rows_per_shard": 0}, "rows_per_shard is 0"),
-        ({"max_watch_time": -1.0}, "max_watch_time is -1.0"),
+        ({"preset": "tiktok"}, ("unknown_name", "preset")),
+        ({"max_context": 0}, ("out_of_range", "max_context")),
+        ({"rows_per_shard": 0}, ("out_of_range", "rows_per_shard")),
+        ({"max_watch_time": -1.0}, ("out_of_range", "max_watch_time")),
     ],
 )
 def test_options(choice, message):
-    with pytest.raises(RecpoError, match=message):
+    with refused(*message):
         Preparation(**choice)
 
 
@@ -246,5 +247,5 @@ def test_a_period_without_events(tmp_path):
 
 def test_memory_limit(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log)
-    with pytest.raises(RecpoError, match="memory_limit 'lots'"):
+    with refused("bad_value", "memory_limit"):
         Preparation().run(path, tmp_path / "out", engine=EngineOptions(memory_limit="lots"))

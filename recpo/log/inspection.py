@@ -1,0 +1,432 @@
+"""What an unknown log holds, and what suits it: columns, size, label, split, objectives, and sizes of training.
+
+``inspect_log`` reads a sample of the files and recognizes the columns (``recpo.log.recognition``). The suggestions are
+pure functions of the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recpo.base.errors import RecpoError
+from recpo.log.column_facts import ColumnFacts, column_facts
+from recpo.log.csv_files import CsvFormat
+from recpo.log.feature_columns import PRESET_FEATURES
+from recpo.log.files import TableSample, sample_tables
+from recpo.log.recognition import Finding, Recognition, recognize
+from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
+
+_SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
+_LENGTHS: Final = (20, 50, 100, 200)
+_SMALL_LOG: Final = 5_000  # events
+_LARGE_CATALOG: Final = 200_000  # items
+_YEAR: Final = 365.0  # days
+_STEPS: Final = {"pretrain": 2_000, "mpo": 850, "gbpo": 500}  # optimizer steps to reach with epochs of small logs
+_MOST_EPOCHS: Final = {"pretrain": 12, "mpo": 8, "gbpo": 3}
+_LEAST_EPOCHS: Final = {"pretrain": 3, "mpo": 1, "gbpo": 1}
+_MOST_STEPS: Final = 3_000  # steps of MPO, each of which scores the full catalog
+_MS_PER_DAY: Final = 86_400_000.0
+
+
+@dataclass(frozen=True)
+class LogCounts:
+    """The size of a log.
+
+    Attributes:
+        events: number of rows.
+        users: number of users in the inspected rows.
+        items: number of items in the inspected rows.
+        requests: number of requests in all rows.
+        events_per_user: 90th percentile of the number of events per user.
+        days: days from the first event to the last; None if the log has no clock.
+        is_whole: whether all rows were inspected.
+    """
+
+    events: int
+    users: int
+    items: int
+    requests: int
+    events_per_user: int
+    days: float | None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class LabelChoice:
+    """How the preference label is made.
+
+    Attributes:
+        class_name: a label of ``recpo prepare``.
+        init_args: its options.
+        why: the reason for the choice.
+        column: column that it reads instead of the recognized label.
+    """
+
+    class_name: str
+    init_args: Mapping[str, Any]
+    why: str
+    column: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one training configuration.
+
+    Attributes:
+        history_length: events of a window.
+        max_history: events that the policy can read.
+        dim: width of item vectors.
+        batch_size: contexts of a batch.
+        epochs: passes over the training period.
+        steps: approximate number of optimizer steps.
+        max_steps: training ends after this many steps; None = after the epochs.
+    """
+
+    history_length: int
+    max_history: int
+    dim: int
+    batch_size: int
+    epochs: int
+    steps: int
+    max_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The findings in a log, and the suggested configurations.
+
+    Attributes:
+        log: the files that were named.
+        sample: the files of the log, and the inspected rows.
+        recognition: its columns, units, preset, doubts and questions.
+        counts: its size.
+        others: other named files that are not the log, with their columns.
+        tables: "item" and "user" -> a file with one row for each.
+        written: the files that were written, by what they configure; empty before.
+        commands: the commands to run with them, in order, from the log to recommendations.
+    """
+
+    log: tuple[str, ...]
+    sample: TableSample = field(repr=False)
+    recognition: Recognition
+    counts: LogCounts
+    others: tuple[TableSample, ...] = field(repr=False, default=())
+    tables: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Path] = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> Columns:
+        """The columns and units that ``recpo.prepare`` takes."""
+        return self.recognition.columns
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The standard columns that were recognized, each with its evidence."""
+        return self.recognition.findings
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """Questions that only the user can answer; nothing is written while there is one."""
+        return self.recognition.questions
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Assumptions that should be checked."""
+        return self.recognition.doubts
+
+    @cached_property
+    def facts(self) -> dict[str, ColumnFacts]:
+        """Facts about the values of every column, by its name."""
+        return facts_of(self.sample.table)
+
+    @property
+    def label(self) -> LabelChoice:
+        """How the preference label is made."""
+        return label_of(self.recognition, self.facts)
+
+    @property
+    def objectives(self) -> dict[str, str]:
+        """The alignments that the feedback allows, with reasons."""
+        return objectives_of(self.recognition, self.label)
+
+
+def facts_of(table: pa.Table) -> dict[str, ColumnFacts]:
+    """The facts of every column of a table."""
+    return {name: column_facts(name, table[name]) for name in table.column_names}
+
+
+def inspect_log(
+    log: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    columns: Columns = Columns(),  # noqa: B008  frozen
+    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+) -> Inspection:
+    """Inspects a log as ``init`` does, but writes nothing.
+
+    Args:
+        log: as for ``init``.
+        columns: as for ``init``.
+        csv: as for ``init``.
+
+    Raises:
+        RecpoError: a file cannot be read, or the log has no row.
+    """
+    named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
+    samples = sample_tables(list(named), csv)
+    found = {number: recognize(facts_of(one.table).values(), columns, one.table) for number, one in enumerate(samples)}
+    best = max(found, key=lambda number: _likeness(found[number], samples[number]))
+    sample, recognition = samples[best], found[best]
+    _validate_names(columns, sample)
+    if not sample.table.num_rows:
+        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
+    others = tuple(one for number, one in enumerate(samples) if number != best)
+    tables = _tables(recognition, others)
+    recognition = replace(
+        recognition,
+        questions=(*_unnamed(sample), *recognition.questions),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
+    )
+    return Inspection(named, sample, recognition, counts_of(sample, recognition), others, tables)
+
+
+def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
+    """How similar a table is to a log: number of required columns, then of all columns, then of rows."""
+    required = sum(found.column(role) is not None for role in LogColumns.REQUIRED)
+    return required, len(found.findings) + len(found.behaviors) + 3 * (found.preset != "plain"), sample.rows
+
+
+def _validate_names(given: Columns, sample: TableSample) -> None:
+    for role, name in given.named().items():
+        if name not in sample.table.column_names:
+            raise RecpoError(
+                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
+                code="missing_column",
+                field=f"columns.{role}",
+            )
+
+
+def _unnamed(sample: TableSample) -> list[str]:
+    if sample.has_names or sample.form.names is None or "column_1" not in sample.form.names:
+        return []
+    shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
+    return [
+        f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
+        "--csv.names '[user_id, item_id, ...]'"
+    ]
+
+
+def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]:
+    """Files with one row per item or user; of several, the one with the most features of the preset."""
+    tables = {}
+    item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
+    for side, own, other in (("item", item, user), ("user", user, item)):
+        features = PRESET_FEATURES[found.preset].of("item" if side == "item" else "user") or ()
+        columns = {feature.source for feature in features}
+        suiting = [
+            (len(columns & set(one.table.column_names)), one)
+            for one in others
+            if own in one.table.column_names
+            and other not in one.table.column_names
+            and one.table.num_columns > 1
+            and pc.count_distinct(one.table[own]).as_py() == one.table.num_rows > 0
+        ]
+        if suiting:
+            tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])
+    return tables
+
+
+def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str]) -> list[str]:
+    doubts = []
+    if len(sample.files) > 1:
+        names = ", ".join(file.name for file in sample.files[:5])
+        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
+    left = [str(file) for one in others for file in one.files if str(file) not in tables.values()]
+    if left:
+        doubts.append(f"other columns, not read: {', '.join(left)}")
+    if sample.nested:
+        doubts.append(
+            f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields as "
+            "columns of their own, for example user.id as user_id"
+        )
+    if sample.skipped:
+        doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
+    if not sample.is_whole:
+        doubts.append(f"{sample.table.num_rows:,} of about {sample.rows:,} rows were looked at")
+    return doubts
+
+
+def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
+    """The size of a log, from the inspected rows."""
+    user, item, request = (
+        found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+    )
+    table, rows = sample.table, sample.table.num_rows
+    if user is None or item is None:
+        return LogCounts(sample.rows, 0, 0, sample.rows, 1, None, sample.is_whole)
+    per_user = table.group_by(user).aggregate([([], "count_all")])["count_all"]
+    requests = rows
+    if request is not None:
+        requests = table.group_by([user, request]).aggregate([]).num_rows
+    return LogCounts(
+        events=sample.rows,
+        users=len(per_user),
+        items=pc.count_distinct(table[item]).as_py(),
+        requests=int(requests * sample.rows / max(1, rows)),
+        events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
+        days=_days(table, found),
+        is_whole=sample.is_whole,
+    )
+
+
+def _days(table: pa.Table, found: Recognition) -> float | None:
+    column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
+    if column is None or unit == "order":
+        return None
+    values = table[column]
+    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
+        ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
+        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / _MS_PER_DAY
+    facts = column_facts(column, values)
+    if facts.is_number and facts.least is not None and facts.most is not None and unit is not None:
+        return (facts.most - facts.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
+    if facts.is_number:
+        return None
+    days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
+    try:
+        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
+    except (TypeError, ValueError):
+        return None
+
+
+def timezone_of(values: pa.ChunkedArray) -> str | None:
+    """The time zone that a column of times states: that of its type, or the most frequent offset of its texts.
+
+    Returns:
+        An IANA name or an offset such as "+01:00"; None = it states none, or UTC.
+    """
+    if pa.types.is_timestamp(values.type):
+        zone = values.type.tz
+    elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        offsets = pc.extract_regex(values.drop_null(), r"[0-9](?P<offset>[+-][0-9]{2}:[0-9]{2})$").drop_null()
+        counts = pc.value_counts(pc.struct_field(offsets, "offset")).to_pylist() if len(offsets) else []
+        zone = max(counts, key=lambda one: one["counts"])["values"] if counts else None
+    else:
+        zone = None
+    return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
+
+
+def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> LabelChoice:
+    """The label for the feedback of a log: watch times if there are any, else ratings, else none."""
+    watch, duration, rated = (
+        found.column(role) for role in (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
+    )
+    if watch is not None and duration is not None:
+        return LabelChoice(
+            "WatchQuantiles", {}, f"the rank of `{watch}` among the user's watch times on items of similar duration"
+        )
+    if rated is not None and (texts := found.texts(LogColumns.LABEL)):
+        return LabelChoice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
+    if rated is not None and facts[rated].kind == "flag" and facts[rated].distinct > 1:
+        return LabelChoice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
+    if rated is not None and facts[rated].distinct > 1:
+        low, high = scale(facts[rated])
+        return LabelChoice("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
+    if watch is not None:
+        high = round(facts[watch].high or 1.0, 3)
+        why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
+        return LabelChoice("NumericColumn", {"low": 0, "high": high}, why, watch)
+    return LabelChoice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
+
+
+def scale(facts: ColumnFacts) -> tuple[float, float]:
+    """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
+    least, most = facts.least or 0.0, facts.most or 1.0
+    for low, high in _SCALES:
+        if facts.kind != "number" and low != int(low):
+            continue  # a scale of halves has values with fractions
+        if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
+            return low, high
+    return least, most
+
+
+def split_of(
+    found: Recognition, counts: LogCounts, label: LabelChoice, timezone: str | None = None
+) -> tuple[str, dict[str, Any], str]:
+    """The split's class, its options, and the reason.
+
+    Args:
+        found: the recognized columns.
+        counts: size of the log.
+        label: how the preference label is made.
+        timezone: time zone of the log's times, if they state one; None = UTC.
+    """
+    if counts.days is None:
+        return "LeaveLastOut", {}, "there is no clock: each user's last event is the test"
+    if counts.days < 3:
+        return "LeaveLastOut", {}, f"the log has {counts.days:.1f} days, fewer than periods of days need"
+    if counts.days > _YEAR and label.class_name == "NumericColumn" and found.column(LogColumns.WATCH_TIME) is None:
+        why = f"ratings over {counts.days:,.0f} days: few users return after months; TemporalSplit where yours do"
+        return "LeaveLastOut", {}, why
+    days = max(1, min(14, round(counts.days / 15)))
+    options, begin = {"valid_days": days, "test_days": days}, f"the log has {counts.days:,.0f} days"
+    if timezone is None:
+        return "TemporalSplit", options, f'{begin}; they begin at midnight UTC, or as in timezone: "+08:00"'
+    return "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
+
+
+def objectives_of(found: Recognition, label: LabelChoice) -> dict[str, str]:
+    """The alignments that a log's feedback allows, in order of preference, each with its reason."""
+    chosen = {}
+    disliked, propensity = found.column(LogColumns.DISLIKE), found.column(LogColumns.PROPENSITY)
+    if label.class_name != "EveryEvent" or disliked is not None:
+        grades = label.why if label.class_name != "EveryEvent" else f"positives, and `{disliked}`"
+        chosen["mpo"] = (
+            f"the log has grades ({grades}): moves the policy toward the grades that a factorization predicts"
+        )
+    if disliked is not None or propensity is not None:
+        told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
+        chosen["gbpo"] = f"the log has {told}: learns from logged feedback alone, without a reward model"
+    return chosen
+
+
+def sizes_of(step: str, counts: LogCounts) -> Sizes:
+    """Sizes of one training, from the size of the log.
+
+    Args:
+        step: "pretrain", "gbpo" (windows of users) or "mpo" (requests).
+        counts: size of the log.
+    """
+    history = _at_least(min(counts.events_per_user, _LENGTHS[-1]))
+    window = min(history, 50)
+    users = max(1, counts.users) * (1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user))
+    windows = max(counts.events / window, min(users, counts.events / 2))
+    contexts = max(1, int(0.85 * (counts.requests if step == "mpo" else windows)))
+    batch = _power_of_two(contexts / 16, 8, 128)
+    if step == "mpo" and counts.items > _LARGE_CATALOG:
+        batch = min(batch, 32)
+    steps = -(-contexts // batch)
+    epochs = max(_LEAST_EPOCHS[step], min(_MOST_EPOCHS[step], round(_STEPS[step] / steps)))
+    most = _MOST_STEPS if step == "mpo" and epochs * steps > _MOST_STEPS else None
+    dim = 64 if counts.events >= _SMALL_LOG else 32
+    return Sizes(window, history, dim, batch, epochs, most or epochs * steps, most)
+
+
+def _at_least(events: float) -> int:
+    return next((length for length in _LENGTHS if length >= events), _LENGTHS[-1])
+
+
+def _power_of_two(value: float, least: int, most: int) -> int:
+    power = least
+    while power * 2 <= min(value, most):
+        power *= 2
+    return power
