@@ -2,11 +2,13 @@
 
 - Files of the repository that pages link to become pages of the site: data/README.md, CHANGELOG.md, the notebooks with
   their output, and the configurations. The links are the same on GitHub and on the site.
-- ``<!-- options of VERB -->`` in a page of a verb becomes the list of its options, from the verb's own parser.
+- ``<!-- options of VERB -->`` becomes the list of the verb's options, from its own parser.
+- The page of the public Python names comes from ``recpo/__init__.pyi``, room by room.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import html
 import json
@@ -34,6 +36,9 @@ PAGES = {
     "contributing.md": "CONTRIBUTING.md",
 } | {f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 CONFIGURATIONS = "reference/configurations.md"
+PYTHON = "reference/python.md"
+#: Rooms whose classes are documented by their options alone.
+_WITHOUT_MEMBERS = ("items", "policies", "objectives", "rewards")
 #: Copies of the other files of the repository that pages link to.
 FILES = "files"
 _PAGE_OF = {file: page for page, file in PAGES.items()}
@@ -48,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made from files of the repository, and the pictures of the notebooks."""
     from mkdocs.structure.files import File
 
-    contents: dict[str, str | bytes] = {CONFIGURATIONS: configurations()}
+    contents: dict[str, str | bytes] = {CONFIGURATIONS: configurations(), PYTHON: python_names()}
     for page, file in PAGES.items():
         if file.endswith(".ipynb"):
             contents |= notebook(page, json.loads((ROOT / file).read_text(encoding="utf-8")))
@@ -128,6 +133,45 @@ def configurations() -> str:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         parts.append(f"## {path.name}\n\n```yaml\n{path.read_text(encoding='utf-8').rstrip()}\n```\n")
     return "\n".join(parts)
+
+
+def python_names() -> str:
+    """One page with every public name, by the room that defines it, and the verbs as dataclasses."""
+    parts = ["# Python\n\nEverything that `import recpo` gives. Names that are not listed may change without notice."]
+    for room, names in public_names().items():
+        described = ast.get_docstring(_parsed(ROOT / "recpo" / room / "__init__.py"))
+        parts.append(f"## recpo.{room}\n\n{described}")
+        options = "heading_level: 3" + (", members: false" if room in _WITHOUT_MEMBERS else "")
+        parts += [f"::: recpo.{name}\n    options: {{{options}}}" for name in names]
+    parts.append(
+        "## The verbs as dataclasses\n\nExcept for `train`, each verb is one frozen dataclass: "
+        "`recpo.evaluate(**options)` is `Evaluate(**options).execute()`, and its fields are also the flags and YAML "
+        "keys of `recpo evaluate`."
+    )
+    parts += [f"::: {name}\n    options: {{heading_level: 3, members: false}}" for name in _verb_classes()]
+    return "\n\n".join(parts) + "\n"
+
+
+def public_names() -> dict[str, list[str]]:
+    """Room -> the names that it gives to ``recpo``, as ``recpo/__init__.pyi`` lists them."""
+    found: dict[str, list[str]] = {}
+    for node in _parsed(ROOT / "recpo" / "__init__.pyi").body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.setdefault(node.module.partition(".")[0], []).extend(alias.name for alias in node.names)
+    return found
+
+
+def _verb_classes() -> list[str]:
+    return [
+        f"recpo.verbs.{file.stem}.{node.name}"
+        for file in sorted((ROOT / "recpo" / "verbs").glob("*.py"))
+        for node in _parsed(file).body
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Verb[") for base in node.bases)
+    ]
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def notebook(page: str, document: dict[str, Any]) -> dict[str, str | bytes]:
