@@ -34,7 +34,7 @@ def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
         mask: same shape, True keeps.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(advantages=advantages, mask=mask)
     kept = zero_masked(advantages.detach(), mask).double()
@@ -54,7 +54,7 @@ def whitened_advantage(advantages: Tensor, mask: Tensor, sums: Tensor | None = N
         as it is.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     count, total, squares = (whitening_sums(advantages, mask) if sums is None else sums).unbind()
     mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
@@ -251,7 +251,11 @@ def share_threshold(label: Tensor, positive_fraction: float = 0.25) -> Tensor:
         A scalar, float32 or float64; nan where every entry is missing.
     """
     if not 0.0 < positive_fraction < 1.0:
-        raise ValueError(f"positive_fraction must lie in (0, 1), got {positive_fraction}")
+        raise RecpoError(
+            f"positive_fraction must lie in (0, 1), got {positive_fraction}",
+            code="out_of_range",
+            field="positive_fraction",
+        )
     known = label.detach().flatten()
     known = known.to(torch.promote_types(known.dtype, torch.float32))
     known = known[~known.isnan()]
@@ -378,7 +382,7 @@ def reward_gate(
         ``[...]`` bool; False for a group without a liked item, or without a draw of anything else.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(rewards=rewards, item_ids=item_ids, liked=liked, drawn=drawn)
     same = item_ids.unsqueeze(-1) == item_ids.unsqueeze(-2)
@@ -483,11 +487,11 @@ def prefix_group_advantage(
         ``[..., S, T]``; 0 at masked candidates and throughout a group of equal rewards. Memory: ``S * S * T`` flags.
 
     Raises:
-        ValueError: ``min_group`` under 2, or shapes that differ.
+        RecpoError: ``min_group`` under 2, or shapes that differ.
     """
     check_same_shape(rewards=rewards, items=tokens[..., 0], mask=mask)
     if min_group < 2:
-        raise ValueError(f"min_group must be at least 2, got {min_group}")
+        raise RecpoError(f"min_group must be at least 2, got {min_group}", code="out_of_range", field="min_group")
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)
     alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1 tokens
@@ -581,10 +585,14 @@ def generalized_advantage_estimate(
         advantages and returns, each ``[..., S]``, without gradient.
 
     Raises:
-        ValueError: ``truncations`` without ``bootstrap_values``.
+        RecpoError: ``truncations`` without ``bootstrap_values``.
     """
     if truncations is not None and bootstrap_values is None:
-        raise ValueError("truncations need bootstrap_values: the value that stands for the unrecorded next state")
+        raise RecpoError(
+            "truncations need bootstrap_values: the value that stands for the unrecorded next state",
+            code="missing_option",
+            field="bootstrap_values",
+        )
     kept = kept_mask(rewards, mask)
     rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
     ends = torch.zeros_like(kept) if dones is None else dones.bool()

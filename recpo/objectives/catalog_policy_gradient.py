@@ -47,14 +47,14 @@ def catalog_policy_gradient_loss(
         ``[...]``; 0 for a context without any kept item.
 
     Raises:
-        ValueError: ``kl_coef`` without a reference, or shapes that differ.
+        RecpoError: ``kl_coef`` without a reference, or shapes that differ.
     """
     check_same_shape(logp=logp, rewards=rewards, logp_ref=logp_ref, mask=mask)
     logp, pi = _distribution(logp, mask)
     loss = -(pi * zero_masked(rewards.detach(), mask)).sum(-1)
     if kl_coef:
         if logp_ref is None:
-            raise ValueError("kl_coef needs logp_ref")
+            raise RecpoError("kl_coef needs logp_ref", code="missing_option", field="logp_ref")
         loss = loss + kl_coef * (pi * (logp - zero_masked(logp_ref.detach(), mask))).sum(-1)
     return loss + entropy_coef * (pi * logp).sum(-1) if entropy_coef else loss
 

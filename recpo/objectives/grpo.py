@@ -112,7 +112,7 @@ def gspo_loss(
         ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-mean``.
 
     Raises:
-        ValueError: unknown level, or shapes that do not fit.
+        RecpoError: unknown level, or shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
@@ -120,7 +120,7 @@ def gspo_loss(
     if level == "token":
         log_s = log_s.detach() + logp - logp.detach()
     elif level != "sequence":
-        raise ValueError(f"unknown level {level!r}; expected sequence or token")
+        raise RecpoError(f"unknown level {level!r}; expected sequence or token", code="unknown_name", field="level")
     return clipped_surrogate(log_s, zero_masked(over_tokens(advantages, logp), mask), clip_low, clip_high)
 
 
@@ -180,7 +180,7 @@ def ecpo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
@@ -260,7 +260,7 @@ def aspo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
@@ -333,7 +333,7 @@ def cispo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
@@ -410,7 +410,7 @@ def gbpo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: unknown level, or shapes that do not fit.
+        RecpoError: unknown level, or shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
@@ -419,7 +419,7 @@ def gbpo_loss(
     if level == "sequence":
         logp, old = (x.sum(-1, keepdim=True).expand_as(logp) for x in (logp, old))
     elif level != "token":
-        raise ValueError(f"unknown level {level!r}; expected token or sequence")
+        raise RecpoError(f"unknown level {level!r}; expected token or sequence", code="unknown_name", field="level")
     current = logp.detach()
     # A float32 log-softmax may end a rounding above 0, where log(1 - pi) is nan.
     complement = log1mexp(current.clamp(max=0.0))

@@ -40,7 +40,7 @@ def validate_log_probs(logp: LogProbs, objective: object) -> None:
 
     Raises:
         RecpoError: a kept log-probability is above 0.
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(policy=logp.policy, mask=logp.mask, old=logp.old, reference=logp.reference)
     if logp.policy.device.type != "cpu":

@@ -90,13 +90,13 @@ def likelihood_weights(
         ``[..., S]``; 0 at masked items; no gradient.
 
     Raises:
-        ValueError: ``ips_power`` without propensities, or shapes that differ.
+        RecpoError: ``ips_power`` without propensities, or shapes that differ.
     """
     check_same_shape(advantages=advantages, logp_behavior=logp_behavior, mask=mask)
     log_weight = (advantages.detach() / temperature).clamp(max=math.log(max_weight))
     if ips_power:
         if logp_behavior is None:
-            raise ValueError("ips_power needs logp_behavior")
+            raise RecpoError("ips_power needs logp_behavior", code="missing_option", field="logp_behavior")
         log_weight = log_weight + (-ips_power * logp_behavior.detach()).clamp(max=math.log(max_ips))
     weight = log_weight.exp()
     return weight if mask is None else zero_masked(weight, mask)
@@ -118,7 +118,7 @@ def weighted_likelihood_loss(logp: Tensor, weights: Tensor, *, mask: Tensor | No
         ``[...]``; 0 for an item without any kept token.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(logp=logp, mask=mask)
     check_same_shape(weights=weights, items=logp[..., 0])

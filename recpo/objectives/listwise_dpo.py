@@ -64,7 +64,7 @@ def softmax_dpo_loss(
         ``[B]``; 0 for a list without any rejected item.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask, pair_weights)
     terms = -gaps if pair_weights is None else zero_masked(pair_weights.detach(), kept).log() - gaps
@@ -114,7 +114,7 @@ def margin_listwise_dpo_loss(
         ``[B]``; only the likelihood term for a list without any rejected item.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask, pair_weights)
     scaled = gap_weight * (gaps - margin).clamp(min=0.0)

@@ -41,7 +41,7 @@ def mpo_target(
         ``[..., S]``; sums to 1 over the kept candidates, 0 at masked ones; no gradient.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
     return _log_softmax(_tilted(_base(rewards, log_base, mask), rewards, temperature), mask).exp()
@@ -68,7 +68,7 @@ def dual_temperature(
         A scalar; no gradient.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
     base = _base(rewards, log_base, mask)
@@ -106,7 +106,7 @@ def mpo_loss(
         ``[...]``; 0 for a context without any kept candidate.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(logp=logp, rewards=rewards)
     weights = mpo_target(rewards, temperature=temperature, log_base=log_base, mask=mask)

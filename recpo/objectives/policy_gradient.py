@@ -217,7 +217,7 @@ def ppo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     log_ratio = zero_masked(logp, mask) - zero_masked(logp_old.detach(), mask)
@@ -238,14 +238,14 @@ def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, cl
         Same shape.
 
     Raises:
-        ValueError: ``clip`` without ``values_old``, or shapes that differ.
+        RecpoError: ``clip`` without ``values_old``, or shapes that differ.
     """
     check_same_shape(values=values, returns=returns, values_old=values_old)
     returns = returns.detach()
     error = (values - returns).square()
     if clip is not None:
         if values_old is None:
-            raise ValueError("a clipped value loss needs values_old")
+            raise RecpoError("a clipped value loss needs values_old", code="missing_option", field="values_old")
         near = values_old.detach() + (values - values_old.detach()).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return 0.5 * error
@@ -262,7 +262,7 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         ``[...]``; 0 for a row without classes.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(logits=logits, mask=mask)
     kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
@@ -374,11 +374,11 @@ def reinforce_loss(
         ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-sum``.
 
     Raises:
-        ValueError: ``top_k`` below 1, or shapes that do not fit.
+        RecpoError: ``top_k`` below 1, or shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+        raise RecpoError(f"top_k must be at least 1, got {top_k}", code="out_of_range", field="top_k")
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     item = logp.detach().sum(-1, keepdim=True)

@@ -184,7 +184,7 @@ def dpo_loss(
         Same shape.
 
     Raises:
-        ValueError: unknown variant, ``label_smoothing`` out of range, or shapes that differ.
+        RecpoError: unknown variant, ``label_smoothing`` out of range, or shapes that differ.
     """
     check_same_shape(
         logp_chosen=logp_chosen,
@@ -193,7 +193,9 @@ def dpo_loss(
         logp_ref_rejected=logp_ref_rejected,
     )
     if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+        raise RecpoError(
+            f"label_smoothing must lie in [0, 0.5), got {label_smoothing}", code="out_of_range", field="label_smoothing"
+        )
     h = (logp_chosen - logp_ref_chosen.detach()) - (logp_rejected - logp_ref_rejected.detach())
     h = h - (margin.detach() if isinstance(margin, Tensor) else margin) / beta
     if variant == "sigmoid":
@@ -205,7 +207,11 @@ def dpo_loss(
         return (h - 0.5 / beta).square()
     if variant == "hinge":
         return (1.0 - beta * h).clamp(min=0.0)
-    raise ValueError(f"unknown variant {variant!r}; expected one of {', '.join(get_args(PairVariant))}")
+    raise RecpoError(
+        f"unknown variant {variant!r}; expected one of {', '.join(get_args(PairVariant))}",
+        code="unknown_name",
+        field="variant",
+    )
 
 
 def simpo_loss(
@@ -232,7 +238,7 @@ def simpo_loss(
         Same shape.
 
     Raises:
-        ValueError: ``label_smoothing`` out of range, or shapes that differ.
+        RecpoError: ``label_smoothing`` out of range, or shapes that differ.
     """
     zero = torch.zeros_like(logp_chosen), torch.zeros_like(logp_rejected)
     return dpo_loss(logp_chosen, logp_rejected, *zero, beta=beta, margin=margin, label_smoothing=label_smoothing)
@@ -268,7 +274,7 @@ def dmpo_loss(
         ``[B]``; 0 for a list without any rejected item.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp_rejected=logp_rejected, logp_ref_rejected=logp_ref_rejected, margin=margin, mask=mask)
     kept = torch.ones_like(logp_rejected, dtype=torch.bool) if mask is None else mask.bool()
@@ -391,7 +397,7 @@ def kto_loss(
         ``[..., S]``; 0 where masked or not labeled.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(logp=logp, logp_ref=logp_ref, signs=signs, mask=mask)
     signs = zero_masked(signs.detach(), mask).sign()

@@ -38,7 +38,7 @@ def bellman_target(
         ``[...]``.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(rewards=rewards, dones=dones, next_states=next_q[..., 0])
     check_same_shape(next_q=next_q, next_q_online=next_q_online)
@@ -62,7 +62,7 @@ def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -
         Same shape.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(q_values=q_values, q_targets=q_targets)
     error = q_values - q_targets.detach()

@@ -35,7 +35,7 @@ def pairwise_reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | floa
         Same shape.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(chosen=chosen, rejected=rejected, margin=margin if isinstance(margin, Tensor) else None)
     gap = chosen - rejected
@@ -107,12 +107,14 @@ def pointwise_reward_loss(
         ``[..., K]``, 0 where masked.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(scores=scores, targets=targets, mask=mask)
     if positive_weight is not None and positive_weight.shape != scores.shape[-1:]:
-        raise ValueError(
-            f"positive_weight has shape {tuple(positive_weight.shape)}: one per target is ({scores.shape[-1]},)"
+        raise RecpoError(
+            f"positive_weight has shape {tuple(positive_weight.shape)}: one per target is ({scores.shape[-1]},)",
+            code="wrong_shape",
+            field="positive_weight",
         )
     scores, targets = zero_masked(scores, mask), zero_masked(targets.to(scores.dtype), mask)
     positive = targets if positive_weight is None else targets * positive_weight

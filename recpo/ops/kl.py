@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from recpo.base.errors import RecpoError
 from recpo.ops.reduce import check_same_shape, zero_masked
 
 KLKind = Literal["k1", "abs", "k2", "k3", "low_var"]
@@ -42,7 +43,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
         Same shape.
 
     Raises:
-        ValueError: unknown estimator, or shapes that differ.
+        RecpoError: unknown estimator, or shapes that differ.
     """
     check_same_shape(logp=logp, logp_ref=logp_ref)
     k1 = logp - logp_ref.detach()
@@ -60,7 +61,11 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
     if kind == "low_var":
         x = (-k1).clamp(-EXPONENT_GUARD, EXPONENT_GUARD)
         return (torch.expm1(x) - x).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
-    raise ValueError(f"unknown KL estimator {kind!r}; expected one of {', '.join(get_args(KLKind))}")
+    raise RecpoError(
+        f"unknown KL estimator {kind!r}; expected one of {', '.join(get_args(KLKind))}",
+        code="unknown_name",
+        field="kl_kind",
+    )
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -84,7 +89,7 @@ def categorical_kl(logits: Tensor, logits_ref: Tensor, mask: Tensor | None = Non
         ``[...]``; 0 for a row without classes; inf where the reference excludes a class that the policy does not.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(logits=logits, logits_ref=logits_ref, mask=mask)
     kept = (logits > -torch.inf) if mask is None else mask.bool() & (logits > -torch.inf)
@@ -107,7 +112,7 @@ def kl_shaped_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: 
         ``[..., T]`` without gradient; 0 at masked tokens; the score of an empty sequence is dropped.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     check_same_shape(logp_old=logp_old, logp_ref=logp_ref, mask=mask)
     check_same_shape(scores=scores, sequences=mask[..., 0])

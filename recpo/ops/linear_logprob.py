@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kernels import KEEP_BYTES, Scored, as_float, sum_rows
 
@@ -51,7 +52,7 @@ def linear_logprob(
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and table.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     _check(states, table, padding_rows)
     # one target per state needs no index
@@ -100,7 +101,7 @@ def linear_divergence(
         float32 (float64 for float64 states). Differentiable once, in states and table.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     _check(states, table, padding_rows)
     check_reference(states, table, reference_states, reference_table)
@@ -123,9 +124,11 @@ def linear_log_softmax(states: Tensor, table: Tensor, *, temperature: float = 1.
 
 def _check(states: Tensor, table: Tensor, padding_rows: int) -> None:
     if states.dim() != 2 or table.dim() != 2 or states.shape[1] != table.shape[1] or len(table) <= padding_rows:
-        raise ValueError(
+        raise RecpoError(
             f"states must be [N, d] and table [V + {padding_rows}, d] with V > 0, "
-            f"got {tuple(states.shape)} and {tuple(table.shape)}"
+            f"got {tuple(states.shape)} and {tuple(table.shape)}",
+            code="wrong_shape",
+            field="states",
         )
 
 
@@ -134,9 +137,11 @@ def check_reference(states: Tensor, table: Tensor, reference_states: Tensor, ref
     matrices = reference_states.dim() == reference_table.dim() == 2
     fits = matrices and reference_states.shape[1] == reference_table.shape[1]
     if not fits or len(reference_states) != len(states) or len(reference_table) != len(table):
-        raise ValueError(
+        raise RecpoError(
             f"the reference must have {len(states)} states and {len(table)} rows, "
-            f"got {tuple(reference_states.shape)} and {tuple(reference_table.shape)}"
+            f"got {tuple(reference_states.shape)} and {tuple(reference_table.shape)}",
+            code="wrong_shape",
+            field="reference",
         )
 
 
@@ -144,15 +149,23 @@ def state_of_targets(states: Tensor, targets: Tensor, state_index: Tensor | None
     """The state of each target, ``[M]``; arguments as in ``linear_logprob``.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     if state_index is None:
         if targets.shape[:1] != states.shape[:1] or targets.dim() not in (1, 2):
-            raise ValueError(f"targets must be [N] or [N, K] with N = {len(states)}, got {tuple(targets.shape)}")
+            raise RecpoError(
+                f"targets must be [N] or [N, K] with N = {len(states)}, got {tuple(targets.shape)}",
+                code="wrong_shape",
+                field="targets",
+            )
         rows = torch.arange(len(states), device=states.device)
         return rows.view(-1, *[1] * (targets.dim() - 1)).expand_as(targets).reshape(-1)
     if state_index.shape != targets.shape or targets.dim() != 1:
-        raise ValueError(f"state_index {tuple(state_index.shape)} and targets {tuple(targets.shape)} must both be [M]")
+        raise RecpoError(
+            f"state_index {tuple(state_index.shape)} and targets {tuple(targets.shape)} must both be [M]",
+            code="wrong_shape",
+            field="state_index",
+        )
     return state_index
 
 
@@ -287,12 +300,14 @@ def sampled_logprob(
         ``[M]``; its normalizer is unbiased, its logarithm is not: the estimate of a peaked softmax is too high.
 
     Raises:
-        ValueError: shapes that do not fit.
+        RecpoError: shapes that do not fit.
     """
     if negative_scores.shape != (*target_scores.shape, *negative_ids.shape) or target_ids.shape != target_scores.shape:
-        raise ValueError(
+        raise RecpoError(
             f"expected scores [M] and [M, K] for ids [M] and [K], got {tuple(target_scores.shape)} and "
-            f"{tuple(negative_scores.shape)} for {tuple(target_ids.shape)} and {tuple(negative_ids.shape)}"
+            f"{tuple(negative_scores.shape)} for {tuple(target_ids.shape)} and {tuple(negative_ids.shape)}",
+            code="wrong_shape",
+            field="scores",
         )
     hits = target_ids[:, None] == negative_ids
     rest = (negative_scores - log_expected_count).masked_fill(hits, -torch.inf)

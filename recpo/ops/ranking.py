@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.base.errors import RecpoError
+
 
 class RankedHits(NamedTuple):
     """Which places of the lists hold a target.
@@ -50,9 +52,11 @@ def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
         mask: ``[B, P]`` bool, True keeps a target.
     """
     if item_ids.ndim != 2 or targets.ndim != 2 or len(item_ids) != len(targets) or mask.shape != targets.shape:
-        raise ValueError(
+        raise RecpoError(
             f"expected item_ids [B, K], targets [B, P], mask [B, P]; got {tuple(item_ids.shape)}, "
-            f"{tuple(targets.shape)}, {tuple(mask.shape)}"
+            f"{tuple(targets.shape)}, {tuple(mask.shape)}",
+            code="wrong_shape",
+            field="item_ids",
         )
     kept = sorted_members(targets, mask)
     distinct = kept != NO_ITEM

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from recpo.base.errors import RecpoError
+
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How token losses become one number; see ``aggregate``."""
 
@@ -21,14 +23,16 @@ def check_same_shape(**tensors: Tensor | None) -> None:
         tensors: tensors by argument name; None = not given.
 
     Raises:
-        ValueError: two shapes differ; the message names both arguments and both shapes.
+        RecpoError: two shapes differ; the message names both arguments and both shapes.
     """
     given = [(name, tensor.shape) for name, tensor in tensors.items() if tensor is not None]
     name, shape = given[0]
     for other, its_shape in given[1:]:
         if its_shape != shape:
-            raise ValueError(
-                f"{other} has shape {tuple(its_shape)} and {name} has shape {tuple(shape)}: they must be the same"
+            raise RecpoError(
+                f"{other} has shape {tuple(its_shape)} and {name} has shape {tuple(shape)}: they must be the same",
+                code="wrong_shape",
+                field=other,
             )
 
 
@@ -43,13 +47,17 @@ def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
         mask: broadcasts to ``values``; None keeps everything.
 
     Raises:
-        ValueError: the mask would broadcast ``values`` to another shape.
+        RecpoError: the mask would broadcast ``values`` to another shape.
     """
     if mask is None:
         return values
     kept = torch.where(mask.bool(), values, torch.zeros_like(values))
     if kept.shape != values.shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}, which does not fit values {tuple(values.shape)}")
+        raise RecpoError(
+            f"mask has shape {tuple(mask.shape)}, which does not fit values {tuple(values.shape)}",
+            code="wrong_shape",
+            field="mask",
+        )
     return kept
 
 
@@ -61,15 +69,17 @@ def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
         logp: ``[..., T]``.
 
     Raises:
-        ValueError: ``values`` has neither shape.
+        RecpoError: ``values`` has neither shape.
     """
     if values.shape == logp.shape:
         return values
     if values.shape == logp.shape[:-1]:
         return values.unsqueeze(-1).expand(logp.shape)
-    raise ValueError(
+    raise RecpoError(
         f"expected shape {tuple(logp.shape)}, or {tuple(logp.shape[:-1])} without its token axis, got "
-        f"{tuple(values.shape)}"
+        f"{tuple(values.shape)}",
+        code="wrong_shape",
+        field="values",
     )
 
 
@@ -120,10 +130,14 @@ def aggregate(
         A scalar; 0 with zero gradients if nothing is kept.
 
     Raises:
-        ValueError: unknown mode, or a mask of another shape (which would silently broadcast into a wrong average).
+        RecpoError: unknown mode, or a mask of another shape (which would silently broadcast into a wrong average).
     """
     if mode not in get_args(Aggregation):
-        raise ValueError(f"unknown aggregation {mode!r}; expected one of {', '.join(get_args(Aggregation))}")
+        raise RecpoError(
+            f"unknown aggregation {mode!r}; expected one of {', '.join(get_args(Aggregation))}",
+            code="unknown_name",
+            field="aggregation",
+        )
     check_same_shape(values=values, mask=mask)
     kept = mask.bool()
     half = values.dtype in (torch.float16, torch.bfloat16)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kernels import Scored, as_float, sum_rows
 from recpo.ops.linear_logprob import check_reference, state_of_targets
@@ -57,7 +58,7 @@ def sharded_logprob(
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
 
     Raises:
-        ValueError: shapes that do not fit, or blocks that do not form a table.
+        RecpoError: shapes that do not fit, or blocks that do not form a table.
         IndexError: on all ranks, if one has a target outside the table or of a state that does not exist.
     """
     _check(states, shard)
@@ -88,7 +89,7 @@ def sharded_divergence(
         temperature: divides the logits of both.
 
     Raises:
-        ValueError: shapes that do not fit, or blocks that do not form a table.
+        RecpoError: shapes that do not fit, or blocks that do not form a table.
     """
     _check(states, shard)
     check_reference(states, shard.rows, reference_states, reference.rows)
@@ -117,9 +118,11 @@ def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
 def _check(states: Tensor, shard: RowShard) -> None:
     rows = shard.rows
     if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or shard.num_rows < 2:
-        raise ValueError(
+        raise RecpoError(
             f"states must be [N, d] and rows [R, d] of a table of V + 1 rows with V > 0, "
-            f"got {tuple(states.shape)}, {tuple(rows.shape)} and {shard.num_rows}"
+            f"got {tuple(states.shape)}, {tuple(rows.shape)} and {shard.num_rows}",
+            code="wrong_shape",
+            field="states",
         )
 
 
@@ -339,7 +342,7 @@ def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) ->
         faults: number of invalid ids of this rank, a scalar on the device of the rows; None = 0.
 
     Raises:
-        ValueError: the blocks of the ranks do not form the table.
+        RecpoError: the blocks of the ranks do not form the table.
         IndexError: any rank has faults.
     """
     mine = torch.tensor([shard.first, len(shard.rows), shard.num_rows, *counts], device=shard.rows.device)
@@ -350,7 +353,11 @@ def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) ->
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     gaps = any(length and first != bound for first, length, bound in zip(firsts, lengths, bounds, strict=False))
     if gaps or set(num_rows) != {bounds[-1]}:
-        raise ValueError(f"blocks from rows {firsts} of {lengths} rows do not make up a table of {num_rows} rows")
+        raise RecpoError(
+            f"blocks from rows {firsts} of {lengths} rows do not make up a table of {num_rows} rows",
+            code="mismatch",
+            field="blocks",
+        )
     if any(faulty):
         raise IndexError(f"ids outside of the table of {shard.num_rows} rows or of the states, by rank: {faulty}")
     return Sizes(bounds, others)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from recpo.base.errors import RecpoError
 from recpo.ops.reduce import check_same_shape, over_tokens, zero_masked
 
 RatioLevel = Literal["token", "sequence"]
@@ -47,7 +48,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
         ``[...]``; 0 for an empty sequence.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(log_ratio=log_ratio, mask=mask)
     return zero_masked(log_ratio, mask).sum(-1) / mask.bool().sum(-1).clamp(min=1)
@@ -65,7 +66,7 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high
         clip_high: see ``clipped_surrogate``.
 
     Raises:
-        ValueError: shapes that differ.
+        RecpoError: shapes that differ.
     """
     check_same_shape(log_ratio=log_ratio, advantages=advantages)
     ratio = guarded_ratio(log_ratio)
@@ -95,10 +96,10 @@ def clipped_surrogate(
         ``[..., T]``, to be minimized.
 
     Raises:
-        ValueError: ``dual_clip`` is not above 1, or the shapes do not fit.
+        RecpoError: ``dual_clip`` is not above 1, or the shapes do not fit.
     """
     if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+        raise RecpoError(f"dual_clip must be above 1, got {dual_clip}", code="out_of_range", field="dual_clip")
     advantages = over_tokens(advantages.detach(), log_ratio)
     ratio = guarded_ratio(log_ratio)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)

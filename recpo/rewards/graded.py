@@ -69,21 +69,28 @@ class FactorOptions:
     def __post_init__(self) -> None:
         validate_ranges(self)
         if self.method not in ("variational", "als"):
-            raise RecpoError(f"method is {self.method!r}; it is variational or als", field="method")
+            raise RecpoError(
+                f"method is {self.method!r}; it is variational or als", field="method", code="unknown_name"
+            )
         for name in ("ranks", "ridges"):
             if getattr(self, name) is not None and not getattr(self, name):
-                raise RecpoError(f"{name} is empty; give at least one", field=name)
+                raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(
-                f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two", field="lower_bound"
+                f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two",
+                field="lower_bound",
+                code="conflicting_options",
             )
         if self.period not in ("train", "valid", "test"):
-            raise RecpoError(f"period is {self.period!r}; it is train, valid or test", field="period")
+            raise RecpoError(
+                f"period is {self.period!r}; it is train, valid or test", field="period", code="unknown_name"
+            )
         if self.period != "train" and (self.method != "variational" or len(self.grid) > 1):
             raise RecpoError(
                 f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
                 "for a model of held-out events; set method to variational, and one rank or null",
                 field="period",
+                code="conflicting_options",
             )
 
     @property

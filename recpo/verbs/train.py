@@ -112,5 +112,5 @@ def train(
     try:
         configuration = parse_arguments([*start, *as_arguments(tree)])
     except ArgumentError as error:
-        raise RecpoError(str(error)) from error
+        raise RecpoError(str(error), code="wrong_type") from error
     return Train(configuration, callbacks).execute()
