@@ -113,7 +113,7 @@ def test_threshold_edges():
         assert ternary_advantage(ties.to(dtype), None).tolist() == [1, 1, 1, 0]
         assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [1, 1, 1, 0]
     for fraction in (0.0, 1.0):
-        with pytest.raises(ValueError, match="positive_fraction"):
+        with pytest.raises(RecpoError, match="positive_fraction"):
             share_threshold(ties, fraction)
 
 
@@ -189,7 +189,7 @@ def test_termination_and_truncation_differ():
     )
     assert ended.tolist() == [[1.5, 1.0, 1.0]]
     assert cut.tolist() == [[4.0, 6.0, 1.0]]
-    with pytest.raises(ValueError, match="bootstrap"):
+    with pytest.raises(RecpoError, match="bootstrap"):
         generalized_advantage_estimate(rewards, values, None, 0.0, truncations=flag)
 
 

@@ -353,5 +353,5 @@ def test_a_part_of_the_catalog_is_not_a_catalog():
     for field in ("kl_coef", "entropy_coef"):
         with pytest.raises(RecpoError, match=f"CatalogPolicyGradient.{field} must not be negative, got -1"):
             CatalogPolicyGradient(**{field: -1.0})
-    with pytest.raises(ValueError, match="kl_coef needs logp_ref"):
+    with pytest.raises(RecpoError, match="kl_coef needs logp_ref"):
         catalog_policy_gradient_loss(logits, rewards, kl_coef=0.1)

@@ -155,7 +155,7 @@ def test_defaults_of_the_losses_of_pairs_and_lists():
     assert softmax_dpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
     assert DPO() == DPO(beta=0.1, nll_coef=0.0, variant="sigmoid", label_smoothing=0.0, margin=0.0, grade_gap_coef=0.0)
     assert SoftmaxDPO() == SoftmaxDPO(beta=1.0, nll_coef=0.0, grade_gap_coef=0.0)
-    with pytest.raises(ValueError, match="label_smoothing"):
+    with pytest.raises(RecpoError, match="label_smoothing"):
         simpo_loss(a, b, label_smoothing=0.5)
     smoothed = simpo_loss(a, b, margin=0.0, label_smoothing=0.1).item()
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-1.0)) + 0.1 * math.log1p(math.exp(1.0)))
@@ -272,7 +272,7 @@ def test_with_full_propensities_the_behavior_policy_drops_out():
 def test_weighted_likelihood_says_what_it_lacks():
     assert WeightedLikelihood().requires == {"advantages"}
     assert WeightedLikelihood(ips_power=0.5).requires == {"advantages", "old", "propensities"}
-    with pytest.raises(ValueError, match="ips_power needs logp_behavior"):
+    with pytest.raises(RecpoError, match="ips_power needs logp_behavior"):
         likelihood_weights(torch.zeros(1), ips_power=0.5)
     for field, value in (("temperature", 0.0), ("max_weight", 0.0), ("max_ips", 0.0), ("ips_power", 1.5)):
         with pytest.raises(RecpoError, match=f"WeightedLikelihood.{field} must"):

@@ -134,7 +134,7 @@ def test_a_token_without_an_advantage_gets_no_gradient():
 def test_groups_have_two_candidates_at_least():
     with pytest.raises(RecpoError, match=r"PrefixGroupAdvantage\.min_group must be at least 2, got 1"):
         PrefixGroupAdvantage(min_group=1)
-    with pytest.raises(ValueError, match="min_group must be at least 2"):
+    with pytest.raises(RecpoError, match="min_group must be at least 2"):
         prefix_group_advantage(torch.zeros(1, 2), torch.zeros(1, 2, 1), min_group=1)
 
 

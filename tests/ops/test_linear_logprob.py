@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kl import categorical_kl, kl_estimate
 from recpo.ops.linear_logprob import (
@@ -223,7 +224,7 @@ def test_the_divergence_never_makes_an_n_by_v_tensor() -> None:
 def test_the_divergence_refuses_a_reference_of_other_states_or_items() -> None:
     states, table, others, reference = problem_of_two(4, 7)
     for wrong in ((others[1:], reference), (others, reference[1:]), (others[:, 1:], reference)):
-        with pytest.raises(ValueError, match="the reference must have 4 states and 8 rows"):
+        with pytest.raises(RecpoError, match="the reference must have 4 states and 8 rows"):
             linear_divergence(states, table, *wrong)
 
 
@@ -349,5 +350,5 @@ def test_refuses_shapes_that_do_not_fit(
     states: tuple[int, ...], table: tuple[int, ...], targets: tuple[int, ...], index: tuple[int, ...] | None
 ) -> None:
     place = None if index is None else torch.zeros(index, dtype=torch.long)
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(RecpoError, match="must"):
         linear_logprob(torch.zeros(states), torch.zeros(table), torch.ones(targets, dtype=torch.long), place)

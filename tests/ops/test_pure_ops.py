@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from recpo.base.errors import RecpoError
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
@@ -45,7 +46,7 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
     ],
 )
 def test_mistakes_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecpoError, match=message):
         call()
 
 

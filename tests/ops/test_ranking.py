@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
+from recpo.base.errors import RecpoError
 from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
@@ -183,7 +184,7 @@ def test_empty_sets_and_empty_batches():
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"expected item_ids \[B, K\]"):
+    with pytest.raises(RecpoError, match=r"expected item_ids \[B, K\]"):
         ranked_hits(torch.ones(2, 3), torch.ones(3, 1), torch.ones(3, 1).bool())
 
 

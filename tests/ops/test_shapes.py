@@ -136,7 +136,7 @@ def test_a_wrong_shape_is_named(function, name):
     right = tuple(named[name].shape)
     for shape in wrong_shapes(right, function, name):
         wrong = torch.ones(shape, dtype=named[name].dtype)
-        with pytest.raises(ValueError, match="shape") as error:
+        with pytest.raises(RecpoError, match="shape") as error:
             function(**(named | {name: wrong}))
         others = {str(tuple(value.shape)) for other, value in named.items() if isinstance(value, torch.Tensor)}
         assert any(text in str(error.value) for text in others | {str(right[:-1])}), error.value
@@ -166,7 +166,7 @@ def test_leading_axes_are_taken_one_by_one(function):
 
 def test_a_mask_does_not_widen_values():
     assert reduce.zero_masked(torch.ones(2, 3), torch.tensor([True, False, True])).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\), which does not fit values \(3,\)"):
+    with pytest.raises(RecpoError, match=r"mask has shape \(2, 3\), which does not fit values \(3,\)"):
         reduce.zero_masked(torch.ones(3), torch.ones(2, 3))
 
 
@@ -195,5 +195,5 @@ def test_values_that_are_not_log_probabilities_are_refused(objective):
         kept[1, 2] = False
         objective(inputs(**{name: wrong.masked_fill(~kept, torch.nan), "mask": kept}))
         objective(inputs(**{name: wrong, "mask": kept}))
-        with pytest.raises(ValueError, match=r"has shape \(2, 3\) and policy has shape \(2, 3, 1\)|policy has shape"):
+        with pytest.raises(RecpoError, match=r"has shape \(2, 3\) and policy has shape \(2, 3, 1\)|policy has shape"):
             objective(inputs(**{name: -torch.ones(2, 3)}))

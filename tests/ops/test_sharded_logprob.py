@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
 from recpo.ops.sharded_logprob import (
@@ -208,7 +209,7 @@ def test_row_0_is_padding_where_it_is_held() -> None:
 def test_a_table_has_one_item_at_least() -> None:
     shape_check(torch.zeros(4, 2), RowShard(torch.zeros(2, 2), 0, 2))
     for states, rows, num_rows in (((4, 2), (2, 2), 1), ((4, 3), (2, 2), 2), ((4,), (2, 2), 2), ((4, 2), (2,), 2)):
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(RecpoError, match="must be"):
             shape_check(torch.zeros(states), RowShard(torch.zeros(rows), 0, num_rows))
 
 
@@ -352,11 +353,11 @@ def check_faults() -> None:
         with pytest.raises(IndexError, match=r"by rank: \[0, 1\]"):
             sharded_logprob(torch.zeros(1, 2), shard, torch.tensor([1]), torch.tensor([wrong if rank else 0]))
     for other in (shard._replace(first=4 + rank), shard._replace(num_rows=11), shard._replace(rows=torch.zeros(4, 2))):
-        with pytest.raises(ValueError, match="do not make up a table"):
+        with pytest.raises(RecpoError, match="do not make up a table"):
             sharded_entropy(torch.zeros(1, 2), other)
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(RecpoError, match="must be"):
         sharded_logprob(torch.zeros(1, 3), shard, torch.tensor([1]))
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(RecpoError, match="must be"):
         sharded_logprob(torch.zeros(1, 2), shard, torch.tensor([1, 2]))
 
 
