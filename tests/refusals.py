@@ -18,5 +18,6 @@ def refused(
     """Passes if the block raises ``RecpoError`` with this code (or one of these) and field; ``...`` is any field."""
     with pytest.raises(RecpoError) as caught:
         yield caught
-    assert caught.value.code in ((code,) if isinstance(code, str) else code), str(caught.value)
-    assert field is ... or caught.value.field == field, str(caught.value)
+    found = f"{caught.value.code}, {caught.value.field}: {caught.value}"
+    assert caught.value.code in ((code,) if isinstance(code, str) else code), found
+    assert field is ... or caught.value.field == field, found

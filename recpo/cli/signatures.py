@@ -101,10 +101,11 @@ def read(module: str) -> Module | None:
 
 
 def _names(module: str, file: Path) -> dict[str, ast.AST | tuple[str, str]]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    stub = file.with_suffix(".pyi")  # of a package whose names are imported when they are first used
+    sources = [file, stub] if stub.is_file() else [file]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names: dict[str, ast.AST | tuple[str, str]] = {}
-    pending: list[ast.AST] = [*tree.body]
+    pending: list[ast.AST] = [node for source in sources for node in ast.parse(source.read_text("utf-8")).body]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If | ast.Try):

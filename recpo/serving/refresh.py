@@ -21,8 +21,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
-from recpo.log.id_map import AVAILABILITY, IdMap
-from recpo.log.schema import RETIRED
+from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
 from recpo.serving.golden import GOLDEN, check_golden, write_golden

@@ -294,10 +294,13 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         (["--contenders", "nowhere", "random"], "nowhere is neither a run nor a bundle"),
         (["--contenders", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
         (["--contenders", '["random","random"]'], "two contenders have the name random"),
-        (["--baseline_options.recency_half_life", "0"], "positive number of days"),
+        (
+            ["--baseline_options.recency_half_life", "0"],
+            "baseline_options.recency_half_life: expected a number >0, got 0",
+        ),
         (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),
         (["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"], "nowhere.parquet cannot be read"),
-        (["--off_policy.clip", "0"], "clip is 0.0, expected above 0"),
+        (["--off_policy.clip", "0"], "off_policy.clip: expected a number >0, got 0"),
     ],
 )
 def test_mistakes_are_told_in_one_message(road, tmp_path, capsys, options, message):

@@ -148,7 +148,7 @@ def test_an_outcome_takes_back_what_the_labels_moved(tmp_path):
     content = json.loads((tmp_path / "loop" / "loop.json").read_text())
     content["rounds"][1]["earned"] = 0.9
     (tmp_path / "loop" / "loop.json").write_text(json.dumps(content))
-    with refused("damaged", str(tmp_path / "loop" / "loop.json")):
+    with refused("damaged", "loop.json"):
         recpo.load(tmp_path / "loop")
 
 

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
         ({"policy": bundle, "after": world, "days": 0}, ("out_of_range", "days")),
         ({"policy": bundle, "after": world, "seed": 1.5}, ("out_of_range", "seed")),
         ({"policy": bundle, "after": world, "world": "small"}, ("conflicting_options", "world")),
-        ({"policy": world, "after": world}, ("wrong_file",)),
+        ({"policy": world, "after": world}, ("wrong_file", "manifest.json")),
     ):
         with refused(*refusal):
             recpo.simulate(tmp_path / "out", **options)

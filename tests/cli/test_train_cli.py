@@ -102,7 +102,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
     [
         (["--init_from", "nowhere"], "nowhere is not a run directory"),
         (["--data.prepared", "nowhere"], "nowhere is not a prepared directory"),
-        (["--objective", "GRPO"], "objective GRPO weighs by advantages: set advantage"),
+        (["--objective", "GRPO"], "GRPO weighs by advantages: set advantage"),
     ],
 )
 def test_a_users_mistake_is_one_line_without_traceback(tmp_path, prepared, capsys, options, message):

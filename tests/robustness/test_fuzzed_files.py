@@ -89,7 +89,7 @@ def test_a_record_that_would_inflate_is_refused_before_it_does(tmp_path, method,
             entry.external_attr = 0
     assert bomb.stat().st_size < 1 << 16
     for read in (validate_checkpoint, saved_tensors):
-        with refused("invalid"):
+        with refused("damaged", "last.ckpt"):
             read(bomb)
 
 
@@ -99,7 +99,7 @@ def test_a_record_that_would_inflate_is_refused_before_it_does(tmp_path, method,
 def test_a_checkpoint_without_weights_is_one_message(tmp_path, content):
     torch.save(content, tmp_path / "last.ckpt")
     for read in (validate_checkpoint, saved_tensors):
-        with refused("invalid"):
+        with refused("damaged", "last.ckpt"):
             read(tmp_path / "last.ckpt")
 
 
@@ -117,5 +117,5 @@ def test_a_checkpoint_is_refused_whose_records_torch_would_not_read_as_they_were
     else:
         content[content.index(torch.arange(9.0).numpy().tobytes()) + 5] ^= 1
     file.write_bytes(content)
-    with refused("invalid"):
+    with refused("damaged", "last.ckpt"):
         validate_checkpoint(file)

@@ -138,9 +138,9 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
     found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
-    with refused("invalid"):
+    with refused("old_format", ...):
         Evaluation.open(tmp_path / "evaluation")
-    with refused("invalid"):
+    with refused(("wrong_file", "missing_file"), ...):
         Evaluation.open(place["run-0"])
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document))
     for content in ("[", "1", ""):

@@ -345,7 +345,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
 def test_any_other_item_table_is_refused(copy, table):
     pq.write_table(pa.table(table), copy / "items.parquet")
     sign(copy)
-    with refused(("damaged", "mismatch", "wrong_file", "duplicate", "wrong_type"), ...):
+    with refused(("damaged", "bad_value", "missing_value", "mismatch", "wrong_file", "duplicate", "wrong_type"), ...):
         Bundle.load(copy)
 
 

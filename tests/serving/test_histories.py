@@ -181,14 +181,14 @@ def test_faulty_histories_are_refused(change, code):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({("wrong_type", "users"): ["u", "u"]}, ("duplicate", "users")),
-        ({("wrong_type", "users"): [1, 2]}, ("wrong_type", "user_id")),
-        ({("wrong_type", "users"): "u"}, ("wrong_type", "users")),
-        ({("wrong_type", "users"): 7}, ("wrong_type", "users")),
-        ({("wrong_type", "users"): ["u", 7]}, ("wrong_type", "users")),
-        ({"exclude": {"user_id": ["u"]}}, ("missing_column",)),
+        ({"users": ["u", "u"]}, ("duplicate", "users")),
+        ({"users": [1, 2]}, ("wrong_type", "user_id")),
+        ({"users": "u"}, ("wrong_type", "users")),
+        ({"users": 7}, ("wrong_type", "users")),
+        ({"users": ["u", 7]}, ("wrong_type", "users")),
+        ({"exclude": {"user_id": ["u"]}}, ("missing_column", "item_id")),
         ({"exclude": {"user_id": [1], "item_id": ["a"]}}, ("wrong_type", "user_id")),
-        ({"exclude": {"user_id": ["u"], "item_id": [1]}}, ("missing_column",)),
+        ({"exclude": {"user_id": ["u"], "item_id": [1]}}, ("wrong_type", "item_id")),
         ({"exclude": ["a"]}, ("wrong_type", "exclude")),
     ],
 )
