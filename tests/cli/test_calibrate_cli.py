@@ -27,21 +27,22 @@ def recpo(*arguments, status=0):
 @pytest.mark.slow
 def test_train_calibrate_use(prepared, tmp_path):
     def train(config, out, *options, status=0):
-        places = (f"--config={CONFIGS / config}", f"--data.prepared={prepared}", f"--out={tmp_path / out}")
+        files = [f"--config={CONFIGS / name}" for name in config.split()]
+        places = (*files, f"--data.prepared={prepared}", f"--out={tmp_path / out}")
         return recpo("train", *places, *SMALL, *options, status=status)
 
     train("pretrain.yaml", "policy")
     start = f"--init_from={tmp_path / 'policy'}"
     train("reward_model.yaml", "reward", start)
     use = (start, "--reward=LearnedReward", f"--reward.init_args.run={tmp_path / 'reward'}")
-    said = train("grpo.yaml", "aligned", *use, status=1)
+    said = train("on_policy.yaml grpo.yaml", "aligned", *use, status=1)
     assert f"recpo calibrate --rewards {tmp_path / 'reward'}" in said
     said = recpo("calibrate", f"--rewards={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
     assert "rank corr." in said
     assert "calibration.json written" in said
     report = json.loads((tmp_path / "reward" / "calibration.json").read_text())
     assert set(report["targets"]) == {"grade", "dislike"}
-    train("grpo.yaml", "aligned", *use, "--overwrite=true")
+    train("on_policy.yaml grpo.yaml", "aligned", *use, "--overwrite=true")
     again = json.loads((tmp_path / "reward" / "calibration.json").read_text())
     recpo("calibrate", f"--rewards={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
     assert json.loads((tmp_path / "reward" / "calibration.json").read_text()) == again

@@ -23,6 +23,7 @@ from recpo.ops.linear_logprob import (
     linear_logprob,
     state_of_targets,
 )
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_the_divergence_never_makes_an_n_by_v_tensor() -> None:
 def test_the_divergence_refuses_a_reference_of_other_states_or_items() -> None:
     states, table, others, reference = problem_of_two(4, 7)
     for wrong in ((others[1:], reference), (others, reference[1:]), (others[:, 1:], reference)):
-        with pytest.raises(RecpoError, match="the reference must have 4 states and 8 rows"):
+        with refused("wrong_shape", "reference"):
             linear_divergence(states, table, *wrong)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from tests.refusals import refused
 
 V = 50
 
@@ -90,5 +90,5 @@ def test_a_proposal_keeps_its_digits() -> None:
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:
-    with pytest.raises(RecpoError, match="expected scores"):
+    with refused("wrong_shape", "scores"):
         sampled_logprob(torch.zeros(3), torch.zeros(3, 5), torch.zeros(3), torch.zeros(4), torch.zeros(4))

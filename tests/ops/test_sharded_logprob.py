@@ -26,6 +26,7 @@ from recpo.ops.sharded_logprob import (
     sharded_lookup,
 )
 from recpo.ops.sharded_logprob import _check as shape_check
+from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
 
@@ -209,7 +210,7 @@ def test_row_0_is_padding_where_it_is_held() -> None:
 def test_a_table_has_one_item_at_least() -> None:
     shape_check(torch.zeros(4, 2), RowShard(torch.zeros(2, 2), 0, 2))
     for states, rows, num_rows in (((4, 2), (2, 2), 1), ((4, 3), (2, 2), 2), ((4,), (2, 2), 2), ((4, 2), (2,), 2)):
-        with pytest.raises(RecpoError, match="must be"):
+        with refused("wrong_shape", "states"):
             shape_check(torch.zeros(states), RowShard(torch.zeros(rows), 0, num_rows))
 
 
