@@ -47,7 +47,7 @@ def main() -> None:
         bundles = {}
         for name, attributes in (("none", None), ("known", columns)):
             export_bundle(policy, IdMap(ids), FeedbackDefinition(), Path(work) / name, k=100, attributes=attributes)
-            bundles[name] = Bundle.load(Path(work) / name, threads=1)
+            bundles[name] = Bundle.open(Path(work) / name, threads=1)
     filters = bundles["known"].filters
     assert filters is not None
     half, few = filters.allowed(None, {"half": [1]}), filters.allowed({"author": [7]}, None)

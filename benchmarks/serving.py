@@ -83,7 +83,7 @@ def serve_plain(bundle: str, engine: str, port: int) -> None:
 
     from recpo.serving.bundle import Bundle
 
-    loaded = Bundle.load(bundle, engine)  # type: ignore[arg-type]
+    loaded = Bundle.open(bundle, engine)  # type: ignore[arg-type]
     app = FastAPI()
 
     @app.get("/v2/health/ready")
@@ -214,7 +214,7 @@ def loaded(port: int, clients: int, seconds: float, warm: float, items: int) -> 
 def below_http(items: int, bundle: Path, repeats: int) -> dict[str, float]:
     from recpo.serving.bundle import Bundle
 
-    opened = Bundle.load(bundle)
+    opened = Bundle.open(bundle)
     request = json.loads(bodies(items)[0])
     inputs = opened.reader.read_request(request["history"])
     table, vector = np.ones((items, DIM), np.float32), np.ones(DIM, np.float32)

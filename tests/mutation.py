@@ -99,8 +99,8 @@ OWNERS = {
             "setting": ["setting"],
         }.items()
     },
-    "recpo/log/shaping": ["tests/data/test_shaping.py"],
-    "recpo/feedback": ["tests/test_feedback.py"],
+    "recpo/log/shaping": ["tests/log/test_shaping.py"],
+    "recpo/base/feedback": ["tests/test_feedback.py"],
 }
 #: modules whose tests start interpreters of their own, which know nothing of a mutant in memory
 IN_OTHER_PROCESSES = ("recpo/ops/sharded_logprob",)

@@ -122,7 +122,7 @@ def test_a_run_scores_candidates_as_its_bundle_does(road, bundle):
     scored = recpo.score(road.run.root, road.log, pairs)
     pd.testing.assert_frame_equal(scored[["user_id", "item_id"]], pairs)
     assert np.isnan(scored["score"].iloc[-1])
-    expected = recpo.Bundle.load(bundle.root, "torch").score(road.log, pairs)
+    expected = recpo.Bundle.open(bundle.root, "torch").score(road.log, pairs)
     pd.testing.assert_frame_equal(scored, expected, check_exact=False, atol=1e-4)
 
 

@@ -196,7 +196,7 @@ def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prep
     assert [type(block) for block in policy.encoder.blocks] == [blocks.ConvolutionBlock] * 2
     assert [block.width for block in policy.encoder.blocks] == [3, 3]
     recpo.export(run, out=tmp_path / "bundle", k=5)
-    bundle = recpo.Bundle.load(tmp_path / "bundle")
+    bundle = recpo.Bundle.open(tmp_path / "bundle")
     assert bundle.manifest.options is None
     served = [item for item, _ in bundle.recommend_one([])]
     listed = policy.eval().recommend(
@@ -210,7 +210,7 @@ def test_a_block_in_python_with_options_of_its_own(blocks, prepared, tmp_path):
     run = trained(prepared, tmp_path / "wide", policy=partial(recpo.CatalogSoftmaxPolicy, dim=8, block=wide))
     assert [block.expand.out_features for block in run.policy().encoder.blocks] == [16, 16]
     recpo.export(run, out=tmp_path / "bundle", k=5)
-    options = recpo.Bundle.load(tmp_path / "bundle", engine="torch").manifest.options
+    options = recpo.Bundle.open(tmp_path / "bundle", engine="torch").manifest.options
     assert options["block"] == {"class": "recpo.policies.encoder.SASRecBlock", "options": {"expansion": 2}}
 
 

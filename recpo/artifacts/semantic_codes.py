@@ -75,7 +75,7 @@ class SemanticCodes(Artifact):
         return len(self.codes)
 
     @classmethod
-    def load(cls, root: Path | str) -> SemanticCodes:
+    def open(cls, root: Path | str) -> SemanticCodes:
         """Reads a directory written by ``recpo tokenize``.
 
         Raises:

@@ -257,7 +257,7 @@ class Codes:
             RecpoError: it is not such a directory, of another version, or damaged.
         """
         root = Path(root)
-        codes = SemanticCodes.load(root)
+        codes = SemanticCodes.open(root)
         return cls(root, codes, json.loads((root / MANIFEST).read_bytes()))
 
     def __fspath__(self) -> str:
@@ -370,7 +370,7 @@ def _frozen(
 ) -> Tokenization:
     """Codes by the codebooks of an earlier catalog. Its items, matched by external id, keep their codes."""
     _validate_no_options(quantizer, "codebooks bring the options of k-means along")
-    earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
+    earlier, codebooks = SemanticCodes.open(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
     _validate_collisions(collisions)
     if collisions is not None and (collisions == "extra") != has_extra:

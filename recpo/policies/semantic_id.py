@@ -400,7 +400,7 @@ class _CodeByCode:
 
 def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
     """The codes in a directory, one tuple for each item of the catalog."""
-    table = SemanticCodes.load(codes)
+    table = SemanticCodes.open(codes)
     if table.num_items != num_items:
         raise RecpoError(
             f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "

@@ -140,7 +140,7 @@ class LoadedBundle:
             RecpoError: it is not a bundle, was altered, answers its golden requests differently than at export, or
                 lacks item attributes that re-ranking needs.
         """
-        bundle = Bundle.load(path, threads=threads, provider=provider)
+        bundle = Bundle.open(path, threads=threads, provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)

@@ -58,7 +58,7 @@ class Bundle:
     runtime: Runtime = field(repr=False)
 
     @classmethod
-    def load(
+    def open(
         cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
     ) -> Bundle:
         """Verifies every checksum, then loads the bundle. Loading runs no code of the bundle; see ``docs/security.md``.

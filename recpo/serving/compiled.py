@@ -51,7 +51,7 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
         RecpoError: no bundle, a bundle without the torch engine, no compiler, a program whose lists differ from the
             policy's, or ``out`` already exists.
     """
-    loaded = Bundle.load(bundle, engine="torch")
+    loaded = Bundle.open(bundle, engine="torch")
     assert isinstance(loaded.runtime, PolicyRuntime)
     policy, manifest = loaded.runtime.policy, loaded.manifest
     with (
@@ -69,7 +69,7 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
     Raises:
         RecpoError: no bundle, or a file that was not compiled from it.
     """
-    loaded = Bundle.load(bundle)
+    loaded = Bundle.open(bundle)
     try:
         validate_archive(Path(file), contents=True)  # a damaged library could end the process
         program: Any = load_package(str(file))

@@ -145,7 +145,7 @@ recpo serve --bundle BUNDLE
 recpo recommend BUNDLE --histories histories.parquet --out lists.parquet
 ```
 
-In Python `recpo.Bundle.load(BUNDLE).recommend(events, k=10)`. `manifest.json` describes the program, and has the
+In Python `recpo.Bundle.open(BUNDLE).recommend(events, k=10)`. `manifest.json` describes the program, and has the
 checksum of every file, this one too.
 """
 

@@ -210,13 +210,13 @@ def refresh_bundle(
     if not grows:
         fresh = IdMap(old, retired, today.availability(known, 0))
         _link_bundle(root, replace(manifest, versions=_versions(manifest)), fresh, items, out, overwrite)
-        return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), len(today.new), 0, _later(fresh))
+        return Refreshed(Bundle.open(out), len(known) - len(retired), len(retired), len(today.new), 0, _later(fresh))
     ids = _new_ids(today, old.type, items)
     fresh = IdMap(pa.concat_arrays([old, ids]), retired, today.availability(known, len(ids)))
     attributes = _grown_attributes(root, manifest, today, ids, items)
     features = _new_features(root, manifest, today, encoded, items)
     _write_grown(root, manifest, fresh, features, attributes, out, items, overwrite)
-    return Refreshed(Bundle.load(out), len(fresh) - len(retired), len(retired), 0, len(today.new), _later(fresh))
+    return Refreshed(Bundle.open(out), len(fresh) - len(retired), len(retired), 0, len(today.new), _later(fresh))
 
 
 def _later(items: IdMap) -> int:

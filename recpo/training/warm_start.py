@@ -261,7 +261,7 @@ class WarmStart:
     def _validate_codes(self, policy: Policy) -> None:
         if not isinstance(policy, SemanticIdPolicy) or not self._growth.grows:
             return
-        before = SemanticCodes.load(self._base.root / CODES).codes
+        before = SemanticCodes.open(self._base.root / CODES).codes
         now = policy.tokens(torch.arange(1, len(before) + 1)).cpu().numpy()
         if not np.array_equal(before, now):
             raise RecpoError(

@@ -145,7 +145,7 @@ def _opened(path: Path, trust: Sequence[str]) -> Run | Bundle | Factors:
     if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
         return Run.open(path, trust)
     if kind == "bundle":
-        return Bundle.load(path)
+        return Bundle.open(path)
     if kind == "factors":
         return Factors.open(path)
     raise RecpoError(

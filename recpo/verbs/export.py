@@ -110,7 +110,7 @@ class Export(Verb[Bundle | Refreshed]):
             overwrite=self.overwrite,
             inputs=[run.root],
         )
-        bundle = Bundle.load(Path(self.out))
+        bundle = Bundle.open(Path(self.out))
         if self.compiled is not None:
             from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
 

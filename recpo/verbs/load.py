@@ -49,7 +49,7 @@ def load(
     if kind == "bundle":
         from recpo.serving.bundle import Bundle
 
-        return Bundle.load(Path(fspath(path)))
+        return Bundle.open(Path(fspath(path)))
     if kind == "run":
         from recpo.training.run import Run
 

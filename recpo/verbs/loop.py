@@ -96,7 +96,7 @@ class LoopResult(Artifact):
             raise RecpoError(
                 f"{self.root}: no round is complete: continue with resume", code="unfinished", field="resume"
             )
-        return Bundle.load(round_directory(self.root, self.rounds[-1].number) / BUNDLE)
+        return Bundle.open(round_directory(self.root, self.rounds[-1].number) / BUNDLE)
 
     @property
     def report(self) -> Path:

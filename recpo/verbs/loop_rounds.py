@@ -211,7 +211,7 @@ def _log(
     if before is None:
         parameters = {**options.parameters, "seed": options.seed}
         return simulate(out, world=options.world, progress=progress, **parameters)
-    bundle = Bundle.load(before / BUNDLE)
+    bundle = Bundle.open(before / BUNDLE)
     return simulate(
         out,
         policy=bundle,
@@ -238,11 +238,11 @@ def _prepared(out: Path, days: Sequence[Simulation], last_day: int, log_propensi
 
 def _bundle(out: Path, run: Run, options: RoundOptions, truth: Truth, trust: Sequence[str]) -> Bundle:
     if kind_of(out) == "bundle":
-        return Bundle.load(out)
+        return Bundle.open(out)
     shortlist = 1 if options.exploration is None else options.exploration.shortlist
     longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
     export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=trust)
-    return Bundle.load(out)
+    return Bundle.open(out)
 
 
 def _evaluation(

@@ -64,7 +64,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     (``user_id``, ``rank``, ``item_id``, ``score``), see ``Bundle.recommend``.
 
     Raises:
-        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent in a file.
+        RecpoError: see ``Bundle.open`` and ``HistoryReader.read``; a user's rows are not adjacent in a file.
     """
 
     first_day: ClassVar = ("source", "histories", "out", "k", "show", "exclude", "users", "prepared")
@@ -200,7 +200,7 @@ def _server(
         return _contender(source, prepared)
     kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
     if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
-        bundle = source if isinstance(source, Bundle) else Bundle.load(Path(source), engine, provider=provider)
+        bundle = source if isinstance(source, Bundle) else Bundle.open(Path(source), engine, provider=provider)
         return Server(bundle.runtime, bundle.reader, bundle.filters)
     from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
     from recpo.serving.of_runs import runtime_of

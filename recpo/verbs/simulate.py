@@ -115,7 +115,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
 
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         self._validate_world(worlds[0])
-        bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)
+        bundle = policy if isinstance(policy, Bundle) else Bundle.open(policy)
         users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
         service = BundleService(bundle, self.exploration, users)
         service.validate(worlds[0].truth, self.repeat_after)

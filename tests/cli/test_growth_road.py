@@ -110,6 +110,6 @@ def test_a_night_from_the_command_line(tmp_path):
     assert "run-2" in set(evaluated["contender"])
     born = set(pq.read_table(items["second"])["item_id"].to_pylist())
     known = set(now.table("items.parquet", ["item_id"]).column(0).to_pylist())
-    assert len(Bundle.load(place["fresh"]).items) == len(known | born) > len(known)
+    assert len(Bundle.open(place["fresh"]).items) == len(known | born) > len(known)
     listed = set(pd.read_parquet(files["lists"])["item_id"])
     assert listed & (born - known)

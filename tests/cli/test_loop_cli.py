@@ -90,7 +90,7 @@ def made_loop(root, rounds=()):
 
 @pytest.mark.slow
 def test_the_value_of_the_best_items_as_served_is_that_of_the_bundles_lists(road):
-    data, bundle = Prepared.open(road / "prepared"), Bundle.load(road / "bundle")
+    data, bundle = Prepared.open(road / "prepared"), Bundle.open(road / "bundle")
     own = recpo.evaluate(data, [as_served(bundle, data, None, 6, [6])], ks=[6], segments=False)
     plain = recpo.evaluate(data, [bundle], ks=[6], segments=False)
     served, listed = value_of(own, NEXT, "policy"), value_of(plain, "bundle", "top_6")
@@ -110,7 +110,7 @@ def test_probabilities_as_served_are_those_of_drawn_slates(road):
 
     from recpo.base.types import FeedbackBatch, Histories, Slates
 
-    bundle = Bundle.load(road / "bundle")
+    bundle = Bundle.open(road / "bundle")
     items = torch.arange(11, 31)[None]
     scores = torch.linspace(-1, -6, 20)[None]
     slates = _Slates(Recommender(lambda *_: Recommendations(items, scores)), bundle, EXPLORE, 6)

@@ -80,7 +80,7 @@ def histories(road):
 def test_the_bundle_gives_every_test_user_the_policys_list(road, engine):
     """From raw events with external ids, the lists that evaluation computes from the prepared shards."""
     policy, data = Run.open(road / "run-0").policy(), Prepared.open(road / "prepared")
-    bundle, items = Bundle.load(road / "bundle", engine), data.item_ids()
+    bundle, items = Bundle.open(road / "bundle", engine), data.item_ids()
     users = data.table("users.parquet").column("user_id").to_numpy()
     events = held_out_histories(data, users, items)
     for batch in evaluation_batches(road / "prepared", "test", policy.max_history, 32):
@@ -142,14 +142,14 @@ def test_recommend_serves_the_histories_of_prepare(road, histories, tmp_path, ca
     assert lists.groupby("user_id", sort=False)["rank"].apply(list).map(lambda ranks: ranks == [1, 2, 3, 4, 5]).all()
     assert lists["user_id"].unique().tolist() == histories["user_id"].unique().tolist()
     assert lists.merge(histories, on=["user_id", "item_id"]).empty
-    expected = Bundle.load(road / "bundle").recommend(histories, k=5)
+    expected = Bundle.open(road / "bundle").recommend(histories, k=5)
     assert lists["item_id"].tolist() == expected["item_id"].tolist()
 
 
 def test_users_and_exclusions_of_the_command_line(road, histories, tmp_path):
     users, exclude = tmp_path / "users.parquet", tmp_path / "exclude.parquet"
     known, new = histories["user_id"].iloc[-1], 10**9
-    bundle = Bundle.load(road / "bundle")
+    bundle = Bundle.open(road / "bundle")
     best = bundle.recommend(histories, k=2, users=[known, new])
     pd.DataFrame({"user_id": [new, known]}).to_parquet(users)
     best[["user_id", "item_id"]].to_parquet(exclude)
@@ -173,7 +173,7 @@ def test_an_output_that_is_an_input_or_no_file_is_refused(road, tmp_path, capsys
     assert str(out) in capsys.readouterr().err
     assert source.read_bytes() == content
     assert not Path("/dev/null").is_file()
-    Bundle.load(bundle)
+    Bundle.open(bundle)
 
 
 def test_users_that_do_not_stand_together_are_refused(road, histories, tmp_path, capsys):
@@ -208,7 +208,7 @@ def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsy
     options = ["--run", str(road / "run-0"), "--out", str(road / "bundle")]
     assert main(["export", *options]) == 1
     assert "exists already" in capsys.readouterr().err
-    bundle = Bundle.load(road / "bundle")
+    bundle = Bundle.open(road / "bundle")
     assert bundle.k == min(100, bundle.manifest.num_items)
     assert bundle.feedback == Prepared.open(road / "prepared").feedback
     assert bundle.manifest.policy["class"].endswith("CatalogSoftmaxPolicy")

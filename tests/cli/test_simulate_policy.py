@@ -39,7 +39,7 @@ def first_slates(road, log):
 def test_without_exploration_a_slate_is_what_the_bundle_recommends(road, tmp_path):
     day = recpo.simulate(tmp_path / "day", policy=road / "bundle", after=recpo.load(road / "log"))
     slates, past = first_slates(road, day.to_pandas())
-    bundle = recpo.Bundle.load(road / "bundle")
+    bundle = recpo.Bundle.open(road / "bundle")
     for user, slate in slates:
         expected = bundle.recommend(past[past["user_id"] == user], k=len(slate))
         assert slate["item_id"].tolist() == expected["item_id"].tolist()
@@ -52,7 +52,7 @@ def test_without_exploration_a_slate_is_what_the_bundle_recommends(road, tmp_pat
 def test_propensities_are_those_of_the_exploration(road, explored):
     """The mixture by its formula, from the scores that the bundle answers with."""
     slates, past = first_slates(road, explored.to_pandas())
-    bundle = recpo.Bundle.load(road / "bundle")
+    bundle = recpo.Bundle.open(road / "bundle")
     catalog = set(bundle.items.to_external(np.arange(1, len(bundle.items) + 1)).to_pylist())
     for user, slate in slates:
         own = past[past["user_id"] == user]
@@ -149,7 +149,7 @@ def test_a_policy_that_reads_users_serves_a_living_world(tmp_path):
 
 
 def test_features_that_a_simulation_lacks_are_named(road):
-    bundle, world = recpo.Bundle.load(road / "bundle"), recpo.load(road / "log")
+    bundle, world = recpo.Bundle.open(road / "bundle"), recpo.load(road / "log")
     features = FeatureSchema(user=(Number("income", mean=0.0, std=1.0),), context=(Category("surface", num_codes=3),))
     reading = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=features))
     with refused("unsupported", "policy"):

@@ -49,7 +49,7 @@ def test_new_items_get_the_codes_of_their_vectors(nights, tmp_path):
     source = VectorsFromFeatures(missing="mean")
     first = recpo.tokenize(monday, tmp_path / "monday", vectors=source, **SMALL)
     second = recpo.tokenize(tuesday, tmp_path / "tuesday", vectors=source, extends=first)
-    before, now = (SemanticCodes.load(codes.root).codes for codes in (first, second))
+    before, now = (SemanticCodes.open(codes.root).codes for codes in (first, second))
     assert monday.num_items < tuesday.num_items
     assert np.array_equal(now[: monday.num_items], before)
     ids = tuesday.item_ids().to_external(range(1, tuesday.num_items + 1)).to_numpy()

@@ -263,7 +263,7 @@ def test_a_codebook_sample_without_an_item_has_id_zero(codes):
 
 def test_tokens_are_the_codes(codes):
     made = policy(codes)
-    assert torch.equal(made.tokens(torch.tensor([1, V])), torch.from_numpy(SemanticCodes.load(codes).codes[[0, V - 1]]))
+    assert torch.equal(made.tokens(torch.tensor([1, V])), torch.from_numpy(SemanticCodes.open(codes).codes[[0, V - 1]]))
 
 
 def test_a_checkpoint_of_other_codes_is_refused(codes, tmp_path):

@@ -521,9 +521,9 @@ def _bundle(root: Path) -> str:
     from recpo.serving.bundle import Bundle
     from recpo.serving.golden import check_golden
 
-    bundle = Bundle.load(root / "bundle", threads=1)
+    bundle = Bundle.open(root / "bundle", threads=1)
     check_golden(bundle)
-    return _text(bundle.manifest, bundle.recommend_one([]), Bundle.load(root / "bundle", "torch").recommend_one([]))
+    return _text(bundle.manifest, bundle.recommend_one([]), Bundle.open(root / "bundle", "torch").recommend_one([]))
 
 
 def _evaluation(root: Path) -> str:

@@ -37,7 +37,7 @@ def bundles(tmp_path_factory):
     shutil.copytree(root / "v1", root / "v2")
     manifest = BundleManifest.read(root / "v2")
     IdMap(item_ids().to_external(range(NUM_ITEMS, 0, -1))).save(root / "v2" / ITEMS)  # the same program, other items
-    reverse = Bundle(root / "v2", manifest, IdMap.load(root / "v2" / ITEMS), Bundle.load(root / "v1").runtime)
+    reverse = Bundle(root / "v2", manifest, IdMap.load(root / "v2" / ITEMS), Bundle.open(root / "v1").runtime)
     write_golden(reverse, root / "v2" / GOLDEN)
     manifest.write(root / "v2")
     return root / "v1", root / "v2"
@@ -45,7 +45,7 @@ def bundles(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bundle(bundles):
-    return Bundle.load(bundles[0])
+    return Bundle.open(bundles[0])
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ FIRST_MS = 1_700_000_000_000
 def featured(tmp_path_factory):
     out = tmp_path_factory.mktemp("served") / "bundle"
     export_bundle(policy_of(), ITEM_IDS, FeedbackDefinition(), out, k=10, options=OPTIONS, features=KNOWN)
-    return Bundle.load(out)
+    return Bundle.open(out)
 
 
 def event(number, **more):

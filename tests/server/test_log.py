@@ -397,7 +397,7 @@ def test_only_a_new_or_empty_directory_or_a_log_becomes_a_log(bundle, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
     for log in (empty, tmp_path / "new" / "log", empty):  # and again, as a log
         Service(root, ServerOptions(log=log)).log.close()
-    Bundle.load(root)
+    Bundle.open(root)
 
 
 def test_user_ids_have_the_type_of_the_log(bundle, tmp_path):

@@ -65,7 +65,7 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
         shown = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60).json()
         assert (shown["bundle"], shown["version"]) == ("films", "10")
         items = [(item["item_id"], item["score"]) for item in shown["items"]]
-        assert items == Bundle.load(bundles[1]).recommend_one(request()["history"], 5)
+        assert items == Bundle.open(bundles[1]).recommend_one(request()["history"], 5)
         outcome = {"item_id": items[0][0], "watch_time": 6.0, "duration": 9.0}
         feedback = {"request_id": shown["request_id"], "outcomes": [outcome]}
         assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
@@ -170,7 +170,7 @@ def test_ten_swaps_and_a_rollback_with_two_workers_lose_nothing(versions, bundle
     keys.write_text("the-key-of-an-operator\n")
     body, expected = request(), {}
     for path, version in zip(bundles, ("9", "10"), strict=True):
-        expected[version] = [item for item, _ in Bundle.load(path).recommend_one(body["history"], 5)]
+        expected[version] = [item for item, _ in Bundle.open(path).recommend_one(body["history"], 5)]
     with process(versions, "--workers", 2, "--admin_keys", keys, "--log", tmp_path / "log") as server:
         _, ended = load(server.url, 8)
         operator = {"Authorization": "Bearer the-key-of-an-operator"}

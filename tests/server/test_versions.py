@@ -210,7 +210,7 @@ def test_swaps_and_a_rollback_under_load_lose_nothing(versions, bundles):
     """Every answer is a whole list of the version that it names."""
     body, expected = request(), {}
     for path, version in zip(bundles, ("9", "10"), strict=True):
-        expected[version] = Bundle.load(path).recommend_one(body["history"], 5)
+        expected[version] = Bundle.open(path).recommend_one(body["history"], 5)
     assert expected["9"] != expected["10"]
 
     async def run():

@@ -61,7 +61,7 @@ def history(*items, user="u"):
 
 @pytest.fixture(scope="module")
 def bundle(bundle_path):
-    return Bundle.load(bundle_path)
+    return Bundle.open(bundle_path)
 
 
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
@@ -73,7 +73,7 @@ def test_bundle_gives_the_policys_lists_and_scores(exported, engine, users):
     with torch.inference_mode():
         expected = policy.recommend(histories, 10, exclude=histories.item_ids)
     shuffled = frame.sample(frac=1.0, random_state=0)  # rows in any order
-    served = Bundle.load(path, engine).recommend(shuffled, k=10, users=names)
+    served = Bundle.open(path, engine).recommend(shuffled, k=10, users=names)
     assert served["item_id"].tolist() == [external(i) for i in expected.item_ids.flatten().tolist()]
     np.testing.assert_allclose(served["score"], expected.scores.flatten(), atol=1e-4)
     assert served["rank"].tolist() == list(range(1, 11)) * users
@@ -91,14 +91,14 @@ def test_scores_of_candidates_are_the_policys(exported):
         expected = policy.log_prob(FeedbackBatch(histories, slates, torch.arange(9))).sum(-1).flatten().numpy()
     candidates = pd.DataFrame({"user_id": np.repeat(names, 4), "item_id": [external(i) for i in items.flatten()]})
     order = rng.permutation(len(candidates))
-    scored = Bundle.load(path, "torch").score(frame, candidates.iloc[order])
+    scored = Bundle.open(path, "torch").score(frame, candidates.iloc[order])
     np.testing.assert_allclose(scored["score"], expected[order], atol=1e-4)
     assert scored["item_id"].tolist() == candidates["item_id"].iloc[order].tolist()
 
 
 def test_scores_of_unknown_candidates_and_of_the_onnx_engine(bundle_path, bundle):
     candidates = {"user_id": ["u", "new", "u"], "item_id": ["?", external(1), external(2)]}
-    scored = Bundle.load(bundle_path, "torch").score(history(external(5)), candidates)
+    scored = Bundle.open(bundle_path, "torch").score(history(external(5)), candidates)
     assert scored["score"].isna().tolist() == [True, False, False]
     assert scored.attrs["counts"]["unknown_candidates"] == 1
     with refused("unsupported", "engine"):
@@ -163,7 +163,7 @@ def test_a_list_is_short_where_hardly_anything_is_allowed(bundle):
 
 def test_one_request_is_answered_as_a_frame_is(exported):
     _, path = exported
-    bundle = Bundle.load(path)
+    bundle = Bundle.open(path)
     _, frame, _ = random_histories(5)
     for user, rows in frame.groupby("user_id"):
         events = rows.drop(columns="user_id").to_dict("records")
@@ -197,7 +197,7 @@ def test_list_lengths_that_are_not_integers_in_range_are_refused(bundle, k):
 @pytest.mark.parametrize("engine", ["foo", "ONNX", "", None, 1, ["onnx"]])
 def test_an_unknown_engine_is_refused(bundle_path, engine):
     with refused("unknown_name", "engine"):
-        Bundle.load(bundle_path, engine=engine)
+        Bundle.open(bundle_path, engine=engine)
 
 
 @pytest.mark.parametrize("batch_size", [0, -3, 1.5, True])
@@ -219,7 +219,7 @@ def test_an_impossible_batch_size_is_refused(bundle, batch_size):
     ],
 )
 def test_values_out_of_range_never_reach_a_program(bundle_path, engine, column, value, message):
-    runtime = Bundle.load(bundle_path, engine).runtime
+    runtime = Bundle.open(bundle_path, engine).runtime
     inputs = EncodedHistories(*(np.zeros((1, width), np.int64) for width in (MAX_HISTORY, MAX_HISTORY, 2)))
     getattr(inputs, column)[0, 0] = value
     with refused(*message):
@@ -259,7 +259,7 @@ def test_a_bundle_says_where_it_comes_from(bundle_path, bundle):
 
 def test_a_policy_that_reads_time_is_given_the_times(export_once):
     _, path = export_once("hstu")
-    bundle = Bundle.load(path)
+    bundle = Bundle.open(path)
     assert bundle.manifest.reads_timestamps
     near, far = (
         {"user_id": ["u"] * 2, "item_id": [external(3), external(8)], "timestamp": [T0, T0 + gap]}

@@ -51,7 +51,7 @@ def sign(root, **changes):
 def test_other_directories_than_bundles_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with refused("wrong_file", "manifest.json"):
-            Bundle.load(path)
+            Bundle.open(path)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "policy.safetensors", "items.parquet"])
@@ -59,26 +59,26 @@ def test_altered_cut_and_missing_files_are_refused(copy, name):
     content = bytearray((copy / name).read_bytes())
     (copy / name).write_bytes(content[:-1])
     with refused("damaged", name):
-        Bundle.load(copy)
+        Bundle.open(copy)
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
     with refused("damaged", name):
-        Bundle.load(copy)
+        Bundle.open(copy)
     (copy / name).unlink()
     with refused("damaged", name):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.onnx", "policy.safetensors", "items.parquet", "recpo.json"])
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(copy, bundle_path, name):
-    expected = Bundle.load(bundle_path).recommend(HISTORY)
+    expected = Bundle.open(bundle_path).recommend(HISTORY)
     content, rng, refused = (copy / name).read_bytes(), np.random.default_rng(0), 0
     for place in [0, len(content) - 1, *rng.integers(0, len(content), 40)]:
         flipped = bytearray(content)
         flipped[place] ^= 1 << int(rng.integers(8))
         (copy / name).write_bytes(flipped)
         try:
-            assert Bundle.load(copy).recommend(HISTORY).equals(expected)
+            assert Bundle.open(copy).recommend(HISTORY).equals(expected)
         except RecpoError:
             refused += 1
     assert refused == 42 or name in ("recpo.json", "manifest.json")  # white space of JSON may change
@@ -88,7 +88,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(copy, bundle_path,
 def test_a_damaged_manifest_is_refused(copy, text):
     (copy / "manifest.json").write_text(text, encoding="latin1")
     with refused(("damaged", "old_format"), ...):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 def test_a_cut_manifest_is_refused(copy):
@@ -96,7 +96,7 @@ def test_a_cut_manifest_is_refused(copy):
     for length in range(0, len(content) - 2, 97):
         (copy / "manifest.json").write_bytes(content[:length])
         with pytest.raises(RecpoError):
-            Bundle.load(copy)
+            Bundle.open(copy)
 
 
 @pytest.mark.parametrize(
@@ -113,30 +113,30 @@ def test_values_of_a_wrong_type_are_refused(copy, key, value):
     if fitting or (key == "reads_timestamps" and value is True):
         return
     with pytest.raises(RecpoError):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.parametrize("version", [1, 2, "3", None])
 def test_another_format_version_says_what_to_do(copy, version):
     sign(copy, format_version=version)
     with refused("old_format", "format_version"):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "", ".", "a\\b", "c:x", "a\0b"])
 def test_files_outside_the_bundle_cannot_be_named(copy, name):
     sign(copy, files=read_manifest(copy)["files"] | {name: "0"})
     with refused("untrusted", ...):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 def test_files_without_a_checksum_are_refused(copy):
     (copy / "model.onnx.data").write_bytes(b"weights of somebody else")
     with refused("untrusted", "model.onnx.data"):
-        Bundle.load(copy)
+        Bundle.open(copy)
     (copy / "model.onnx.data").unlink()
     (copy / ".DS_Store").write_bytes(b"")
-    Bundle.load(copy)
+    Bundle.open(copy)
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "../../secret", "items.parquet", ".hidden"])
@@ -158,7 +158,7 @@ def test_a_program_cannot_read_weights_from_other_files(copy, place, where):
     (copy / "model.onnx").write_bytes(model.SerializeToString())
     sign(copy)
     with refused("untrusted", ...):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.parametrize("content", [b"", b"no program", b"\x08\x08", pickle.dumps([1])])
@@ -166,7 +166,7 @@ def test_other_files_than_programs_are_refused(copy, content):
     (copy / "model.onnx").write_bytes(content)
     sign(copy)
     with refused("damaged", "model.onnx"):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 class Payload:
@@ -184,7 +184,7 @@ def test_pickled_weights_are_never_read(copy, tmp_path):
     (copy / "policy.safetensors").write_bytes(pickle.dumps(Payload(trace)))
     sign(copy)
     with refused("damaged", "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"):
-        Bundle.load(copy, engine="torch")
+        Bundle.open(copy, engine="torch")
     assert not trace.exists()
 
 
@@ -208,7 +208,7 @@ def test_a_manifest_cannot_name_code(copy, tmp_path, monkeypatch, place):
         policy["options"]["dim" if place == "value" else place] = {"class_path": "payload.P", "init_args": {"x": code}}
     sign(copy, policy=policy)
     with refused(("damaged", "unsupported", "mismatch"), ...):
-        Bundle.load(copy, engine="torch")
+        Bundle.open(copy, engine="torch")
     assert not trace.exists()
     assert "payload" not in sys.modules
 
@@ -220,7 +220,7 @@ def test_options_are_words_of_their_signature(copy, option, code):
     policy["options"][option] = code
     sign(copy, policy=policy)
     with refused("damaged", option):
-        Bundle.load(copy, engine="torch")
+        Bundle.open(copy, engine="torch")
 
 
 def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
@@ -245,7 +245,7 @@ def test_the_torch_engine_does_not_reach_the_deserializer_of_torch(bundle_path):
         "def fail(*a, **k): raise SystemExit('reached')\n"
         "torch.load = torch.export.load = torch.jit.load = fail\n"
         f"import pickle; pickle.load = pickle.loads = fail\n"
-        f"print(len(Bundle.load({str(bundle_path)!r}, engine='torch').recommend_one([], 3)))"
+        f"print(len(Bundle.open({str(bundle_path)!r}, engine='torch').recommend_one([], 3)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -268,11 +268,11 @@ def test_weights_that_do_not_fit_are_refused(copy, change):
     save_file(weights, copy / "policy.safetensors")
     sign(copy)
     with refused("damaged", "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"):
-        Bundle.load(copy, engine="torch")
+        Bundle.open(copy, engine="torch")
 
 
 def test_a_manifest_is_read_as_it_was_written(copy, bundle_path):
-    assert BundleManifest.read(copy) == Bundle.load(bundle_path).manifest
+    assert BundleManifest.read(copy) == Bundle.open(bundle_path).manifest
 
 
 def test_a_bundle_names_no_path_of_the_machine_that_made_it(bundle_path):
@@ -285,8 +285,8 @@ def test_a_bundle_names_no_path_of_the_machine_that_made_it(bundle_path):
 def test_a_bundle_can_be_moved(bundle_path, tmp_path):
     elsewhere = shutil.copytree(bundle_path, tmp_path / "on another machine" / "bundle")
     for engine in ("onnx", "torch"):
-        expected = Bundle.load(bundle_path, engine).recommend(HISTORY)
-        assert Bundle.load(elsewhere, engine).recommend(HISTORY).equals(expected)
+        expected = Bundle.open(bundle_path, engine).recommend(HISTORY)
+        assert Bundle.open(elsewhere, engine).recommend(HISTORY).equals(expected)
 
 
 WITHOUT = """
@@ -319,7 +319,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
     )
     assert done.returncode == 0, done.stderr
     assert "unknown items skipped: 1; events without feedback: 1" in done.stdout
-    expected = Bundle.load(bundle_path, engine).serve(histories, 3).table
+    expected = Bundle.open(bundle_path, engine).serve(histories, 3).table
     assert pq.read_table(tmp_path / "lists.parquet").equals(expected)
 
 
@@ -346,7 +346,7 @@ def test_any_other_item_table_is_refused(copy, table):
     pq.write_table(pa.table(table), copy / "items.parquet")
     sign(copy)
     with refused(("damaged", "bad_value", "missing_value", "mismatch", "wrong_file", "duplicate", "wrong_type"), ...):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 9, bytes(range(100))])
@@ -354,14 +354,14 @@ def test_other_files_than_item_tables_are_refused(copy, content):
     (copy / "items.parquet").write_bytes(content)
     sign(copy)
     with refused("wrong_file", "items.parquet"):
-        Bundle.load(copy)
+        Bundle.open(copy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["missing", "reversed", "text", "repeated"])
 def test_altered_codes_are_refused(export_once, tmp_path, change):
     root = Path(shutil.copytree(export_once("semantic")[1], tmp_path / "bundle"))
-    Bundle.load(root, engine="torch")
+    Bundle.open(root, engine="torch")
     file = root / "codes" / "codes.parquet"
     codes = pq.read_table(file).to_pandas()
     names = [name for name in codes if name.startswith("code_")]
@@ -373,7 +373,7 @@ def test_altered_codes_are_refused(export_once, tmp_path, change):
         codes[names] = codes[names].to_numpy()[::-1] if change == "reversed" else 0
     codes.to_parquet(file)
     with refused("damaged", "codes/codes.parquet"):
-        Bundle.load(root, engine="torch")
+        Bundle.open(root, engine="torch")
     sign(root)
     with pytest.raises(RecpoError):
-        Bundle.load(root, engine="torch")
+        Bundle.open(root, engine="torch")

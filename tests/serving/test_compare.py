@@ -107,7 +107,7 @@ def test_bundles_of_other_items_and_cutoffs_are_compared_by_external_id(bundles,
     }  # fmt: skip
     data = Prepared.open(prepared)
     histories, items = HeldOutHistories(data, "test"), data.item_ids()
-    old, other = Bundle.load(bundles / "old"), Bundle.load(bundles / "other")
+    old, other = Bundle.open(bundles / "old"), Bundle.open(bundles / "other")
     shared, strange, skipped = [], 0, 0
     for batch in evaluation_batches(data.root, "test", 10, 512):
         for user, past in zip(batch.user_ids.tolist(), batch.exclude.numpy(), strict=True):

@@ -25,7 +25,7 @@ def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_pat
     loaded = load_compiled(bundle, tmp_path / "program.pt2")
     verify_runtime(loaded.runtime, policy, loaded.k, seed=7)
     events = [{"item_id": "item-3", "timestamp": 1_767_225_600_000, "watch_time": 9.5, "duration": 10.0}]
-    found, expected = loaded.recommend_one(events, k=5), Bundle.load(bundle).recommend_one(events, k=5)
+    found, expected = loaded.recommend_one(events, k=5), Bundle.open(bundle).recommend_one(events, k=5)
     assert [item for item, _ in found] == [item for item, _ in expected]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
     with refused("exists", "compiled"):

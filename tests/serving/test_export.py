@@ -72,13 +72,13 @@ class Changed(PolicyRuntime):
 
 def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
     export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=7, options={"unknown": "class"})
-    bundle = Bundle.load(tmp_path / "bundle")
+    bundle = Bundle.open(tmp_path / "bundle")
     served = bundle.recommend({"user_id": [1, 1], "item_id": [12, 10], "timestamp": [1, 2]})
     assert served["item_id"].tolist() == [11, 13, 14, 15, 16]
     assert served.attrs["counts"]["short_lists"] == 1
     assert set(bundle.manifest.files) == {"README.md", "golden.json", "items.parquet", "model.onnx"}
     with refused("unsupported", "engine"):
-        Bundle.load(tmp_path / "bundle", engine="torch")
+        Bundle.open(tmp_path / "bundle", engine="torch")
 
 
 def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path):
@@ -107,16 +107,16 @@ def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
 def test_options_that_may_be_null_are_kept(tmp_path, length):
     options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True, "fold_in": 2}
     export_bundle(CatalogSoftmaxPolicy(7, **options), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
-    assert Bundle.load(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
+    assert Bundle.open(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
 
 
 def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_excluded(parts, tmp_path):
     policy, options = parts.policy("sasrec")
     export_bundle(policy, parts.items, parts.feedback, tmp_path / "b", k=20, options=options, repeats=True)
-    best = Bundle.load(tmp_path / "b").recommend_one([], 3)
+    best = Bundle.open(tmp_path / "b").recommend_one([], 3)
     history = [{"item_id": best[0][0], "timestamp": number} for number in range(14)]  # longer than the policy reads
     for engine in ("onnx", "torch"):
-        bundle = Bundle.load(tmp_path / "b", engine=engine)
+        bundle = Bundle.open(tmp_path / "b", engine=engine)
         listed = [item for item, _ in bundle.recommend_one(history, 20)]
         assert bundle.manifest.repeats
         assert history[0]["item_id"] in listed
@@ -127,7 +127,7 @@ def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_exclu
 def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
     export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
     with refused("unsupported", "engine"):
-        Bundle.load(tmp_path / "b", engine="torch")
+        Bundle.open(tmp_path / "b", engine="torch")
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -150,7 +150,7 @@ def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
     with torch.no_grad():
         policy.item_table.weight[1:] = policy.item_table.weight[1]
     export_bundle(policy, IdMap(pa.array(range(50))), FEEDBACK, tmp_path / "b", k=5)
-    listed = Bundle.load(tmp_path / "b").recommend_one([], k=5, exclude=[1])
+    listed = Bundle.open(tmp_path / "b").recommend_one([], k=5, exclude=[1])
     assert [item for item, _ in listed] == [0, 2, 3, 4, 5]
 
 
@@ -219,4 +219,4 @@ def test_an_export_killed_while_it_is_verified_leaves_nothing_that_loads(tmp_pat
     assert leavings
     for path in leavings:
         with pytest.raises(RecpoError):
-            Bundle.load(path)
+            Bundle.open(path)

@@ -72,7 +72,7 @@ def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("features") / "bundle"
     policy = policy_of()
     export.export_bundle(policy, ITEM_IDS, FeedbackDefinition(), out, k=10, options=OPTIONS, features=KNOWN)
-    return SimpleNamespace(policy=policy, root=out, onnx=Bundle.load(out), torch=Bundle.load(out, "torch"))
+    return SimpleNamespace(policy=policy, root=out, onnx=Bundle.open(out), torch=Bundle.open(out, "torch"))
 
 
 surfaces = st.sampled_from(["home", "search", "moon", None])
@@ -233,7 +233,7 @@ def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch
     export.export_bundle(policy.eval(), ITEM_IDS, FeedbackDefinition(), tmp_path / "b", k=10, **known)
     past = [{"item_id": f"i{n}", "timestamp": 10**12 + n, "label": 0.9, "like": n % 2 == 0} for n in range(LENGTH + 2)]
     lists = [
-        dict(Bundle.load(tmp_path / "b").recommend_one(past, 10, user=user, context={"hour": 3.0}))
+        dict(Bundle.open(tmp_path / "b").recommend_one(past, 10, user=user, context={"hour": 3.0}))
         for user in ({"land": "de"}, {"land": "us"})
     ]
     assert lists[0] != lists[1]

@@ -59,7 +59,7 @@ def bundle(tmp_path_factory):
     policy, options = policy_of()
     out = tmp_path_factory.mktemp("filters") / "bundle"
     export.export_bundle(policy, IDS, FeedbackDefinition(), out, k=ITEMS, options=options, attributes=table())
-    return Bundle.load(out)
+    return Bundle.open(out)
 
 
 def fits(row, allow, deny):
@@ -114,7 +114,7 @@ def assert_filtered(bundle, tolerance=1e-5):
 
 def test_lists_are_the_ranking_without_the_rest(bundle):
     assert_filtered(bundle)
-    assert_filtered(Bundle.load(bundle.root, "torch"))
+    assert_filtered(Bundle.open(bundle.root, "torch"))
     found = bundle.recommend({"user_id": [1], "item_id": ["i3"], "timestamp": [1]}, 9, allow={"category": ["nothing"]})
     assert (len(found), found.attrs["counts"]["short_lists"]) == (0, 1)
 
@@ -130,7 +130,7 @@ def test_programs_in_blocks_and_indexes_filter_alike(form, tmp_path, monkeypatch
     policy, options = policy_of()
     known = {"options": options, "attributes": table(), **form}
     export.export_bundle(policy, IDS, FeedbackDefinition(), tmp_path / "b", k=ITEMS, **known)
-    bundle = Bundle.load(tmp_path / "b")
+    bundle = Bundle.open(tmp_path / "b")
     assert bundle.manifest.mask == ("index" not in form)
     assert_filtered(bundle, 1e-4)
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_filtered_names_its_field(bundle, bundle_path):
         with refused(code, field):
             bundle.recommend_one(PAST, allow=wanted)
     with refused("missing_option", "attributes"):
-        Bundle.load(bundle_path).recommend_one([], deny={"category": ["film"]})
+        Bundle.open(bundle_path).recommend_one([], deny={"category": ["film"]})
     with refused("mismatch", "attributes"):
         attribute_columns(pa.concat_tables([table(), table()]), IDS, "attributes")
     with refused("empty", "attributes"):

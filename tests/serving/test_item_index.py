@@ -113,7 +113,7 @@ def indexed(tmp_path_factory):
 
 def test_a_bundle_with_an_index_has_the_policys_scores_but_for_a_constant(indexed):
     policy, path = indexed
-    bundle = Bundle.load(path)
+    bundle = Bundle.open(path)
     facts = bundle.manifest.index
     assert facts["lists"] == 12
     assert facts["target"] == 0.9
@@ -122,7 +122,7 @@ def test_a_bundle_with_an_index_has_the_policys_scores_but_for_a_constant(indexe
     assert list(json.loads((path / "manifest.json").read_text())["program"]["outputs"]) == ["states"]
     inputs = random_inputs(policy, 50, torch.Generator().manual_seed(9))
     ids, scores = bundle.runtime.recommend(inputs, K)
-    exact_engine = Bundle.load(path, "torch")
+    exact_engine = Bundle.open(path, "torch")
     assert exact_engine.scores_are_log_probabilities
     listed, _ = exact_engine.runtime.recommend(inputs, K)
     assert overlap(ids[:, :10], listed[:, :10]) == pytest.approx(facts["recall_10"], abs=0.08)
@@ -137,7 +137,7 @@ def test_propensities_of_exploration_depend_on_differences_of_scores_only(indexe
     """So they are exact on the shortlist that the index gives, though its scores have no normalizer."""
     policy, path = indexed
     inputs = random_inputs(policy, 8, torch.Generator().manual_seed(2))
-    ids, scores = Bundle.load(path).runtime.recommend(inputs, K)
+    ids, scores = Bundle.open(path).runtime.recommend(inputs, K)
     logp = PolicyRuntime(policy).score(inputs, ids)
     explore = Exploration(temperature=1.0, epsilon=0.1, shortlist=K, uniform_over="shortlist")
     by_score, by_logp = (explore.sample_batch(ids, values, 5, np.random.default_rng(3)) for values in (scores, logp))
@@ -153,7 +153,7 @@ def test_a_damaged_index_and_unsuitable_options_are_refused(indexed, parts, tmp_
     for file in path.iterdir():
         (tmp_path / "b" / file.name).write_bytes(content if file.name == "index.faiss" else file.read_bytes())
     with refused("damaged", "index.faiss"):
-        Bundle.load(tmp_path / "b")
+        Bundle.open(tmp_path / "b")
     for wrong in ({"recall": 0.0}, {"recall": 1.5}, {"lists": 0}, {"oversampling": 0}):
         with refused("out_of_range", ...):
             IndexOptions(**wrong)
@@ -169,12 +169,12 @@ def test_a_damaged_index_and_unsuitable_options_are_refused(indexed, parts, tmp_
         validate_indexable(bounded)
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     with refused("not_installed", "faiss"):
-        Bundle.load(path)
+        Bundle.open(path)
 
 
 @pytest.mark.parametrize("fault", ["an item twice", "an item beyond the catalog", "a billion dimensions", "cut short"])
 def test_a_damaged_index_is_refused_without_its_checksum(indexed, tmp_path, fault):
-    bundle, root = Bundle.load(indexed[1]), tmp_path / "bundle"
+    bundle, root = Bundle.open(indexed[1]), tmp_path / "bundle"
     shutil.copytree(indexed[1], root)
     content = bytearray((root / "index.faiss").read_bytes())
     ids = content.index(first_ids(root)[:2].tobytes())

@@ -39,7 +39,7 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
         policy.item_table.weight[NUM_ITEMS // 2 + 1 :] = policy.item_table.weight[1 : NUM_ITEMS // 2 + 1]
     export.export_bundle(policy, parts.items, parts.feedback, tmp_path / "b", k=25, options=options)
     inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5))
-    found, listed = (r.recommend(inputs, 25) for r in (Bundle.load(tmp_path / "b").runtime, PolicyRuntime(policy)))
+    found, listed = (r.recommend(inputs, 25) for r in (Bundle.open(tmp_path / "b").runtime, PolicyRuntime(policy)))
     np.testing.assert_array_equal(found[0], listed[0])
     assert (np.diff(listed[1], axis=1) == 0).any(1).all()
 
@@ -58,7 +58,7 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     )
     named = [one for one in CatalogSoftmaxPolicy.__base__.__subclasses__() if one.__name__ == "CatalogSoftmaxPolicy"]
     assert named == [CatalogSoftmaxPolicy], "a configuration that names the class is not ambiguous after an export"
-    bundle = Bundle.load(tmp_path / "b")
+    bundle = Bundle.open(tmp_path / "b")
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["item_precision"] == precision
     inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5))
@@ -73,7 +73,7 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
         assert agreement["overlap_10"] > 0.9
         assert overlap(found, listed) > 0.95
         # the torch engine has the vectors as they are
-        exact = Bundle.load(tmp_path / "b", "torch").runtime.recommend(inputs, 60)
+        exact = Bundle.open(tmp_path / "b", "torch").runtime.recommend(inputs, 60)
         np.testing.assert_allclose(exact[1], own, atol=1e-4)
     graph = onnx.load(tmp_path / "b" / "model.onnx").graph
     assert "Scan" in {node.op_type for node in graph.node}

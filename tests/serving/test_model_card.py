@@ -95,6 +95,6 @@ def test_a_bundle_carries_its_card_with_the_metrics_of_an_evaluation(prepared, t
     assert MODEL_CARD in json.loads((bundle.root / "manifest.json").read_text())["files"]
     (bundle.root / MODEL_CARD).write_text(card + " ", encoding="utf-8")
     with pytest.raises(RecpoError, match=r"README\.md"):
-        recpo.Bundle.load(bundle.root)
+        recpo.Bundle.open(bundle.root)
     with refused("unknown_name", "evaluation"):
         evaluation_facts(result.document, "other")

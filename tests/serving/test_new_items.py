@@ -87,7 +87,7 @@ def bundle_of(policy, options, out, **form):
     ids = IdMap(pa.array([f"i{number}" for number in range(policy.num_items)]))
     known = BundleFeatures(item=FITTED)
     export.export_bundle(policy, ids, FeedbackDefinition(), out, k=20, options=options, features=known, **form)
-    return Bundle.load(out)
+    return Bundle.open(out)
 
 
 def histories():
@@ -99,7 +99,7 @@ def histories():
 
 def assert_same_lists(found, expected, tolerance=1e-4):
     for engine in ("onnx", "torch"):
-        first, second = (Bundle.load(one.root, engine).recommend(histories()) for one in (found, expected))
+        first, second = (Bundle.open(one.root, engine).recommend(histories()) for one in (found, expected))
         assert first["item_id"].tolist() == second["item_id"].tolist()
         np.testing.assert_allclose(first["score"], second["score"], atol=tolerance)
         assert first["item_id"].isin([f"i{number}" for number in range(OLD, OLD + NEW)]).any()
@@ -211,7 +211,7 @@ def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
             refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
         return
     fresh = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
-    weights = Bundle.load(fresh.bundle.root, "torch").runtime.policy.factors
+    weights = Bundle.open(fresh.bundle.root, "torch").runtime.policy.factors
     assert not weights.item_factors[OLD + 1 :].any()
     assert torch.equal(weights.factor_variance[-1], policy.factors.factor_variance.amax(0))
     assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}

@@ -30,15 +30,15 @@ def test_the_manifest_has_the_types_and_shapes_of_the_program(kind, export_once)
 
 def test_providers_are_those_of_this_build(bundle_path):
     assert "CPUExecutionProvider" in onnxruntime.get_available_providers()
-    assert Bundle.load(bundle_path, provider="CPUExecutionProvider").recommend_one([], k=3)
+    assert Bundle.open(bundle_path, provider="CPUExecutionProvider").recommend_one([], k=3)
     with refused("unknown_name", "provider"):
-        Bundle.load(bundle_path, provider="GPU")
+        Bundle.open(bundle_path, provider="GPU")
     with refused("unused_option", "provider"):
-        Bundle.load(bundle_path, "torch", provider="CUDAExecutionProvider")
+        Bundle.open(bundle_path, "torch", provider="CUDAExecutionProvider")
 
 
 def test_a_provider_that_does_not_start_is_told(bundle_path, monkeypatch):
     """ONNX Runtime only warns, and runs on the CPU."""
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     with refused("resources", "provider"):
-        Bundle.load(bundle_path, provider="CUDAExecutionProvider")
+        Bundle.open(bundle_path, provider="CUDAExecutionProvider")

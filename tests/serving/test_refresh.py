@@ -30,7 +30,7 @@ def bundle(tmp_path_factory):
     out = tmp_path_factory.mktemp("bundle") / "bundle"
     items = IdMap(pa.array([f"i{number}" for number in range(1, ITEMS + 1)]))
     export_bundle(policy, items, FeedbackDefinition(), out, k=ITEMS)
-    return Bundle.load(out)
+    return Bundle.open(out)
 
 
 def lists(bundle, **options):
@@ -85,7 +85,7 @@ def test_retired_items_are_listed_no_more_and_stay_in_histories(bundle, tmp_path
         )
         == 0
     )
-    assert set(lists(Bundle.load(tmp_path / "again"))["item_id"]) == {"i1", "i3", "i4", "i5", "i6"}
+    assert set(lists(Bundle.open(tmp_path / "again"))["item_id"]) == {"i1", "i3", "i4", "i5", "i6"}
 
 
 MONDAY, TUESDAY = 1_900_000_000_000, 1_900_086_400_000

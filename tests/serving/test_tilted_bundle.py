@@ -71,7 +71,7 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
     events = [
         {"item_id": f"item-{n}", "timestamp": n * 1000, "watch_time": 7.0, "duration": 10.0} for n in range(1, 15)
     ]
-    listed = [Bundle.load(tmp_path / "bundle", engine).recommend_one(events, k=5) for engine in ("onnx", "torch")]
+    listed = [Bundle.open(tmp_path / "bundle", engine).recommend_one(events, k=5) for engine in ("onnx", "torch")]
     np.testing.assert_allclose(*([score for _, score in one] for one in listed), atol=1e-4)
     operators = {node.op_type for node in onnx.load(tmp_path / "bundle" / "model.onnx").graph.node}
     assert not operators & {"Loop", "Scan", "If"}
@@ -122,7 +122,7 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, pa
     export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=20, options=options)
     inputs = EncodedHistories(read.item_ids.numpy(), read.feedback.numpy(), np.zeros((2, 1), np.int64))
     for engine in ("onnx", "torch"):
-        top, scores = map(torch.from_numpy, Bundle.load(tmp_path / "bundle", engine).runtime.recommend(inputs, 20))
+        top, scores = map(torch.from_numpy, Bundle.open(tmp_path / "bundle", engine).runtime.recommend(inputs, 20))
         moved = temperature * (scores - of_base.gather(1, top - 1))
         expected = grades.gather(1, top - 1)
         torch.testing.assert_close(moved - moved[:, :1], expected - expected[:, :1], atol=1e-4, rtol=0)

@@ -80,7 +80,7 @@ def test_a_bundle_has_one_vector_per_item_and_answers_as_the_run(run, tmp_path) 
     assert bundle.manifest.origin["item_column"] == "item_id"
     expected = recpo.recommend(run, histories(run), 5)
     for engine in ("onnx", "torch"):
-        found = Bundle.load(bundle.root, engine=engine).recommend(histories(run), 5)
+        found = Bundle.open(bundle.root, engine=engine).recommend(histories(run), 5)
         pd.testing.assert_frame_equal(found, expected, check_exact=False, atol=1e-4)
     assert not (bundle.root / ITEM_FEATURES).exists()
     assert "item_features" not in bundle.manifest.policy["options"]
