@@ -30,27 +30,21 @@ from torch import Tensor
 
 from recpo.artifacts import (
     describe_os_error,
-    other_kind,
     output_directory,
     output_file,
-    read_json,
-    seal,
     sha256,
-    unseal,
     verify,
-    write_json,
     write_tensors,
 )
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.ops.linear_algebra import RidgeSolution, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
 
-FORMAT_VERSION: Final = 3
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
-_REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
 _NUMBERS: Final = ("mean", "ridge", "bias_ridge", "noise", "lower_bound")
 _OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
@@ -58,7 +52,7 @@ _FOLD_IN_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
-class Factors:
+class Factors(Artifact):
     """``grade(u, i) = mean + p_u · q_i + b_u + b_i``, the expected grade (``recpo.base.feedback.GRADES``) of an item.
 
     Attributes:
@@ -80,6 +74,11 @@ class Factors:
             subtract from the grade; 0 = rank by the grade itself.
         facts: how the model was fitted and selected, for people.
     """
+
+    kind: ClassVar = "factors"
+    version: ClassVar = 3
+    document: ClassVar = MANIFEST
+    made_by: ClassVar = "recpo factorize"
 
     mean: float
     item_factors: Tensor
@@ -266,13 +265,12 @@ class Factors:
         kept = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
         write_tensors(directory / _TENSORS, kept)
         content = {
-            "format_version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},
             "feedback": None if self.feedback is None else self.feedback.to_json(),
             "facts": dict(self.facts),
             "files": {_TENSORS: sha256(directory / _TENSORS)},
         }
-        write_json(directory / MANIFEST, seal(content))
+        self.write_facts(directory, content)
 
     @classmethod
     def open(cls, path: Path | str) -> Factors:
@@ -282,28 +280,8 @@ class Factors:
             RecpoError: it is not such a directory, has another format version, or was changed.
         """
         root = Path(path)
-        if other := other_kind(root, "factors"):
-            raise RecpoError(
-                f"{root} holds no factors{other}: make factors with `recpo factorize`",
-                code="wrong_file",
-                field=str(root),
-            )
-        if not (root / MANIFEST).is_file():
-            raise RecpoError(
-                f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`",
-                code="wrong_file",
-                field=str(root),
-            )
-        manifest = read_json(root / MANIFEST, _REMEDY)
-        if manifest.get("format_version") != FORMAT_VERSION:
-            raise RecpoError(
-                f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
-                f"{FORMAT_VERSION}; make it again with `recpo factorize`",
-                code="old_format",
-                field=str(root / MANIFEST),
-            )
-        manifest = unseal(manifest, root / MANIFEST, _REMEDY)
-        verify(root, manifest["files"], _REMEDY)
+        manifest = cls.facts_of(root)
+        verify(root, manifest["files"], cls.remedy())
         try:
             feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
             tensors = load_file(root / _TENSORS)
@@ -321,7 +299,9 @@ class Factors:
                 facts=manifest["facts"],
             )
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}", code="damaged", field=str(root)) from error
+            raise RecpoError(
+                f"{root} is damaged ({error!r}); {cls.remedy()}", code="damaged", field=_TENSORS
+            ) from error
 
     def validate_feedback(self, feedback: FeedbackDefinition, shown: object) -> None:
         """Raises ``RecpoError`` if ``feedback``, that of ``shown``, defines other grades than the model's own."""

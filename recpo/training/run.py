@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,15 +37,13 @@ from recpo.artifacts import (
     is_inside,
     kind_of,
     marker,
-    other_kind,
     output_file,
     read_json,
     read_yaml,
-    seal,
     sha256,
-    unseal,
     write_json,
 )
+from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -98,7 +96,7 @@ class RunFeatures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Artifact):
     """A finished run, as plain data and a policy. ``recpo.recommend``, ``recpo.score`` and ``recpo.export`` serve it.
 
     Attributes:
@@ -106,6 +104,11 @@ class Run:
         facts: content of ``run.json``.
         trust: packages besides ``TRUSTED`` whose classes its configuration may name.
     """
+
+    kind: ClassVar = "run"
+    version: ClassVar = FORMAT_VERSION
+    document: ClassVar = FINISHED
+    made_by: ClassVar = "recpo train"
 
     root: Path
     facts: RunFacts = field(repr=False)
@@ -130,28 +133,14 @@ class Run:
         if isinstance(root, Run):
             return root
         root = Path(root)
-        if not (root / FINISHED).is_file():
-            if (root / RESOLVED).is_file() and kind_of(root) in (None, "run"):
-                raise RecpoError(
-                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`",
-                    code="unfinished",
-                    field=FINISHED,
-                )
-            other = other_kind(root, "run") or ""
+        begun = (root / RESOLVED).is_file() and kind_of(root) in (None, "run")
+        if begun and not (root / FINISHED).is_file():
             raise RecpoError(
-                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`",
-                code="wrong_file",
+                f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`",
+                code="unfinished",
                 field=FINISHED,
             )
-        facts = read_json(root / FINISHED, REMEDY)
-        if facts.get("format_version") != FORMAT_VERSION:
-            raise RecpoError(
-                f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
-                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>",
-                code="old_format",
-                field="format_version",
-            )
-        facts = unseal(facts, root / FINISHED, REMEDY)
+        facts = cls.facts_of(root)
         missing = set(RunFacts._fields) - facts.keys()
         if missing:
             raise RecpoError(
@@ -364,7 +353,7 @@ def mark_finished(
     ]
     files = {name: sha256(root / name) for name in kept}
     facts = RunFacts(policy.num_items, data.catalog_checksum, results, monitor, files)
-    write_json(root / FINISHED, seal({"format_version": FORMAT_VERSION, **facts._asdict()}))
+    Run.write_facts(root, facts._asdict())
 
 
 def _files_in(directory: Path) -> list[Path]:

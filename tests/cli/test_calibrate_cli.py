@@ -51,4 +51,4 @@ def test_train_calibrate_use(prepared, tmp_path):
 def test_what_cannot_be_calibrated_is_reported_in_one_line(prepared, tmp_path, capsys):
     assert main(["calibrate", f"--rewards={tmp_path}", f"--prepared={prepared}"]) == 1
     said = capsys.readouterr().err
-    assert said == f"error: {tmp_path} is not a run directory: run.json is missing; make one with `recpo train`\n"
+    assert said == f"error: {tmp_path}: expected a run, run.json is missing; make it with `recpo train`\n"

@@ -172,7 +172,7 @@ def test_mistakes_are_named(prepared, factors, tmp_path):
     ):
         with refused(code, field):
             recpo.calibrate(prepared, rewards)
-    with pytest.raises(RecpoError, match="is not a run directory"):
+    with pytest.raises(RecpoError, match="expected a run"):
         recpo.calibrate(prepared, [tmp_path])
     with refused("out_of_range", "k"):
         recpo.calibrate(prepared, factors, k=0)

@@ -313,8 +313,8 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
         ({"temperature": "auto"}, "no validation period to choose it on"),
         ({"temperature": "auto", "temperatures": [], "prepared": road.prepared}, "temperatures is empty"),
         ({"temperature": 0.1, "k": 0}, "k is 0"),
-        ({"temperature": 0.1, "factors": base}, "holds no factors"),
-        ({"temperature": 0.1, "run": factors}, "is not a run directory"),
+        ({"temperature": 0.1, "factors": base}, "expected factors"),
+        ({"temperature": 0.1, "run": factors}, "expected a run"),
         ({"temperature": 0.1, "out": base / "inside"}, "is inside"),
     ]
     for changes, message in cases:

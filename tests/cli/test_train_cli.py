@@ -100,7 +100,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--init_from", "nowhere"], "nowhere is not a run directory"),
+        (["--init_from", "nowhere"], "nowhere: expected a run, run.json is missing"),
         (["--data.prepared", "nowhere"], "nowhere is not a prepared directory"),
         (["--objective", "GRPO"], "GRPO weighs by advantages: set advantage"),
     ],

@@ -111,7 +111,7 @@ def test_faults_are_reported_immediately(place, model, batch, some, tmp_path):
         FactorReward(place, lower_bound=-1)
     with pytest.raises(RecpoError, match="it is trained or folded"):
         FactorReward(place, users="fitted")
-    with pytest.raises(RecpoError, match="holds no factors"):
+    with pytest.raises(RecpoError, match="expected factors"):
         FactorReward(tmp_path)
     replace(model, user_factors=None, item_covariance=None, lower_bound=0.0).save(tmp_path / "plain")
     with pytest.raises(RecpoError, match="set users to folded"):

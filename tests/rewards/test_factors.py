@@ -178,7 +178,7 @@ def test_what_was_changed_is_refused(factors, tmp_path, name):
 
 
 def test_no_factors_another_version_and_a_missing_file_are_refused(factors, tmp_path):
-    with pytest.raises(RecpoError, match="holds no factors"):
+    with pytest.raises(RecpoError, match="expected factors"):
         Factors.open(tmp_path)
     factors.save(tmp_path / "factors")
     (tmp_path / "factors" / "factors.safetensors").unlink()

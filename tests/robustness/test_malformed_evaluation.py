@@ -169,8 +169,8 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
     ("options", "message"),
     [
         (("--rewards", "{run-0}"), "which is no reward model"),
-        (("--rewards", "{prepared}"), "is not a run directory"),
-        (("--rewards", "nowhere"), "is not a run directory"),
+        (("--rewards", "{prepared}"), "expected a run"),
+        (("--rewards", "nowhere"), "expected a run"),
         (("--rewards", "{run-0}", "--batch_size", "0"), "batch_size"),
         (("--rewards", "{run-0}", "--resamples", "0"), "resamples"),
         (("--rewards", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
