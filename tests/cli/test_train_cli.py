@@ -12,6 +12,7 @@ import torch
 import recpo
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
+from recpo.training.fit import instantiate, parse_arguments
 from recpo.training.run import Run, checkpoint_path
 
 CONFIG = """
@@ -264,3 +265,22 @@ def test_any_logger_by_class_path_and_mixed_precision(tmp_path, prepared):
     assert list((tmp_path / "x").rglob("metrics.csv"))
     assert not (tmp_path / "run" / "logs").exists()
     assert torch.isfinite(weights(tmp_path / "run", "best")["policy.item_table.weight"]).all()
+
+
+def test_numbers_of_a_range_are_plain_numbers_once_the_options_are_built(prepared):
+    """Checkpoints keep options of the data and are read without unpickling, which knows int and float alone."""
+    words = ["--config", "configs/gbpo.yaml", "--data.prepared", str(prepared), "--out", "run", "--seed", "3"]
+    options = instantiate(parse_arguments(words))
+    pending, numbers = [vars(options)], 0
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, int | float):
+            assert type(value) in (int, float, bool), value
+            numbers += 1
+        elif type(value).__module__.startswith("recpo.") and hasattr(value, "__dict__"):
+            pending.append(vars(value))
+    assert numbers > 20
