@@ -92,7 +92,7 @@ def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
 
 
 def test_semantic_codes_are_as_good_as_those_of_the_peers():
-    lines = lines_of("base/semantic_codes.py")
+    lines = lines_of("semantic_codes.py")
     for data in ("gaussian", "clusters"):
         found = {line["contender"]: line for line in lines if line.get("data") == data}
         assert {"recpo", "recpo, unbalanced", "sklearn"} <= set(found)
