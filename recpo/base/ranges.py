@@ -51,6 +51,8 @@ __all__ = [
 def validate_ranges(options: Any, prefix: str = "") -> None:
     """Checks the fields of a dataclass whose type is one of this module, an optional one, or a sequence of them.
 
+    A number that the parser made one of these types becomes a plain int or float.
+
     Args:
         options: an instance of a dataclass.
         prefix: the name of the group that it is, such as ``rollout.``.
@@ -66,6 +68,8 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
             for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 if one is not None and not isinstance(one, Mapping):
                     _validate(one, kind, prefix + field.name)
+            if hasattr(value, "_restrictions"):  # of the parser: checkpoints and YAML know int and float alone
+                object.__setattr__(options, field.name, value._type(value))
 
 
 def _validate(value: Any, kind: Any, name: str) -> None:

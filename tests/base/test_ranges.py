@@ -1,0 +1,29 @@
+"""Types of ranges: numbers that the parser made are plain once the options are built."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from tests.refusals import refused
+
+
+@dataclass(frozen=True)
+class Options:
+    rate: NonNegativeFloat = 0.5
+    size: PositiveInt | None = None
+
+    def __post_init__(self):
+        validate_ranges(self, "group.")
+
+
+def test_numbers_are_plain():
+    options = Options(NonNegativeFloat(0.25), PositiveInt(3))
+    assert (type(options.rate), type(options.size)) == (float, int)
+    assert options == Options(0.25, 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rate", -1.0), ("rate", float("nan")), ("size", 0), ("size", 1.5)])
+def test_values_outside_are_refused(name, value):
+    with refused("out_of_range", f"group.{name}"):
+        Options(**{name: value})
