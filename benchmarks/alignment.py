@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 from verbs import call, configurations
 
-from recpo import calibrate, factorize, prepare, simulate, train
 from recpo.artifacts import write_json
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.estimates import estimate_over_seeds
@@ -40,6 +39,11 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import ndcg, ranked_hits, recall
 from recpo.training.run import Run
 from recpo.training.validation import tail_items
+from recpo.verbs.calibrate import calibrate
+from recpo.verbs.factorize import factorize
+from recpo.verbs.prepare import prepare
+from recpo.verbs.simulate import simulate
+from recpo.verbs.train import train
 
 K = 10
 CONTINUED = "continued supervised"

@@ -46,7 +46,6 @@ from sklearn.metrics import roc_auc_score
 from verbs import call, configurations
 
 import recpo
-from recpo import factorize, prepare, tilt, train
 from recpo.base.contracts import RewardFunction
 from recpo.base.features import FeatureArrays, Reads
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
@@ -60,6 +59,10 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places
 from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward
+from recpo.verbs.factorize import factorize
+from recpo.verbs.prepare import prepare
+from recpo.verbs.tilt import tilt
+from recpo.verbs.train import train
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
 ITEM_RATE, TREES = "item rate", "boosted trees"

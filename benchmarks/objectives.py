@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from verbs import call, configurations
 
-from recpo import train
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
+from recpo.verbs.train import train
 
 K = 10
 

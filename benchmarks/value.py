@@ -31,8 +31,14 @@ from rich.table import Table
 from scipy.stats import kendalltau
 from verbs import call, configurations
 
-from recpo import evaluate, factorize, prepare, simulate, tilt, tokenize, train
 from recpo.evaluation.estimates import estimate_over_seeds
+from recpo.verbs.evaluate import evaluate
+from recpo.verbs.factorize import factorize
+from recpo.verbs.prepare import prepare
+from recpo.verbs.simulate import simulate
+from recpo.verbs.tilt import tilt
+from recpo.verbs.tokenize import tokenize
+from recpo.verbs.train import train
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
 REWARD_MODEL = "factors"

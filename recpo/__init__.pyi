@@ -93,9 +93,6 @@ from .log.shaping import (
 from .log.splits import LeaveLastOut as LeaveLastOut
 from .log.splits import TemporalSplit as TemporalSplit
 from .objectives.advantages import (
-    GAEAdvantage as GAEAdvantage,
-)
-from .objectives.advantages import (
     GatedAdvantage as GatedAdvantage,
 )
 from .objectives.advantages import (
@@ -114,6 +111,7 @@ from .objectives.advantages import (
     TernaryAdvantage as TernaryAdvantage,
 )
 from .objectives.catalog_policy_gradient import CatalogPolicyGradient as CatalogPolicyGradient
+from .objectives.gae import GAEAdvantage as GAEAdvantage
 from .objectives.grpo import (
     ASPO as ASPO,
 )
@@ -150,10 +148,10 @@ from .objectives.preference import KTO as KTO
 from .objectives.q_learning import QLearning as QLearning
 from .objectives.reward_model import PairwiseReward as PairwiseReward
 from .objectives.reward_model import PointwiseReward as PointwiseReward
+from .policies.blocks import Block as Block
+from .policies.blocks import HSTUBlock as HSTUBlock
+from .policies.blocks import SASRecBlock as SASRecBlock
 from .policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
-from .policies.encoder import Block as Block
-from .policies.encoder import HSTUBlock as HSTUBlock
-from .policies.encoder import SASRecBlock as SASRecBlock
 from .policies.item_features import ItemFeatureOptions as ItemFeatureOptions
 from .policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
 from .policies.tilted import RerankedPolicy as RerankedPolicy

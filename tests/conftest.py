@@ -54,7 +54,8 @@ def prepared(world, tmp_path_factory):
 @pytest.fixture(scope="session")
 def rewritten():
     """A function that makes the manifest of a prepared directory, whose files a test has changed, fit them again."""
-    from recpo.log.prepared import MANIFEST, write_manifest
+    from recpo.log.prepared import MANIFEST
+    from recpo.log.writing import write_manifest
 
     def rewrite(prepared, **changes):
         manifest = json.loads((prepared / MANIFEST).read_text()) | changes

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from recpo.base.contracts import AdvantageEstimator
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.objectives import advantages
+from recpo.objectives import advantages, gae
 from recpo.objectives.advantages import (
-    GAEAdvantage,
     GatedAdvantage,
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
     TernaryAdvantage,
-    generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
     whitened_advantage,
 )
+from recpo.objectives.gae import GAEAdvantage, generalized_advantage_estimate
 from tests.refusals import refused
 
 
@@ -357,9 +356,11 @@ def test_whitening_keeps_the_zeros_of_groups_that_are_centered():
 
 
 def test_whitening_is_an_option_of_every_estimator():
-    classes = [cls for cls in vars(advantages).values() if isinstance(cls, type)]
     estimators = [
-        cls for cls in classes if issubclass(cls, AdvantageEstimator) and cls.__module__ == advantages.__name__
+        cls
+        for module in (advantages, gae)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, AdvantageEstimator) and cls.__module__ == module.__name__
     ]
     assert len(estimators) == 7
     for estimator in estimators:

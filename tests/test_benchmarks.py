@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo import simulate
+from recpo.verbs.simulate import simulate
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -211,7 +211,7 @@ def test_a_block_in_python_with_options_of_its_own(blocks, prepared, tmp_path):
     assert [block.expand.out_features for block in run.policy().encoder.blocks] == [16, 16]
     recpo.export(run, out=tmp_path / "bundle", k=5)
     options = recpo.Bundle.open(tmp_path / "bundle", engine="torch").manifest.options
-    assert options["block"] == {"class": "recpo.policies.encoder.SASRecBlock", "options": {"expansion": 2}}
+    assert options["block"] == {"class": "recpo.policies.blocks.SASRecBlock", "options": {"expansion": 2}}
 
 
 @pytest.mark.parametrize("block", ["torch.nn.Linear", "recpo.policies.encoder.kernels", "recpo.CatalogSoftmaxPolicy"])

@@ -15,12 +15,12 @@ import torch
 
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import (
-    generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
 )
+from recpo.objectives.gae import generalized_advantage_estimate
 from recpo.objectives.grpo import DAPO, GBPO, GRPO, GSPO, DrGRPO, aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.policy_gradient import PPO, entropy, ppo_loss, value_loss

@@ -51,7 +51,7 @@ __all__ = [
 def validate_ranges(options: Any, prefix: str = "") -> None:
     """Checks the fields of a dataclass whose type is one of this module, an optional one, or a sequence of them.
 
-    A number that the parser made one of these types becomes a plain int or float.
+    Numbers that the parser made one of these types become plain ones.
 
     Args:
         options: an instance of a dataclass.
@@ -68,8 +68,15 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
             for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 if one is not None and not isinstance(one, Mapping):
                     _validate(one, kind, prefix + field.name)
-            if hasattr(value, "_restrictions"):  # of the parser: checkpoints and YAML know int and float alone
-                object.__setattr__(options, field.name, value._type(value))
+            if (plain := _plain(value)) is not value:  # of the parser: checkpoints and YAML know int and float alone
+                object.__setattr__(options, field.name, plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number of a range, or a sequence of them, as int or float; the value itself if there is none."""
+    if type(value) in (list, tuple) and any(hasattr(one, "_restrictions") for one in value):
+        return type(value)(map(_plain, value))
+    return value._type(value) if hasattr(value, "_restrictions") else value
 
 
 def _validate(value: Any, kind: Any, name: str) -> None:

@@ -81,18 +81,11 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
     configuration.pop("config", None)
     _validate_local_paths(configuration)
     try:
-        return verb(**{name: _plain(value) for name, value in parser.instantiate(configuration).as_dict().items()})
+        return verb(**parser.instantiate(configuration).as_dict())
     except ValueError as error:
         if isinstance(error.__cause__, RecpoError):  # the reason, for options that may be null
             raise error.__cause__ from error
         raise
-
-
-def _plain(value: Any) -> Any:
-    """A number of a range as int or float, which YAML and JSON can write."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
-    return value._type(value) if hasattr(value, "_restrictions") else value
 
 
 def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:

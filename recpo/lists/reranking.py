@@ -432,21 +432,9 @@ class AttributeCap(Reranker):
         return np.array([*chosen, *left[: k - len(chosen)]], np.int64)
 
 
-_DEPENDENT = 1e-10  # squared distance below which an item lies in the span of those above
-
-
 @dataclass(frozen=True)
-class Determinantal(Reranker):
-    """A slate Y of relevant items that span a large volume.
-
-    Greedily the largest
-
-        w sum_(i in Y) relevance_i + (1 - w) log det S_Y,    S_ij = (1 + cos(v_i, v_j)) / 2
-
-    which is the most probable slate of a determinantal point process with the kernel ``q_i S_ij q_j``, ``q_i = exp(w
-    relevance_i / (2 (1 - w)))``. The gain of an item in the log-determinant is the logarithm of its squared distance
-    from the span of the items above, which one more column of a Cholesky factor updates. Time is proportional to ``k M
-    (k + d)``. Items in that span come last, by relevance.
+class _BySimilarity(Reranker):
+    """A compromise between relevance and the similarity of items, by their vectors.
 
     Attributes:
         relevance_weight: w in [0, 1]; 1 = only relevance.
@@ -458,14 +446,33 @@ class Determinantal(Reranker):
         validate_weight(self.relevance_weight)
 
     @property
-    def label(self) -> str:
-        """See ``Reranker``."""
-        return f"dpp {self.relevance_weight:g}"
-
-    @property
     def reads_vectors(self) -> bool:
         """See ``Reranker``."""
         return True
+
+
+_DEPENDENT = 1e-10  # squared distance below which an item lies in the span of those above
+
+
+@dataclass(frozen=True)
+class Determinantal(_BySimilarity):
+    """A slate Y of relevant items that span a large volume.
+
+    Greedily the largest
+
+        w sum_(i in Y) relevance_i + (1 - w) log det S_Y,    S_ij = (1 + cos(v_i, v_j)) / 2
+
+    which is the most probable slate of a determinantal point process with the kernel ``q_i S_ij q_j``, ``q_i = exp(w
+    relevance_i / (2 (1 - w)))``. The gain of an item in the log-determinant is the logarithm of its squared distance
+    from the span of the items above, which one more column of a Cholesky factor updates. Time is proportional to ``k M
+    (k + d)``. Items in that span come last, by relevance.
+
+    """
+
+    @property
+    def label(self) -> str:
+        """See ``Reranker``."""
+        return f"dpp {self.relevance_weight:g}"
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -494,7 +501,7 @@ class Determinantal(Reranker):
 
 
 @dataclass(frozen=True)
-class MaximalMarginalRelevance(Reranker):
+class MaximalMarginalRelevance(_BySimilarity):
     """A slate of items that are relevant and not similar to the items above them.
 
     The next item has the largest
@@ -504,24 +511,12 @@ class MaximalMarginalRelevance(Reranker):
     where relevance is scaled from 0 (the worst of the shortlist) to 1 (the best). The first item is the most relevant
     one. Time is proportional to ``k M d``.
 
-    Attributes:
-        relevance_weight: w in [0, 1]; 1 = only relevance.
     """
-
-    relevance_weight: float = 0.7
-
-    def __post_init__(self) -> None:
-        validate_weight(self.relevance_weight)
 
     @property
     def label(self) -> str:
         """See ``Reranker``."""
         return f"mmr {self.relevance_weight:g}"
-
-    @property
-    def reads_vectors(self) -> bool:
-        """See ``Reranker``."""
-        return True
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None

@@ -21,11 +21,10 @@ from recpo.log.events import CatalogScope
 from recpo.log.feature_columns import PRESET_FEATURES, EventColumns, FeatureColumns, behaviors_to_json, event_columns
 from recpo.log.files import Log, find_files, write_frame
 from recpo.log.prepare_run import STAGES, PrepareRun, describe
-from recpo.log.prepared import write_manifest
 from recpo.log.schema import PRESETS, Columns, FlagColumn, PresetName
 from recpo.log.shaping import Label, WatchQuantiles
 from recpo.log.splits import Split, TemporalSplit
-from recpo.log.writing import prepared_directory, work_directory
+from recpo.log.writing import prepared_directory, work_directory, write_manifest
 
 Source: TypeAlias = str | Sequence[str] | pa.Table
 

@@ -8,7 +8,7 @@ the headers and the footer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import describe_os_error, is_inside, other_kind, parse_json, seal, sha256, unseal, write_json
+from recpo.artifacts import describe_os_error, is_inside, other_kind, parse_json, sha256, unseal
 from recpo.base.errors import Code, RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import (
@@ -505,29 +505,6 @@ def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
 def vocabulary_file(side: Side, name: str) -> str:
     """The vocabulary file of a category, relative to the directory: ``value`` and its ``count``, by code."""
     return f"vocabularies/{side}_{name}.parquet"
-
-
-def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Completes a prepared directory: adds the size of every shard, missing checksums, and the manifest's own checksum.
-
-    Args:
-        root: a directory with all files that ``content`` names.
-        content: ``shards`` by period, each with ``file``; ``files``, names of the other files; and any further values.
-        known: checksums of files that were not written now.
-
-    Returns:
-        The manifest, as ``Prepared.open`` reads it.
-    """
-    shards = {period: [_completed(root, shard) for shard in listed] for period, listed in content["shards"].items()}
-    files = {name: (known or {}).get(name) or sha256(root / name) for name in content["files"]}
-    manifest = {**content, "shards": shards, "files": files}
-    write_json(root / MANIFEST, seal(manifest))
-    return manifest
-
-
-def _completed(root: Path, shard: dict[str, Any]) -> dict[str, Any]:
-    file = root / shard["file"]
-    return {"sha256": shard.get("sha256") or sha256(file), **shard, "bytes": file.stat().st_size}
 
 
 def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:

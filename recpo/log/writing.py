@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.artifacts import MARKER, marker, output_directory, sha256
+from recpo.artifacts import MARKER, marker, output_directory, seal, sha256, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FeedbackDefinition
@@ -342,3 +342,26 @@ def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Completes a prepared directory: adds the size of every shard, missing checksums, and the manifest's own checksum.
+
+    Args:
+        root: a directory with all files that ``content`` names.
+        content: ``shards`` by period, each with ``file``; ``files``, names of the other files; and any further values.
+        known: checksums of files that were not written now.
+
+    Returns:
+        The manifest, as ``Prepared.open`` reads it.
+    """
+    shards = {period: [_completed(root, shard) for shard in listed] for period, listed in content["shards"].items()}
+    files = {name: (known or {}).get(name) or sha256(root / name) for name in content["files"]}
+    manifest = {**content, "shards": shards, "files": files}
+    write_json(root / MANIFEST, seal(manifest))
+    return manifest
+
+
+def _completed(root: Path, shard: dict[str, Any]) -> dict[str, Any]:
+    file = root / shard["file"]
+    return {"sha256": shard.get("sha256") or sha256(file), **shard, "bytes": file.stat().st_size}

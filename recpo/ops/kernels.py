@@ -57,11 +57,6 @@ def reference_kernels() -> Iterator[None]:
         _reference = before
 
 
-def is_reference() -> bool:
-    """Whether the code runs within ``reference_kernels``."""
-    return _reference
-
-
 # ---------------------------------------------------------------- products
 def _onednn_available() -> bool:
     """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""

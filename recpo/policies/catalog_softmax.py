@@ -13,7 +13,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies.encoder import BlockFactory, HistoryEncoder, SASRecBlock, readable_ids
+from recpo.policies.blocks import BlockFactory, SASRecBlock
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse

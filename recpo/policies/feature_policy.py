@@ -17,7 +17,8 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, Histories
-from recpo.policies.encoder import TIME_BUCKETS, HistoryEncoder, Linear
+from recpo.policies.blocks import TIME_BUCKETS, Linear
+from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.item_features import FeatureEncoder, ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
 

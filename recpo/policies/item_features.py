@@ -18,7 +18,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
 from recpo.base.types import Features
 from recpo.ops import kernels
-from recpo.policies.encoder import Linear
+from recpo.policies.blocks import Linear
 
 
 class FeatureInputs(NamedTuple):

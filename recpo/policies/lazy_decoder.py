@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
-from recpo.policies.encoder import ByteDropout, Linear
+from recpo.policies.blocks import ByteDropout, Linear
 
 #: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.
 Cache = list[tuple[Tensor, Tensor]]

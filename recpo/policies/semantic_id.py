@@ -17,7 +17,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
-from recpo.policies.encoder import BlockFactory, HistoryEncoder, SASRecBlock, readable_ids
+from recpo.policies.blocks import BlockFactory, SASRecBlock
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable

@@ -31,8 +31,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.log.id_map import IdMap
+from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
 from recpo.policies.item_table import ItemTable

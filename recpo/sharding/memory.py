@@ -27,8 +27,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE
+from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock, SASRecBlock
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Placement as DecoderPlacement

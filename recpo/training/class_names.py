@@ -33,7 +33,7 @@ from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFu
 from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import Layout
-from recpo.policies.encoder import Block
+from recpo.policies.blocks import Block
 from recpo.training.trainer import TrainerOptions
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")

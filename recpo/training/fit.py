@@ -30,6 +30,7 @@ import recpo.batches.preference_lists
 import recpo.evaluation.true_rewards
 import recpo.objectives
 import recpo.objectives.advantages
+import recpo.objectives.gae
 import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
@@ -167,7 +168,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         RecpoError: a value is refused.
     """
     try:
-        values = train_parser().instantiate(_plain(configuration))
+        values = train_parser().instantiate(configuration)
         return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
     except RecpoError:
         raise
@@ -175,17 +176,6 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
             raise error.__cause__ from error
         raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of a range as int or float: checkpoints are read without unpickling classes."""
-    if isinstance(value, Namespace):
-        return Namespace(**{name: _plain(one) for name, one in vars(value).items()})
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value._type(value) if hasattr(value, "_restrictions") else value
 
 
 def resolved(configuration: Namespace) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recpo.base.contracts import AdvantageEstimator, Policy, TokenAdvantageEstimator
 from recpo.base.types import BatchPlan, FeedbackBatch, Histories
-from recpo.policies.encoder import event_places
+from recpo.policies.blocks import event_places
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements

@@ -12,15 +12,16 @@ from tests.refusals import refused
 class Options:
     rate: NonNegativeFloat = 0.5
     size: PositiveInt | None = None
+    sizes: tuple[PositiveInt, ...] = ()
 
     def __post_init__(self):
         validate_ranges(self, "group.")
 
 
 def test_numbers_are_plain():
-    options = Options(NonNegativeFloat(0.25), PositiveInt(3))
-    assert (type(options.rate), type(options.size)) == (float, int)
-    assert options == Options(0.25, 3)
+    options = Options(NonNegativeFloat(0.25), PositiveInt(3), (PositiveInt(1), 2))
+    assert [type(one) for one in (options.rate, options.size, *options.sizes)] == [float, int, int, int]
+    assert options == Options(0.25, 3, (1, 2))
 
 
 @pytest.mark.parametrize(("name", "value"), [("rate", -1.0), ("rate", float("nan")), ("size", 0), ("size", 1.5)])

@@ -17,10 +17,12 @@ import torch
 import yaml
 
 import recpo
-from recpo import Lists, Prepared, Run
 from recpo.batches.datamodule import evaluation_batches
 from recpo.cli.main import main
+from recpo.evaluation.contenders import Lists
 from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
+from recpo.training.run import Run
 from tests.conftest import resealed
 
 SECTIONS = (

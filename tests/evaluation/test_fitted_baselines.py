@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo import RecpoError
+from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines

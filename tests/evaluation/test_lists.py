@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recpo
-from recpo import Lists
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.baselines import Popularity
-from recpo.evaluation.contenders import read_lists
+from recpo.evaluation.contenders import Lists, read_lists
 from recpo.log.prepared import Prepared
 from tests.refusals import refused
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.prepared import FORMAT_VERSION, write_manifest
+from recpo.log.prepared import FORMAT_VERSION
 from recpo.log.schema import EVENT_SCHEMA
-from recpo.log.writing import Encoding, write_parquet, write_past, write_shards
+from recpo.log.writing import Encoding, write_manifest, write_parquet, write_past, write_shards
 
 USERS, EVENTS_PER_USER = 4000, 50
 SHARD_MIB = USERS * EVENTS_PER_USER * 50 / 2**20  # decoded, about 50 bytes for each event

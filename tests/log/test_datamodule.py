@@ -12,8 +12,9 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
-from recpo.log.prepared import FORMAT_VERSION, Prepared, write_manifest
+from recpo.log.prepared import FORMAT_VERSION, Prepared
 from recpo.log.schema import PAST_SCHEMA
+from recpo.log.writing import write_manifest
 from tests.refusals import refused
 
 LAYOUT = SequenceLayout(history_length=6)

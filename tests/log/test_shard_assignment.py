@@ -14,7 +14,8 @@ from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
-from recpo.log.prepared import FORMAT_VERSION, Prepared, write_manifest
+from recpo.log.prepared import FORMAT_VERSION, Prepared
+from recpo.log.writing import write_manifest
 from tests.refusals import refused
 
 LAYOUT = SequenceLayout(history_length=4)

@@ -12,8 +12,8 @@ from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.ops import kernels
 from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
+from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -122,7 +122,7 @@ def test_every_public_function_is_here():
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
     # metrics of objectives, what the objectives themselves check with, and advantages, which have their own tests
-    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages")}
+    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages", "gae")}
     assert public - own - {reduce.check_same_shape, preference_lists, grade_gaps} == SHAPES.keys() | OF_ONE_SHAPE
 
 

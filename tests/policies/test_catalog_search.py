@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from recpo.base.types import Histories
 from recpo.policies import catalog_search
+from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 V, H = 300, 7
 

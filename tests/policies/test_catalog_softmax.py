@@ -13,8 +13,8 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import Block, HSTUBlock, SASRecBlock
 
 V, H = 40, 9
 BLOCKS = [SASRecBlock, HSTUBlock]

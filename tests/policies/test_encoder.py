@@ -6,8 +6,9 @@ from torch.nn.functional import gelu
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import FoldIn, HistoryEncoder, HSTUBlock, Profile, SASRecBlock
+from recpo.policies.encoder import FoldIn, HistoryEncoder, Profile
 
 DIM, LENGTH = 8, 7
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recpo.policies.encoder import HistoryEncoder, Packing
+from recpo.policies.blocks import Packing
+from recpo.policies.encoder import HistoryEncoder
 
 LENGTH, DIM = 9, 16
 

@@ -14,8 +14,8 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock
 from recpo.policies.feature_policy import gap_buckets
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.semantic_id import SemanticIdPolicy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recpo.base.errors import RecpoError
-from recpo.policies.encoder import ByteDropout
+from recpo.policies.blocks import ByteDropout
 from recpo.policies.item_table import ItemTable
 
 

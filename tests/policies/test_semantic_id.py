@@ -16,7 +16,7 @@ from torch import Tensor
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
-from recpo.policies.encoder import HSTUBlock
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import SemanticIdPolicy
 

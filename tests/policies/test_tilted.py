@@ -18,8 +18,8 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors

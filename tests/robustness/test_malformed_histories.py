@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock
 from recpo.serving.histories import HistoryReader
 from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime

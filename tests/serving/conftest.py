@@ -11,8 +11,8 @@ import torch
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
+from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock, SASRecBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.serving.export import export_bundle
 

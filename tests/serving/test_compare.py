@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import recpo
-from recpo import Bundle, Prepared
 from recpo.batches.datamodule import evaluation_batches
 from recpo.batches.held_out import HeldOutHistories
 from recpo.cli.main import main
@@ -21,7 +20,9 @@ from recpo.evaluation.comparison import gate
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.manifest import BundleFeatures
 from tests.log.test_features import prepare

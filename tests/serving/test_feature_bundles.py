@@ -23,8 +23,8 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Histories
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export

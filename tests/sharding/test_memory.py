@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.types import Features
+from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HistoryEncoder, HSTUBlock, SASRecBlock
+from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement

@@ -16,8 +16,8 @@ from recpo.batches.slates import ImpressionLayout
 from recpo.batches.train_batches import Phases
 from recpo.objectives import GRPO, MPO, CatalogPolicyGradient
 from recpo.objectives.advantages import GroupNormalizedAdvantage
+from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HSTUBlock
 from recpo.rewards.rewards import HitReward, RankAwareReward, WeightedSum
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl

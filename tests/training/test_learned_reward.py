@@ -19,6 +19,7 @@ from recpo.rewards.rewards import WeightedSum
 from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
 from recpo.worlds.truth import Truth
 from tests.conftest import resealed
+from tests.refusals import refused
 
 HISTORY = 20
 POLICY = {"dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
@@ -200,7 +201,7 @@ def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_p
 
 
 def test_wrong_runs_are_refused(world, policy_run, pointwise_run, tmp_path, capsys, monkeypatch):
-    with pytest.raises(RecpoError, match="not a run directory"):
+    with refused("wrong_file", "run.json"):
         LearnedReward(tmp_path)
     with pytest.raises(RecpoError, match="no reward model"):
         LearnedReward(policy_run)
