@@ -69,8 +69,8 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     arguments: dict[str, Any] = {"item_precision": form} if form in ("float16", "int8") else {}
     arguments |= {"index": IndexOptions()} if form == "index" else {}
     items = IdMap(pa.array(np.arange(policy.num_items, dtype=np.int64)))
-    arguments |= {"options": options} if form in ("torch", "compiled") else {}
-    exporting.export_bundle(policy, items, FeedbackDefinition(), out, k=K, **arguments)
+    facts = exporting.PolicyFacts(FeedbackDefinition(), options=options if form in ("torch", "compiled") else None)
+    exporting.export_bundle(policy, items, facts, out, exporting.BundleOptions(k=K, **arguments))
     if form == "compiled":
         from recpo.serving.compiled import write_compiled
 

@@ -23,7 +23,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories
 
 OPTIONS = {"dim": 64, "max_history": 50}
@@ -46,7 +46,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         bundles = {}
         for name, attributes in (("none", None), ("known", columns)):
-            export_bundle(policy, IdMap(ids), FeedbackDefinition(), Path(work) / name, k=100, attributes=attributes)
+            export_bundle(
+                policy,
+                IdMap(ids),
+                PolicyFacts(FeedbackDefinition()),
+                Path(work) / name,
+                BundleOptions(k=100, attributes=attributes),
+            )
             bundles[name] = Bundle.open(Path(work) / name, threads=1)
     filters = bundles["known"].filters
     assert filters is not None

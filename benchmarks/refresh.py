@@ -24,7 +24,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
-from recpo.serving.export import export_bundle
+from recpo.serving.export import PolicyFacts, export_bundle
 from recpo.serving.manifest import BundleFeatures
 from recpo.verbs.export import refresh
 
@@ -47,7 +47,10 @@ def main() -> None:
 
         def export() -> None:
             export_bundle(
-                policy, ids, FeedbackDefinition(), root / "old", options=OPTIONS, features=BundleFeatures(item=fitted)
+                policy,
+                ids,
+                PolicyFacts(PolicyFacts(FeedbackDefinition(), features=BundleFeatures(item=fitted), options=OPTIONS)),
+                root / "old",
             )
 
         pq.write_table(known.slice(1000), root / "fewer.parquet")

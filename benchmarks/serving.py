@@ -51,13 +51,15 @@ def make_bundle(items: int, out: Path) -> None:
     from recpo.base.feedback import FeedbackDefinition
     from recpo.log.id_map import IdMap
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-    from recpo.serving.export import export_bundle
+    from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 
     torch.manual_seed(0)
     options = {"dim": DIM, "max_history": HISTORY}
     feedback = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
     ids = IdMap(pa.array(np.arange(items, dtype=np.int64) + 10**6))
-    export_bundle(CatalogSoftmaxPolicy(items, **options), ids, feedback, out, k=100, options=options)
+    export_bundle(
+        CatalogSoftmaxPolicy(items, **options), ids, PolicyFacts(feedback, options=options), out, BundleOptions(k=100)
+    )
 
 
 def bodies(items: int) -> list[bytes]:

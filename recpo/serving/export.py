@@ -7,8 +7,8 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
+from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_search import Precision, validate_precision
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
@@ -45,21 +46,54 @@ _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 
 
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions:
+    """What a bundle serves, and in which form."""
+
+    k: PositiveInt = 100
+    """length of the lists that the bundle serves, at most the size of the catalog"""
+    item_precision: Precision = "float32"
+    """how the program stores the item vectors: float32, float16, or int8 with a scale for each item. The torch engine
+    always uses the original vectors"""
+    index: IndexOptions | None = None
+    """an approximate index (faiss) instead of a search of the full catalog: recall, lists, oversampling. Scores are
+    then log-probabilities plus a constant per user. null = the full catalog is scored"""
+    repeats: bool = False
+    """items of the history may be listed again, as in music or groceries; only items that a request excludes are not
+    listed"""
+    attributes: FrameOrPath | None = None
+    """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
+    them) that requests can filter by (``allow``, ``deny``)"""
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """What a bundle keeps of the training of its policy.
+
+    Attributes:
+        feedback: the feedback definition of its training data.
+        features: the fitted features that the policy reads. If item features are among them, the bundle keeps their
+            encoder, for items that it does not know yet (``recpo.serving.refresh``).
+        options: constructor options of the policy, with which the torch engine rebuilds it; None = the bundle has only
+            the ONNX program. Ignored for policies that are not recpo's own.
+        origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
+        card: the facts about the run for the model card (``recpo.serving.model_card``).
+    """
+
+    feedback: FeedbackDefinition
+    features: BundleFeatures = field(default_factory=BundleFeatures)
+    options: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+
 def export_bundle(
     policy: Policy,
     items: IdMap,
-    feedback: FeedbackDefinition,
+    facts: PolicyFacts,
     out: Path,
+    options: BundleOptions = BundleOptions(),
     *,
-    k: int = 100,
-    item_precision: Precision = "float32",
-    index: IndexOptions | None = None,
-    repeats: bool = False,
-    options: Mapping[str, Any] | None = None,
-    origin: Mapping[str, Any] | None = None,
-    features: BundleFeatures = BundleFeatures(),  # noqa: B008  immutable
-    attributes: FrameOrPath | None = None,
-    card: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     inputs: Iterable[object] = (),
 ) -> None:
@@ -74,22 +108,9 @@ def export_bundle(
     Args:
         policy: a trained policy.
         items: external ids of its catalog.
-        feedback: the feedback definition of its training data.
+        facts: what the bundle keeps of the policy's training.
         out: the bundle directory.
-        k: length of the lists; at most the size of the catalog.
-        item_precision: number format of the item vectors in the program: float32, float16, or int8 with a scale per
-            item. The torch engine always uses the original vectors.
-        index: use an approximate index instead of scoring the complete catalog. Scores are then log-probabilities up to
-            a constant per user.
-        repeats: items of the history may be listed again; only the items that a request excludes are left out.
-        options: constructor options of the policy, with which the torch engine rebuilds it; None = the bundle has only
-            the ONNX program. Ignored for policies that are not recpo's own.
-        origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
-        features: the fitted features that the policy reads. If item features are among them, the bundle keeps their
-            encoder, for items that it does not know yet (``recpo.serving.refresh``).
-        attributes: ``item_id`` and attributes of the items for the filters of requests; see
-            ``recpo.serving.attributes``.
-        card: the facts about the run for the model card (``recpo.serving.model_card``).
+        options: what the bundle serves, and in which form.
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch, such as the run.
 
@@ -103,25 +124,26 @@ def export_bundle(
             code="mismatch",
             field="items",
         )
-    _validate_features(policy, features)
-    known = None if attributes is None else attribute_columns(read_frame(attributes, "attributes"), items, "attributes")
-    k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
+    _validate_features(policy, facts.features)
+    given = options.attributes
+    known = None if given is None else attribute_columns(read_frame(given, "attributes"), items, "attributes")
+    k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
-    features = replace(features, item=None if encoded is None else features.item)
+    features = replace(facts.features, item=None if encoded is None else facts.features.item)
     policy = _servable(policy).cpu().eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
         k=k,
         reads_timestamps=policy.reads_timestamps,
-        feedback=feedback,
+        feedback=facts.feedback,
         policy=described,
-        origin=origin or {},
+        origin=facts.origin,
         versions=versions(),
-        item_precision=item_precision,
+        item_precision=options.item_precision,
         features=features.schema,
         behaviors=features.behaviors,
-        repeats=repeats,
+        repeats=options.repeats,
     )
 
     def write_features(root: Path) -> None:
@@ -131,21 +153,20 @@ def export_bundle(
         if known is not None:
             pq.write_table(known, root / ATTRIBUTES)
 
-    said = partial(model_card, facts=card or {})
-    write_bundle(policy, manifest, items, out, write_features, said, index=index, overwrite=overwrite, inputs=inputs)
+    card = partial(model_card, facts=facts.card)
+    publish = partial(output_directory, out, kind="bundle", overwrite=overwrite, inputs=inputs)
+    write_bundle(policy, manifest, items, write_features, card, publish, index=options.index)
 
 
 def write_bundle(
     policy: Policy,
     manifest: BundleManifest,
     items: IdMap,
-    out: Path,
     write_features: Callable[[Path], None],
     card: Callable[[BundleManifest], str],
+    publish: Callable[[], AbstractContextManager[Path]],
     *,
     index: IndexOptions | None = None,
-    overwrite: bool = False,
-    inputs: Iterable[object] = (),
 ) -> None:
     """Writes and verifies a bundle; see ``export_bundle``.
 
@@ -153,21 +174,16 @@ def write_bundle(
         policy: on the CPU, in evaluation mode, with one vector per item.
         manifest: the manifest without files, agreement and index.
         items: external ids.
-        out: the bundle directory.
         write_features: writes the feature files into the directory.
         card: the text of its model card.
+        publish: ``output_directory`` of the bundle.
         index: use an approximate index instead of scoring the complete catalog.
-        overwrite: replace a bundle in ``out``.
-        inputs: files and directories that ``out`` must not touch.
 
     Raises:
         RecpoError: see ``export_bundle``.
     """
     _validate_options(policy, manifest.item_precision, index)
-    with (
-        traces_forgotten(),
-        output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root,
-    ):
+    with traces_forgotten(), publish() as root:
         items.save(root / ITEMS)
         write_features(root)
         if index is None:

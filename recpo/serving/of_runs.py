@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame
+from recpo.serving.export import PolicyFacts
 from recpo.serving.histories import HistoryReader
 from recpo.serving.manifest import BundleFeatures
 from recpo.serving.recommending import score_candidates
@@ -67,6 +68,24 @@ def score(
     return score_candidates(
         runtime, reader, histories, candidates, user_features=user_features, context=context
     ).to_pandas()
+
+
+def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, Any] | None = None) -> PolicyFacts:
+    """What a bundle keeps of a run.
+
+    Args:
+        run: the run.
+        policy: its policy.
+        checkpoint: which of its checkpoints.
+        measured: what ``evaluation_facts`` found, for the model card; None = nothing.
+    """
+    return PolicyFacts(
+        run.feedback,
+        features_of(run, policy),
+        run.configuration["policy"].get("init_args", {}),
+        bundle_origin(run, checkpoint),
+        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+    )
 
 
 def bundle_origin(run: Run, checkpoint: str) -> dict[str, Any]:

@@ -269,7 +269,8 @@ def _write_grown(
     grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
     index = _index_options(manifest.index)
     card = partial(refreshed_card, root=root)
-    write_bundle(policy, grown, items, out, link_features, card, index=index, overwrite=overwrite, inputs=[root, table])
+    publish = partial(output_directory, out, kind="bundle", overwrite=overwrite, inputs=[root, table])
+    write_bundle(policy, grown, items, link_features, card, publish, index=index)
 
 
 def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from recpo.artifacts import kind_of
 from recpo.base.errors import RecpoError
 from recpo.base.features import read_features
-from recpo.base.frames import Frame
-from recpo.base.ranges import PositiveInt
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.prepared import ITEM_FEATURES, Prepared
-from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
-from recpo.serving.item_index import IndexOptions
-from recpo.serving.of_runs import bundle_origin, card_facts, evaluation_facts, features_of
+from recpo.serving.export import BundleOptions, export_bundle
+from recpo.serving.of_runs import evaluation_facts, facts_of
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
 from recpo.verbs.verb import Verb, function_of
 
 
 @dataclass(frozen=True)
-class Export(Verb[Bundle | Refreshed]):
+class Export(BundleOptions, Verb[Bundle | Refreshed]):
     """Writes a trained policy as a bundle: an ONNX program, weights, items, a manifest with checksums.
 
     Only the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``, an
@@ -47,21 +43,8 @@ class Export(Verb[Bundle | Refreshed]):
     it), the columns of the features and, if items are retired, ``retired``. The bundle lists an item from
     ``available_from`` on and before ``available_until``, where the file has these columns (times, or milliseconds
     since 1970)"""
-    k: PositiveInt = 100
-    """length of the lists that the bundle serves, at most the size of the catalog"""
     checkpoint: Literal["best", "last"] = "best"
     """which checkpoint of the run"""
-    item_precision: Precision = "float32"
-    """how the program stores the item vectors: float32, float16, or int8 with a scale for each item"""
-    index: IndexOptions | None = None
-    """an approximate index (faiss) instead of a search of the full catalog: recall, lists, oversampling. Scores are
-    then log-probabilities plus a constant per user. null = the full catalog is scored"""
-    repeats: bool = False
-    """items of the history may be listed again, as in music or groceries; only items that a request excludes are not
-    listed"""
-    attributes: Frame | Path | str | None = None
-    """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
-    them) that requests can filter by (``allow``, ``deny``)"""
     compiled: Path | str | None = None
     """also write this file, the program as machine code for machines like this one (torch's AOTInductor)"""
     evaluation: Evaluation | Path | str | None = None
@@ -93,23 +76,9 @@ class Export(Verb[Bundle | Refreshed]):
             evaluation = given if isinstance(given, Evaluation) else Evaluation.open(given)
             measured = evaluation_facts(evaluation.document, run.root.resolve().name)
         policy = run.policy(self.checkpoint)
-        export_bundle(
-            policy,
-            run.items,
-            run.feedback,
-            Path(self.out),
-            k=min(self.k, run.num_items),
-            item_precision=self.item_precision,
-            index=self.index,
-            repeats=self.repeats,
-            options=run.configuration["policy"].get("init_args", {}),
-            origin=bundle_origin(run, self.checkpoint),
-            features=features_of(run, policy),
-            attributes=self.attributes,
-            card=card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
-            overwrite=self.overwrite,
-            inputs=[run.root],
-        )
+        options = replace(self.part(BundleOptions), k=min(self.k, run.num_items))
+        facts = facts_of(run, policy, self.checkpoint, measured)
+        export_bundle(policy, run.items, facts, Path(self.out), options, overwrite=self.overwrite, inputs=[run.root])
         bundle = Bundle.open(Path(self.out))
         if self.compiled is not None:
             from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds

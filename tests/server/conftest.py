@@ -20,7 +20,7 @@ from recpo.server.app import create_app
 from recpo.server.options import ServerOptions
 from recpo.server.service import Service
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.manifest import ITEMS, BundleManifest
 from tests.serving.conftest import FEEDBACK, NUM_ITEMS, K, item_ids, make_policy
@@ -33,7 +33,7 @@ def bundles(tmp_path_factory):
     """Two bundles of one catalog that rank it differently."""
     root = tmp_path_factory.mktemp("bundles")
     policy, options = make_policy("sasrec")
-    export_bundle(policy, item_ids(), FEEDBACK, root / "v1", k=K, options=options)
+    export_bundle(policy, item_ids(), PolicyFacts(FEEDBACK, options=options), root / "v1", BundleOptions(k=K))
     shutil.copytree(root / "v1", root / "v2")
     manifest = BundleManifest.read(root / "v2")
     IdMap(item_ids().to_external(range(NUM_ITEMS, 0, -1))).save(root / "v2" / ITEMS)  # the same program, other items

@@ -16,7 +16,7 @@ from recpo.log.shaping import NumericColumn
 from recpo.server.bundles import Versions
 from recpo.server.impressions import settle
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from tests.refusals import refused
 from tests.server.conftest import answers, request
 from tests.serving.test_feature_bundles import ITEM_IDS, KNOWN, OPTIONS, policy_of
@@ -27,7 +27,13 @@ FIRST_MS = 1_700_000_000_000
 @pytest.fixture(scope="module")
 def featured(tmp_path_factory):
     out = tmp_path_factory.mktemp("served") / "bundle"
-    export_bundle(policy_of(), ITEM_IDS, FeedbackDefinition(), out, k=10, options=OPTIONS, features=KNOWN)
+    export_bundle(
+        policy_of(),
+        ITEM_IDS,
+        PolicyFacts(FeedbackDefinition(), features=KNOWN, options=OPTIONS),
+        out,
+        BundleOptions(k=10),
+    )
     return Bundle.open(out)
 
 

@@ -14,7 +14,7 @@ from recpo.log.id_map import IdMap
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
@@ -60,7 +60,9 @@ def export_once(tmp_path_factory):
     def exported(kind):
         policy, options = make_policy(kind, tmp_path_factory.mktemp("codes"))
         out = tmp_path_factory.mktemp("serving") / kind
-        export_bundle(policy, item_ids(), FEEDBACK, out, k=K, options=options, origin=ORIGIN)
+        export_bundle(
+            policy, item_ids(), PolicyFacts(FEEDBACK, options=options, origin=ORIGIN), out, BundleOptions(k=K)
+        )
         return policy, out
 
     return exported

@@ -23,7 +23,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.manifest import BundleFeatures
 from tests.log.test_features import prepare
 from tests.refusals import refused
@@ -50,7 +50,7 @@ def bundles(prepared, tmp_path_factory):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-        export_bundle(policy, items, feedback, root / name, k=20, options=options)
+        export_bundle(policy, items, PolicyFacts(feedback, options=options), root / name, BundleOptions(k=20))
     return root
 
 
@@ -219,7 +219,13 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     known = BundleFeatures(None, data.fitted_features("user"), data.fitted_features("context"), data.behaviors)
     out = tmp_path / "bundle"
-    export_bundle(policy.eval(), data.item_ids(), data.feedback, out, k=10, options=options, features=known)
+    export_bundle(
+        policy.eval(),
+        data.item_ids(),
+        PolicyFacts(data.feedback, features=known, options=options),
+        out,
+        BundleOptions(k=10),
+    )
     loaded = Loaded(Recommender(policy.recommend), policy.max_history, reads=policy.reads)
     own = Contender("policy", "run", lambda: loaded, {"path": "policy"})
     document = recpo.evaluate(data, [out, own], ks=[5], baselines=False, segments=False, off_policy=None).document

@@ -21,7 +21,7 @@ from recpo.base.types import Recommendations
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.serving.verification import verify_runtime
 from tests.refusals import refused
@@ -71,7 +71,9 @@ class Changed(PolicyRuntime):
 
 
 def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
-    export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=7, options={"unknown": "class"})
+    export_bundle(
+        Counting(), SEVEN, PolicyFacts(FEEDBACK, options={"unknown": "class"}), tmp_path / "bundle", BundleOptions(k=7)
+    )
     bundle = Bundle.open(tmp_path / "bundle")
     served = bundle.recommend({"user_id": [1, 1], "item_id": [12, 10], "timestamp": [1, 2]})
     assert served["item_id"].tolist() == [11, 13, 14, 15, 16]
@@ -83,7 +85,7 @@ def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
 
 def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path):
     with refused("mismatch", "scores"):
-        export_bundle(Drifting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3)
+        export_bundle(Drifting(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,7 +93,13 @@ def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path)
 def test_options_that_are_not_the_policys_never_become_a_bundle(tmp_path, options):
     policy = CatalogSoftmaxPolicy(7, dim=4, max_history=3, layers=2)
     with refused(("mismatch", "damaged"), ...):
-        export_bundle(policy, SEVEN, FEEDBACK, tmp_path / "b", k=3, options={"dim": 4, "max_history": 3} | options)
+        export_bundle(
+            policy,
+            SEVEN,
+            PolicyFacts(FEEDBACK, options={"dim": 4, "max_history": 3} | options),
+            tmp_path / "b",
+            BundleOptions(k=3),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,19 +108,37 @@ def test_options_that_are_not_the_policys_never_become_a_bundle(tmp_path, option
 )
 def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
     with refused("damaged", ...):
-        export_bundle(CatalogSoftmaxPolicy(7, dim=4), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
+        export_bundle(
+            CatalogSoftmaxPolicy(7, dim=4),
+            SEVEN,
+            PolicyFacts(FEEDBACK, options=options),
+            tmp_path / "b",
+            BundleOptions(k=3),
+        )
 
 
 @pytest.mark.parametrize("length", [None, 2])
 def test_options_that_may_be_null_are_kept(tmp_path, length):
     options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True, "fold_in": 2}
-    export_bundle(CatalogSoftmaxPolicy(7, **options), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
+    export_bundle(
+        CatalogSoftmaxPolicy(7, **options),
+        SEVEN,
+        PolicyFacts(FEEDBACK, options=options),
+        tmp_path / "b",
+        BundleOptions(k=3),
+    )
     assert Bundle.open(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
 
 
 def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_excluded(parts, tmp_path):
     policy, options = parts.policy("sasrec")
-    export_bundle(policy, parts.items, parts.feedback, tmp_path / "b", k=20, options=options, repeats=True)
+    export_bundle(
+        policy,
+        parts.items,
+        PolicyFacts(parts.feedback, options=options),
+        tmp_path / "b",
+        BundleOptions(k=20, repeats=True),
+    )
     best = Bundle.open(tmp_path / "b").recommend_one([], 3)
     history = [{"item_id": best[0][0], "timestamp": number} for number in range(14)]  # longer than the policy reads
     for engine in ("onnx", "torch"):
@@ -125,7 +151,9 @@ def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_exclu
 
 
 def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
-    export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
+    export_bundle(
+        CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=3)
+    )
     with refused("unsupported", "engine"):
         Bundle.open(tmp_path / "b", engine="torch")
 
@@ -135,7 +163,7 @@ def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity
     """Ranking held the scores of the whole catalog twice, and their sorted, masked and shifted copies."""
     policy = CatalogSoftmaxPolicy(1000, dim=4, max_history=3, similarity=similarity)
     items = IdMap(pa.array(range(1000)))
-    export_bundle(policy, items, FEEDBACK, tmp_path / "b", k=3)
+    export_bundle(policy, items, PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=3))
     graph = onnx.load(tmp_path / "b" / "model.onnx").graph
     widths = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.value_info}
     makers = [node for node in graph.node if any(widths.get(name, [])[1:] == [1001] for name in node.output)]
@@ -149,7 +177,7 @@ def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
     policy = CatalogSoftmaxPolicy(50, dim=4, max_history=3)
     with torch.no_grad():
         policy.item_table.weight[1:] = policy.item_table.weight[1]
-    export_bundle(policy, IdMap(pa.array(range(50))), FEEDBACK, tmp_path / "b", k=5)
+    export_bundle(policy, IdMap(pa.array(range(50))), PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=5))
     listed = Bundle.open(tmp_path / "b").recommend_one([], k=5, exclude=[1])
     assert [item for item, _ in listed] == [0, 2, 3, 4, 5]
 
@@ -157,18 +185,27 @@ def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
 def test_k_catalog_and_existing_output_are_checked(tmp_path):
     for k in (8, 0, 3.0, True):
         with refused(("out_of_range", "wrong_type"), "k"):
-            export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=k)
+            export_bundle(Counting(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=k))
     other = Counting()
     other.num_items = 8
     with refused("mismatch", "items"):
-        export_bundle(other, SEVEN, FEEDBACK, tmp_path / "bundle", k=3)
+        export_bundle(other, SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=3))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "thesis.tex").touch()
     for overwrite, code in ((False, "exists"), (True, "wrong_file")):
         with refused(code, ...):
-            export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3, overwrite=overwrite)
+            export_bundle(
+                Counting(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=3), overwrite=overwrite
+            )
     with refused("conflicting_options"):
-        export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "run" / "bundle", k=3, inputs=[tmp_path / "run"])
+        export_bundle(
+            Counting(),
+            SEVEN,
+            PolicyFacts(FEEDBACK),
+            tmp_path / "run" / "bundle",
+            BundleOptions(k=3),
+            inputs=[tmp_path / "run"],
+        )
 
 
 def swap_first(items, scores):
@@ -201,7 +238,8 @@ from conftest import FEEDBACK, item_ids, make_policy
 from recpo.serving import export
 export.verify_runtime = lambda runtime, policy, k: (print(runtime, flush=True), time.sleep(600 * sleeps.pop(0)))
 policy, options = make_policy("sasrec")
-export.export_bundle(policy, item_ids(), FEEDBACK, Path({out!r}), k=20, options=options)
+facts = export.PolicyFacts(FEEDBACK, options=options)
+export.export_bundle(policy, item_ids(), facts, Path({out!r}), export.BundleOptions(k=20))
 """
 
 

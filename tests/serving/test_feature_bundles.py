@@ -29,6 +29,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
+from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
@@ -71,7 +72,9 @@ def policy_of():
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("features") / "bundle"
     policy = policy_of()
-    export.export_bundle(policy, ITEM_IDS, FeedbackDefinition(), out, k=10, options=OPTIONS, features=KNOWN)
+    export.export_bundle(
+        policy, ITEM_IDS, PolicyFacts(FeedbackDefinition(), features=KNOWN, options=OPTIONS), out, BundleOptions(k=10)
+    )
     return SimpleNamespace(policy=policy, root=out, onnx=Bundle.open(out), torch=Bundle.open(out, "torch"))
 
 
@@ -158,7 +161,9 @@ def test_the_manifest_says_what_the_program_is_given(made):
     golden = json.loads((made.root / "golden.json").read_text())["requests"]
     assert {"user", "context"} <= golden[0].keys()
     with refused("mismatch", "features"):
-        export.export_bundle(made.policy, ITEM_IDS, FeedbackDefinition(), made.root.parent / "no", options=OPTIONS)
+        export.export_bundle(
+            made.policy, ITEM_IDS, PolicyFacts(FeedbackDefinition(), options=OPTIONS), made.root.parent / "no"
+        )
 
 
 def test_frames_and_the_command_line_take_users_and_requests(made, tmp_path, capsys):
@@ -229,8 +234,8 @@ def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    known = {"options": options, "features": KNOWN, **form}
-    export.export_bundle(policy.eval(), ITEM_IDS, FeedbackDefinition(), tmp_path / "b", k=10, **known)
+    facts = PolicyFacts(FeedbackDefinition(), KNOWN, options)
+    export.export_bundle(policy.eval(), ITEM_IDS, facts, tmp_path / "b", BundleOptions(k=10, **form))
     past = [{"item_id": f"i{n}", "timestamp": 10**12 + n, "label": 0.9, "like": n % 2 == 0} for n in range(LENGTH + 2)]
     lists = [
         dict(Bundle.open(tmp_path / "b").recommend_one(past, 10, user=user, context={"hour": 3.0}))

@@ -21,6 +21,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.attributes import ItemFilters, attribute_columns
 from recpo.serving.bundle import Bundle
+from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.program import ranker_of
 from tests.refusals import refused
@@ -58,7 +59,9 @@ def policy_of():
 def bundle(tmp_path_factory):
     policy, options = policy_of()
     out = tmp_path_factory.mktemp("filters") / "bundle"
-    export.export_bundle(policy, IDS, FeedbackDefinition(), out, k=ITEMS, options=options, attributes=table())
+    export.export_bundle(
+        policy, IDS, PolicyFacts(FeedbackDefinition(), options=options), out, BundleOptions(k=ITEMS, attributes=table())
+    )
     return Bundle.open(out)
 
 
@@ -128,8 +131,8 @@ def test_programs_in_blocks_and_indexes_filter_alike(form, tmp_path, monkeypatch
         pytest.importorskip("faiss")
     monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=20))
     policy, options = policy_of()
-    known = {"options": options, "attributes": table(), **form}
-    export.export_bundle(policy, IDS, FeedbackDefinition(), tmp_path / "b", k=ITEMS, **known)
+    facts = PolicyFacts(FeedbackDefinition(), options=options)
+    export.export_bundle(policy, IDS, facts, tmp_path / "b", BundleOptions(k=ITEMS, attributes=table(), **form))
     bundle = Bundle.open(tmp_path / "b")
     assert bundle.manifest.mask == ("index" not in form)
     assert_filtered(bundle, 1e-4)

@@ -17,7 +17,7 @@ from recpo.lists.exploration import Exploration
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.indexing import validate_indexable
 from recpo.serving.item_index import IndexOptions, ItemIndex
 from recpo.serving.runtimes import PolicyRuntime
@@ -107,7 +107,9 @@ def indexed(tmp_path_factory):
     from recpo.base.feedback import FeedbackDefinition
 
     wanted = IndexOptions(recall=0.9, lists=12)
-    export_bundle(policy, parts.items, FeedbackDefinition(), out, k=K, index=wanted, options=options)
+    export_bundle(
+        policy, parts.items, PolicyFacts(FeedbackDefinition(), options=options), out, BundleOptions(k=K, index=wanted)
+    )
     return policy, out
 
 
@@ -157,11 +159,11 @@ def test_a_damaged_index_and_unsuitable_options_are_refused(indexed, parts, tmp_
     for wrong in ({"recall": 0.0}, {"recall": 1.5}, {"lists": 0}, {"oversampling": 0}):
         with refused("out_of_range", ...):
             IndexOptions(**wrong)
-    arguments = (policy, IdMap(pa.array(range(ITEMS))), parts.feedback, tmp_path / "c")
+    arguments = (policy, IdMap(pa.array(range(ITEMS))), PolicyFacts(parts.feedback), tmp_path / "c")
     with refused("conflicting_options", "item_precision"):
-        export_bundle(*arguments, k=5, index=IndexOptions(), item_precision="int8")
+        export_bundle(*arguments, BundleOptions(k=5, index=IndexOptions(), item_precision="int8"))
     with refused("out_of_range", "recall"):
-        export_bundle(*arguments, k=5, index=IndexOptions(recall=1.0, lists=2))
+        export_bundle(*arguments, BundleOptions(k=5, index=IndexOptions(recall=1.0, lists=2)))
     bounded = SimpleNamespace()
     monkeypatch.setattr("recpo.serving.indexing.has_item_matrix", lambda _: True)
     monkeypatch.setattr("recpo.serving.indexing.item_matrix", lambda _: (torch.zeros(2, 2), 6))

@@ -13,6 +13,7 @@ import torch
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
+from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
 from recpo.serving.verification import overlap, random_inputs, verify_rounded
@@ -37,7 +38,9 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
     policy, options = parts.policy("sasrec")
     with torch.no_grad():  # every item twice: in another group, and in another block
         policy.item_table.weight[NUM_ITEMS // 2 + 1 :] = policy.item_table.weight[1 : NUM_ITEMS // 2 + 1]
-    export.export_bundle(policy, parts.items, parts.feedback, tmp_path / "b", k=25, options=options)
+    export.export_bundle(
+        policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "b", BundleOptions(k=25)
+    )
     inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5))
     found, listed = (r.recommend(inputs, 25) for r in (Bundle.open(tmp_path / "b").runtime, PolicyRuntime(policy)))
     np.testing.assert_array_equal(found[0], listed[0])
@@ -54,7 +57,11 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     policy.similarity = similarity
     options |= {"similarity": similarity}
     export.export_bundle(
-        policy, parts.items, parts.feedback, tmp_path / "b", k=60, item_precision=precision, options=options
+        policy,
+        parts.items,
+        PolicyFacts(parts.feedback, options=options),
+        tmp_path / "b",
+        BundleOptions(k=60, item_precision=precision),
     )
     named = [one for one in CatalogSoftmaxPolicy.__base__.__subclasses__() if one.__name__ == "CatalogSoftmaxPolicy"]
     assert named == [CatalogSoftmaxPolicy], "a configuration that names the class is not ambiguous after an export"

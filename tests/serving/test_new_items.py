@@ -86,7 +86,8 @@ def _joined(first, rest):
 def bundle_of(policy, options, out, **form):
     ids = IdMap(pa.array([f"i{number}" for number in range(policy.num_items)]))
     known = BundleFeatures(item=FITTED)
-    export.export_bundle(policy, ids, FeedbackDefinition(), out, k=20, options=options, features=known, **form)
+    facts = export.PolicyFacts(FeedbackDefinition(), known, options)
+    export.export_bundle(policy, ids, facts, out, export.BundleOptions(k=20, **form))
     return Bundle.open(out)
 
 

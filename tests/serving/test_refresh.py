@@ -15,7 +15,7 @@ from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.golden import check_golden
 from recpo.verbs.export import refresh
 from tests.refusals import refused
@@ -29,7 +29,7 @@ def bundle(tmp_path_factory):
     policy = CatalogSoftmaxPolicy(ITEMS, dim=4, layers=1, heads=1, max_history=5)
     out = tmp_path_factory.mktemp("bundle") / "bundle"
     items = IdMap(pa.array([f"i{number}" for number in range(1, ITEMS + 1)]))
-    export_bundle(policy, items, FeedbackDefinition(), out, k=ITEMS)
+    export_bundle(policy, items, PolicyFacts(FeedbackDefinition()), out, BundleOptions(k=ITEMS))
     return Bundle.open(out)
 
 
@@ -42,7 +42,13 @@ def test_ids_may_have_the_name_that_they_had_in_the_log(tmp_path):
     policy = CatalogSoftmaxPolicy(ITEMS, dim=4, layers=1, heads=1, max_history=5)
     named = [f"i{number}" for number in range(1, ITEMS + 1)]
     origin = {"item_column": "track"}
-    export_bundle(policy, IdMap(pa.array(named)), FeedbackDefinition(), tmp_path / "bundle", k=ITEMS, origin=origin)
+    export_bundle(
+        policy,
+        IdMap(pa.array(named)),
+        PolicyFacts(FeedbackDefinition(), origin=origin),
+        tmp_path / "bundle",
+        BundleOptions(k=ITEMS),
+    )
     for column in ("track", "item_id"):
         pq.write_table(pa.table({column: named[2:], "note": named[2:]}), tmp_path / "items.parquet")
         fresh = refresh(tmp_path / "bundle", tmp_path / "items.parquet", tmp_path / column)

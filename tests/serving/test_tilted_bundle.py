@@ -15,7 +15,7 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import FactorReward
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
@@ -60,7 +60,9 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
     (tmp_path / "codes").mkdir()
     policy, options = make_tilted(parts, kind, tmp_path / "codes", bound)
     # compares every engine with the policy
-    export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=10, options=options)
+    export_bundle(
+        policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "bundle", BundleOptions(k=10)
+    )
     manifest = BundleManifest.read(tmp_path / "bundle")
     assert manifest.max_history == LONGER
     assert manifest.options["base"]["class"].endswith(CLASSES[kind])
@@ -119,7 +121,9 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, pa
     below = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
     arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
     options = {**arguments, "temperature": temperature, "lower_bound": 0.0, "base": below}
-    export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=20, options=options)
+    export_bundle(
+        policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "bundle", BundleOptions(k=20)
+    )
     inputs = EncodedHistories(read.item_ids.numpy(), read.feedback.numpy(), np.zeros((2, 1), np.int64))
     for engine in ("onnx", "torch"):
         top, scores = map(torch.from_numpy, Bundle.open(tmp_path / "bundle", engine).runtime.recommend(inputs, 20))
