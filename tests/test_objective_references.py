@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.objectives import advantages as torch_advantages
+from recpo.objectives import gae
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
@@ -352,7 +353,7 @@ def test_generalized_advantage_estimate(seed):
     dones, cuts, mask = rng.random((3, 2, 6)) < np.array([0.2, 0.2, 0.7])[:, None, None]
     after, gamma, lam = rng.normal(size=2), rng.uniform(0.5, 1), rng.uniform(0, 1)
     hostile = [torch.tensor(np.where(mask, x, np.nan)) for x in (rewards, values)]
-    advantages, returns = torch_advantages.generalized_advantage_estimate(
+    advantages, returns = gae.generalized_advantage_estimate(
         *hostile,
         torch.tensor(dones),
         torch.tensor(after),

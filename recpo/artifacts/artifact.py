@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recpo.artifacts.documents import read_json
-from recpo.artifacts.kinds import Kind, described, kind_of, seal, unseal
+from recpo.artifacts.kinds import Kind, described, kind_of, seal, unseal, verify_sealed
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 
@@ -15,17 +15,20 @@ from recpo.base.errors import RecpoError
 class Artifact:
     """A directory that recpo wrote. A subclass says what it is; how it is recognized is written here, once.
 
-    The document is written last. It holds the version, the facts of the kind, and a checksum of its own values.
+    The document is written last. It holds the version, the facts of the kind, and a checksum of its own values, unless
+    ``recpo.json`` has its checksum.
     """
 
     kind: ClassVar[Kind]
     """what ``recpo.json`` calls the directory"""
     version: ClassVar[int]
     """version of the format; others are refused"""
-    document: ClassVar[str]
+    facts_file: ClassVar[str]
     """the JSON file with the facts"""
     made_by: ClassVar[str]
     """the command that makes such a directory, for messages"""
+    sealed: ClassVar[tuple[str, ...]] = ()
+    """files whose checksums are in ``recpo.json`` (``output_directory``), the document among them"""
 
     @classmethod
     def facts_of(cls, root: Path | str) -> dict[str, Any]:
@@ -36,18 +39,26 @@ class Artifact:
                 (``old_format``), or with a document that was changed (``damaged``).
         """
         root = Path(root)
-        found = kind_of(root)
-        if found not in (None, cls.kind) or not (root / cls.document).is_file():
-            lacking = f"{cls.document} is missing" if found in (None, cls.kind) else f"found {described(found)}"
+        cls.recognize(root)
+        facts = cls.checked(read_json(root / cls.facts_file, cls.remedy()), root / cls.facts_file)
+        if cls.sealed:
+            verify_sealed(root, cls.sealed, cls.remedy())
+        return facts
+
+    @classmethod
+    def recognize(cls, root: Any) -> None:
+        """Raises ``RecpoError`` (code ``wrong_file``) if a path, here or in an object store, is no such directory."""
+        found = kind_of(root) if isinstance(root, Path) else None
+        if found not in (None, cls.kind) or not (root / cls.facts_file).is_file():
+            lacking = f"{cls.facts_file} is missing" if found in (None, cls.kind) else f"found {described(found)}"
             raise RecpoError(
                 f"{root}: expected {described(cls.kind)}, {lacking}; make it with `{cls.made_by}`",
                 code="wrong_file",
-                field=cls.document,
+                field=cls.facts_file,
             )
-        return cls.checked(read_json(root / cls.document, cls.remedy()), root / cls.document)
 
     @classmethod
-    def checked(cls, content: dict[str, Any], file: object) -> dict[str, Any]:
+    def checked(cls, content: Mapping[str, Any], file: object) -> dict[str, Any]:
         """The facts in the content of a document, which ``file`` is for messages; raises as ``facts_of``."""
         if (found := content.get("format_version")) != cls.version:
             raise RecpoError(
@@ -55,14 +66,15 @@ class Artifact:
                 code="old_format",
                 field="format_version",
             )
-        facts = unseal(content, file, cls.remedy())
+        facts = dict(content) if cls.sealed else unseal(content, file, cls.remedy())
         del facts["format_version"]
         return facts
 
     @classmethod
     def write_facts(cls, directory: Path, facts: Mapping[str, Any]) -> None:
         """Writes the document into a directory whose other files are complete."""
-        write_json(directory / cls.document, seal({"format_version": cls.version, **facts}))
+        content = {"format_version": cls.version, **facts}
+        write_json(directory / cls.facts_file, content if cls.sealed else seal(content))
 
     @classmethod
     def remedy(cls) -> str:

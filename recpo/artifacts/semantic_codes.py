@@ -37,7 +37,7 @@ class SemanticCodes(Artifact):
 
     kind: ClassVar = "codes"
     version: ClassVar = 2
-    document: ClassVar = MANIFEST
+    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo tokenize"
 
     codes: np.ndarray

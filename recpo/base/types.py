@@ -55,7 +55,7 @@ class EventPlaces(NamedTuple):
 
     Attributes:
         places: ``[N]`` indices into the flattened ``[B, width]``, behind those of the events some of padding, which
-            make N a multiple (``recpo.policies.encoder.event_places``); empty if skipping the padding would not be
+            make N a multiple (``recpo.policies.blocks.event_places``); empty if skipping the padding would not be
             faster.
         width: the number of places of each history.
     """

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from recpo import __version__
-from recpo.artifacts import read_json, verify_sealed
-from recpo.base.errors import RecpoError
+from recpo.artifacts.artifact import Artifact
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.reading import Document
 from recpo.ops.ranking import is_member
 
 COMPARE: Final = "compare.json"
-SCHEMA_VERSION: Final = 1
 OLD, NEW = "old", "new"
 
 _GATED_ESTIMATOR = "SNIPS"
@@ -31,13 +29,19 @@ _RANKING = ("NDCG", "Recall", "HitRate", "MRR", "disliked")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Artifact):
     """The comparison of two bundles on the same logged requests.
 
     Attributes:
         document: every number, as in ``compare.json``; see ``compare``.
         path: the directory; None = the comparison is in memory only.
     """
+
+    kind: ClassVar = "comparison"
+    version: ClassVar = 2
+    facts_file: ClassVar = COMPARE
+    made_by: ClassVar = "recpo compare"
+    sealed: ClassVar = (COMPARE,)
 
     document: Document
     path: Path | None = None
@@ -49,23 +53,7 @@ class Comparison:
         Raises:
             RecpoError: there is no comparison, or it is damaged or of another format version.
         """
-        root = Path(path)
-        if not (root / COMPARE).is_file():
-            raise RecpoError(
-                f"{root} is not a comparison: {COMPARE} is missing; make one with `recpo compare`",
-                code="missing_file",
-                field=COMPARE,
-            )
-        document = read_json(root / COMPARE, "compare again")
-        if document.get("schema_version") != SCHEMA_VERSION:
-            raise RecpoError(
-                f"{root / COMPARE} has the format version {document.get('schema_version')}, this recpo reads "
-                f"{SCHEMA_VERSION}: compare again",
-                code="old_format",
-                field=COMPARE,
-            )
-        verify_sealed(root, [COMPARE], "compare again")
-        return cls(document, root)
+        return cls(cls.facts_of(path), Path(path))
 
     @property
     def failures(self) -> list[str]:
@@ -95,7 +83,6 @@ def comparison_document(evaluated: Document, k: int, agreed: Mapping[str, Tensor
     setting = {name: evaluated["setting"][name] for name in ("split", "positive_threshold", "num_items")}
     setting |= {"prepared": evaluated["provenance"]["data"]["prepared"], "k": k}
     return {
-        "schema_version": SCHEMA_VERSION,
         "recpo_version": __version__,
         "setting": setting | {"requests": sides[OLD]["counts"]["users"]},
         "agreement": {name: estimate(values).as_json() for name, values in agreed.items()},

@@ -20,8 +20,6 @@ from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS
 from recpo.log.shaping import label_summary
 
-SCHEMA_VERSION = 5
-
 Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
 
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
@@ -128,7 +126,6 @@ def metrics_document(
 
     ::
 
-        schema_version  5
         setting         split, ks, positive_threshold, exclude_past, ... as given
         conventions     {topic: how to read the numbers, in words}
         warnings        [sentence], what a reader must know before the numbers
@@ -161,7 +158,6 @@ def metrics_document(
     bins = {name: list(users.bins) for name, users in first.user_segments.items()}
     bins |= {name: list(metrics) for name, metrics in first.item_segments.items()}
     return {
-        "schema_version": SCHEMA_VERSION,
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),
         "warnings": list(warnings),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import yaml
 
-from recpo.artifacts import output_directory, read_json, read_yaml, verify_sealed, write_json
+from recpo.artifacts import output_directory, read_yaml
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
-from recpo.evaluation.document import SCHEMA_VERSION
 from recpo.evaluation.html_report.view import html_report, html_table
 from recpo.evaluation.reading import Document
 
@@ -26,7 +26,7 @@ Rows = Literal["metrics", "differences", "off_policy"]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Artifact):
     """Contenders on the same held-out users: numbers, intervals, paired differences and a report.
 
     Attributes:
@@ -34,6 +34,12 @@ class Evaluation:
         options: arguments of ``evaluate``, as in ``resolved.yaml``.
         path: the directory; None = the evaluation is only in memory.
     """
+
+    kind: ClassVar = "evaluation"
+    version: ClassVar = 6
+    facts_file: ClassVar = METRICS
+    made_by: ClassVar = "recpo evaluate"
+    sealed: ClassVar = (METRICS, RESOLVED)
 
     document: Document = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
@@ -47,22 +53,7 @@ class Evaluation:
             RecpoError: there is none, it is damaged, or has another format version.
         """
         root = Path(path)
-        if not (root / METRICS).is_file():
-            raise RecpoError(
-                f"{root} is not an evaluation: {METRICS} is missing; make one with `recpo evaluate`",
-                code="wrong_file",
-                field=METRICS,
-            )
-        document = read_json(root / METRICS, "evaluate again")
-        version = document.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise RecpoError(
-                f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again",
-                code="old_format",
-                field="schema_version",
-            )
-        verify_sealed(root, SEALED, "evaluate again")
-        return cls(document, read_yaml(root / RESOLVED, "evaluate again"), root)
+        return cls(cls.facts_of(root), read_yaml(root / RESOLVED, cls.remedy()), root)
 
     @property
     def report(self) -> Path | None:
@@ -92,13 +83,13 @@ class Evaluation:
             RecpoError: it exists and ``overwrite`` is False.
         """
         root = Path(path)
-        with output_directory(root, kind="evaluation", overwrite=overwrite, sealed=SEALED) as partial:
+        with output_directory(root, kind="evaluation", overwrite=overwrite, sealed=self.sealed) as partial:
             self.write_files(partial)
         return Evaluation(self.document, self.options, root)
 
     def write_files(self, directory: Path) -> None:
         """Writes the files of an evaluation into an empty directory, which the caller then moves into place."""
-        write_json(directory / METRICS, self.document)
+        self.write_facts(directory, self.document)
         (directory / REPORT).write_text(self.html(), encoding="utf-8")
         text = yaml.safe_dump(dict(self.options), sort_keys=False, allow_unicode=True)
         (directory / RESOLVED).write_text(text, encoding="utf-8")

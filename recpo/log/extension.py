@@ -38,7 +38,7 @@ from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
 from recpo.log.prepare import Output, Preparation, Sources, write_directory
 from recpo.log.prepare_run import LabeledLog, PrepareRun, totals
-from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
+from recpo.log.prepared import HELD_OUT, TRAIN_PAST, Prepared
 from recpo.log.previous import (
     BEFORE,
     EARLIER,
@@ -179,7 +179,6 @@ class _ExtensionRun(PrepareRun):
         sizes_before = {"items": self.data.num_items, "users": old["num_users"]}
         return {
             **{name: old[name] for name in ("columns", "max_context", "label", "feedback")},
-            "format_version": FORMAT_VERSION,
             "recpo_version": __version__,
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
             "boundaries": boundaries,

@@ -43,7 +43,7 @@ from recpo.log.feature_tables import (
     write_table,
 )
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import FORMAT_VERSION, HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, vocabulary_file
+from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, vocabulary_file
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -132,7 +132,6 @@ class PrepareRun:
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
         files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past, *later)
         return {
-            "format_version": FORMAT_VERSION,
             "recpo_version": __version__,
             "config": self.choice.describe(log),
             "columns": {column: log.columns.get(column) for column in LogColumns.ALL},

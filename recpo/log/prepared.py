@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import describe_os_error, is_inside, other_kind, parse_json, sha256, unseal
+from recpo.artifacts import describe_os_error, is_inside, parse_json, sha256
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import Code, RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import (
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
-_REMEDY = "copy the directory again, or prepare the log again"
 _ITEMS, _USERS = "items.parquet", "users.parquet"
 #: Feature tables: row v - 1 is item v, row u is user u.
 ITEM_FEATURES: Final = "item_features.parquet"
@@ -54,7 +54,6 @@ HELD_OUT, TRAIN_PAST = "held_out.parquet", "train_past"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has verified: path, size and modification time, checksum
 _COMPARED: set[tuple[object, ...]] = set()
-FORMAT_VERSION = 4
 # the columns of training batches; shards also have columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",
@@ -121,13 +120,18 @@ class Keys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Prepared(Artifact):
     """A prepared directory.
 
     Attributes:
         root: the directory.
         manifest: the parsed ``manifest.json``.
     """
+
+    kind: ClassVar = "prepared"
+    version: ClassVar = 4
+    facts_file: ClassVar = MANIFEST
+    made_by: ClassVar = "recpo prepare"
 
     root: Place
     manifest: dict[str, Any] = field(repr=False)
@@ -145,28 +149,9 @@ class Prepared:
         if isinstance(root, Prepared):
             return root
         root = locate(root)
+        cls.recognize(root)
         file = root / MANIFEST
-        if isinstance(root, Path) and (other := other_kind(root, "prepared")):
-            raise RecpoError(
-                f"{root} is not a prepared directory{other}: make prepared data with `recpo prepare`",
-                code="wrong_file",
-                field="prepared",
-            )
-        if not file.is_file():
-            raise RecpoError(
-                f"{root} is not a prepared directory: {MANIFEST} is missing; make it with `recpo prepare`",
-                code="missing_file",
-                field=MANIFEST,
-            )
-        manifest = parse_json(_read(file), file, _REMEDY)
-        if manifest.get("format_version") != FORMAT_VERSION:
-            raise RecpoError(
-                f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
-                "prepare the log again",
-                code="old_format",
-                field=MANIFEST,
-            )
-        opened = cls(root, unseal(manifest, file, _REMEDY))
+        opened = cls(root, cls.checked(parse_json(_read(file), file, cls.remedy()), file))
         opened._check_names()
         opened._check_sizes()
         if isinstance(root, Path):  # in an object store, files are verified when they are read
@@ -523,7 +508,7 @@ def _stamp(place: Place) -> tuple[int, ...]:
 
 def _damage(message: str, code: Code, field: str) -> RecpoError:
     """An error about a file of the directory, with the remedy."""
-    return RecpoError(f"{message}; {_REMEDY}", code=code, field=field)
+    return RecpoError(f"{message}; {Prepared.remedy()}", code=code, field=field)
 
 
 def _read(place: Place) -> bytes:

@@ -20,13 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.artifacts import MARKER, marker, output_directory, seal, sha256, write_json
+from recpo.artifacts import MARKER, marker, output_directory, sha256
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Location, Place
 from recpo.log.feature_columns import CONTEXT, ENCODED
-from recpo.log.prepared import MANIFEST
+from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
@@ -358,7 +358,7 @@ def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str]
     shards = {period: [_completed(root, shard) for shard in listed] for period, listed in content["shards"].items()}
     files = {name: (known or {}).get(name) or sha256(root / name) for name in content["files"]}
     manifest = {**content, "shards": shards, "files": files}
-    write_json(root / MANIFEST, seal(manifest))
+    Prepared.write_facts(root, manifest)
     return manifest
 
 

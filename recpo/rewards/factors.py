@@ -77,7 +77,7 @@ class Factors(Artifact):
 
     kind: ClassVar = "factors"
     version: ClassVar = 3
-    document: ClassVar = MANIFEST
+    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo factorize"
 
     mean: float

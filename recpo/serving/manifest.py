@@ -160,7 +160,7 @@ class BundleManifest(Artifact):
 
     kind: ClassVar = "bundle"
     version: ClassVar = 7
-    document: ClassVar = MANIFEST
+    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo export"
 
     num_items: int

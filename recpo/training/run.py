@@ -107,7 +107,7 @@ class Run(Artifact):
 
     kind: ClassVar = "run"
     version: ClassVar = FORMAT_VERSION
-    document: ClassVar = FINISHED
+    facts_file: ClassVar = FINISHED
     made_by: ClassVar = "recpo train"
 
     root: Path

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import torch
 
-from recpo.artifacts import output_directory, write_json
+from recpo.artifacts import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
-from recpo.evaluation.comparison import COMPARE, NEW, OLD, Comparison, agreement, comparison_document, gate
+from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.held_out_pass import ValueOptions
 from recpo.evaluation.reading import Document
@@ -32,7 +32,6 @@ class Compare(ValueOptions, Verb[Comparison]):
     as a server does, each with its own catalog and feedback cutoffs. Lists are compared by external item id. Value and
     ranking metrics are those of ``evaluate``, paired over users. The document::
 
-        schema_version  1
         setting         prepared, split, k, persistence, off_policy, reward, requests
         bundles         {old, new: {path, checksum, origin, items, k}}
         items           {shared, only_old, only_new, old_not_in_data, new_not_in_data}
@@ -82,7 +81,8 @@ class Compare(ValueOptions, Verb[Comparison]):
         for name, bundle in bundles.items():
             self._validate(name, bundle, data)
         inputs = [data.root, *(bundle.root for bundle in bundles.values())]
-        writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=[COMPARE])
+        sealed = Comparison.sealed
+        writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=sealed)
         with nullcontext() if self.out is None else writes(self.out) as target:
             items = SharedItems.of(data.item_ids(), bundles)
             served = {
@@ -102,7 +102,7 @@ class Compare(ValueOptions, Verb[Comparison]):
                 document["warnings"] += one.warnings()
             document["gate"] = gate(document, self.k, self.max_loss, self.min_overlap)
             if target is not None:
-                write_json(target / COMPARE, document)
+                Comparison.write_facts(target, document)
         return Comparison(document, None if self.out is None else Path(self.out))
 
     def _evaluated(self, data: Prepared, contenders: list[Contender]) -> Document:

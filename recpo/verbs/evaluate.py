@@ -22,7 +22,7 @@ from recpo.evaluation.contenders import (
     oracle,
     validate_names,
 )
-from recpo.evaluation.evaluation import SEALED, Evaluation
+from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
@@ -111,7 +111,8 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
         read: list[object] = [data.root, self.truth, self.baseline_cache, self.rerank_options.attributes]
         read += [features and features.file, table and table.path]
         read += [one.path if isinstance(one, Lists) else directory_of(one) for one in self._named]
-        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read, sealed=SEALED)
+        sealed = Evaluation.sealed
+        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read, sealed=sealed)
 
     def _contenders(self, data: Prepared, cache: BaselineCache) -> tuple[list[Contender], list[str]]:
         """The contenders, and a warning if a default baseline is left out."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from recpo.artifacts import MARKER, kind_of
+import recpo
+from recpo.artifacts import MARKER, Kind, kind_of
 from recpo.base.errors import RecpoError
 from recpo.log.engine import locate
 
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from recpo.verbs.loop import LoopResult
     from recpo.worlds.log import Simulation
 
+#: The public class of every kind; its module is imported when the kind is opened.
+_CLASSES: Final[Mapping[Kind | None, str]] = {
+    "prepared": "Prepared",
+    "bundle": "Bundle",
+    "run": "Run",
+    "codes": "Codes",
+    "factors": "Factors",
+    "evaluation": "Evaluation",
+    "comparison": "Comparison",
+    "loop": "LoopResult",
+    "simulation": "Simulation",
+}
 _READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
 
 
@@ -42,43 +55,10 @@ def load(
     """
     place = locate(fspath(path))
     kind = kind_of(place) if isinstance(place, Path) else "prepared"
-    if kind == "prepared":
-        from recpo.log.prepared import Prepared
-
-        return Prepared.open(place)
-    if kind == "bundle":
-        from recpo.serving.bundle import Bundle
-
-        return Bundle.open(Path(fspath(path)))
-    if kind == "run":
-        from recpo.training.run import Run
-
-        return Run.open(Path(fspath(path)), trust=trust)
-    if kind == "codes":
-        from recpo.items.tokenization import Codes
-
-        return Codes.open(fspath(path))
-    if kind == "factors":
-        from recpo.rewards.factors import Factors
-
-        return Factors.open(fspath(path))
-    if kind == "evaluation":
-        from recpo.evaluation.evaluation import Evaluation
-
-        return Evaluation.open(fspath(path))
-    if kind == "comparison":
-        from recpo.evaluation.comparison import Comparison
-
-        return Comparison.open(fspath(path))
-    if kind == "loop":
-        from recpo.verbs.loop import LoopResult
-
-        return LoopResult.open(fspath(path))
-    if kind == "simulation":
-        from recpo.worlds.log import Simulation
-
-        return Simulation.open(fspath(path))
-    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}", code="wrong_file")
+    if kind not in _CLASSES:
+        raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}", code="wrong_file")
+    artifact = getattr(recpo, _CLASSES[kind])
+    return artifact.open(place, trust=trust) if kind == "run" else artifact.open(place)
 
 
 def _found(place: Path) -> str:

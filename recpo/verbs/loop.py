@@ -65,7 +65,7 @@ class LoopResult(Artifact):
 
     kind: ClassVar = "loop"
     version: ClassVar = 3
-    document: ClassVar = LOOP
+    facts_file: ClassVar = LOOP
     made_by: ClassVar = "recpo loop"
 
     root: Path

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, read_json, verify_sealed, write_json
+from recpo.artifacts import output_directory, read_json, write_json
+from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.frames import to_pandas
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
@@ -31,6 +32,7 @@ from recpo.worlds.preferences import (
     Preferences,
     write_side_information,
 )
+from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION
 from recpo.worlds.truth import SEALED as TRUTH_FILES
 from recpo.worlds.truth import Truth
 
@@ -178,7 +180,7 @@ class Sessions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Artifact):
     """A simulated log and its truth, on disk.
 
     Attributes:
@@ -188,6 +190,12 @@ class Simulation:
         served: the policy and the results of days that another policy served; None = the simulator's own logging policy
             made the log.
     """
+
+    kind: ClassVar = "simulation"
+    version: ClassVar = TRUTH_VERSION
+    facts_file: ClassVar = TRUTH_FILES[0]
+    made_by: ClassVar = "recpo simulate"
+    sealed: ClassVar = SEALED
 
     root: Path
     truth: Truth
@@ -201,15 +209,8 @@ class Simulation:
             RecpoError: the directory is not a simulation, has another version, or is damaged.
         """
         root = Path(root)
-        if not (root / LOG).is_dir():
-            raise RecpoError(
-                f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`",
-                code="wrong_file",
-                field=LOG,
-            )
-        truth, served = Truth.load(root), ServedDays.load(root)
-        verify_sealed(root, SEALED, "simulate again")
-        return cls(root, truth, served)
+        cls.facts_of(root)
+        return cls(root, Truth.load(root), ServedDays.load(root))
 
     @property
     def log(self) -> Path:

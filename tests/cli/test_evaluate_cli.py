@@ -121,9 +121,9 @@ def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
 
 def test_the_document_has_the_keys_of_schema_5(evaluated):
     document = document_in(evaluated[0])
-    assert document["schema_version"] == 5
+    assert document["format_version"] == 6
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
-    assert document.keys() == expected | {"schema_version", "same_weights", "headroom", "candidates", "new_items"}
+    assert document.keys() == expected | {"format_version", "same_weights", "headroom", "candidates", "new_items"}
     names = [contender["name"] for contender in document["contenders"]]
     baselines = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
     assert names == [*baselines, "run-0", "run-1", "bundle", "other", "oracle", "logging policy"]

@@ -122,7 +122,7 @@ def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(kill
     evaluate = ["--prepared", str(prepared), "--contenders", str(run), "--out", str(tmp_path / "evaluation")]
     recpo("evaluate", *evaluate, block_torchrec=True)
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
-    assert metrics["schema_version"] == 5
+    assert metrics["format_version"] == 6
     export = ["--run", str(run), "--out", str(tmp_path / "bundle")]
     recpo("export", *export, block_torchrec=True)
     histories = ["--histories", str(prepared / "histories.parquet"), "--out", str(tmp_path / "lists.parquet")]

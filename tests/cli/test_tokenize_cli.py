@@ -299,7 +299,7 @@ def test_directories_that_hold_no_codebooks(prepared, tmp_path, capsys):
     assert "has no codebooks.safetensors" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "old")
     assert tokenize(tmp_path, tmp_path / "new") == 1
-    assert "is not a prepared directory" in capsys.readouterr().err
+    assert "expected prepared data" in capsys.readouterr().err
 
 
 def test_more_items_than_tuples(prepared, tmp_path, capsys):

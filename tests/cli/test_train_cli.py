@@ -102,7 +102,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
     ("options", "message"),
     [
         (["--init_from", "nowhere"], "nowhere: expected a run, run.json is missing"),
-        (["--data.prepared", "nowhere"], "nowhere is not a prepared directory"),
+        (["--data.prepared", "nowhere"], "nowhere: expected prepared data"),
         (["--objective", "GRPO"], "GRPO weighs by advantages: set advantage"),
     ],
 )

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.prepared import FORMAT_VERSION
 from recpo.log.schema import EVENT_SCHEMA
 from recpo.log.writing import Encoding, write_manifest, write_parquet, write_past, write_shards
 
@@ -73,7 +72,6 @@ def prepared(root, shards):
     items = pa.table({"train_count": np.ones(10_000, np.int64)})
     write_parquet(items, root / "items.parquet")
     manifest = {
-        "format_version": FORMAT_VERSION,
         "feedback": FeedbackDefinition().to_json(),
         "num_items": 10_000,
         "num_users": shards * USERS,

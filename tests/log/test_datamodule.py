@@ -12,7 +12,7 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
-from recpo.log.prepared import FORMAT_VERSION, Prepared
+from recpo.log.prepared import Prepared
 from recpo.log.schema import PAST_SCHEMA
 from recpo.log.writing import write_manifest
 from tests.refusals import refused
@@ -59,7 +59,6 @@ def shards(tmp_path):
     second = write_shard(tmp_path / "train/00001.parquet", list(range(7, 11)), first + 1)
     third = write_shard(tmp_path / "valid/00000.parquet", list(range(11)), 1, lambda n: np.arange(n) % 3 == 2)
     manifest = {
-        "format_version": FORMAT_VERSION,
         "feedback": FeedbackDefinition().to_json(),
         "num_users": 11,
         "num_items": max(first + second, third),
@@ -304,12 +303,12 @@ def test_the_module_yields_what_the_trainer_needs(shards):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: (root / "manifest.json").unlink(), ("missing_file", "manifest.json")),
+        (lambda root: (root / "manifest.json").unlink(), ("wrong_file", "manifest.json")),
         (
             lambda root: (root / "train/00001.parquet").unlink(),
             ("missing_file", "train/00001.parquet"),
         ),
-        (lambda root: (root / "manifest.json").write_text('{"format_version": 99}'), ("old_format", "manifest.json")),
+        (lambda root: (root / "manifest.json").write_text('{"format_version": 99}'), ("old_format", "format_version")),
     ],
 )
 def test_a_damaged_directory_is_refused(shards, spoil, message):

@@ -113,7 +113,7 @@ def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monk
         patched.setattr(publishing.Location, "upload", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(f"{store}/log.parquet", out, rows_per_shard=200, overwrite=True)
-    with refused("missing_file", "manifest.json"):
+    with refused("wrong_file", "manifest.json"):
         Prepared.open(out)
     # What is left is written over, and what the last whole directory had more of goes after the new manifest.
     run(f"{store}/log.parquet", out, rows_per_shard=200)

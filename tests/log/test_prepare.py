@@ -304,7 +304,7 @@ def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
     process.wait()
     assert not (tmp_path / "out").exists()
     (working,) = tmp_path.glob("out.recpo-unfinished-*")
-    with refused("missing_file", "manifest.json"):
+    with refused("wrong_file", "manifest.json"):
         Prepared.open(working)
     run(path, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.parquet", "out"]

@@ -14,7 +14,7 @@ from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
-from recpo.log.prepared import FORMAT_VERSION, Prepared
+from recpo.log.prepared import Prepared
 from recpo.log.writing import write_manifest
 from tests.refusals import refused
 
@@ -57,7 +57,6 @@ def write_prepared(root, users=tuple(USERS), without_positives=()):
         write_shard(root / file, list(range(firsts[shard], firsts[shard + 1])), shard not in without_positives)
     shards = {"train": [{"file": file} for file in files], "valid": [], "test": []}
     manifest = {
-        "format_version": FORMAT_VERSION,
         "feedback": FeedbackDefinition().to_json(),
         "num_users": int(firsts[-1]),
         "num_items": 30,

@@ -179,5 +179,5 @@ def test_a_manifest_that_is_sealed_again_names_no_file_outside(copy, outside, pl
 def test_an_older_format_says_what_to_do(copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps(seal({**manifest, "format_version": 1})))
-    with refused("old_format", "manifest.json"):
+    with refused("old_format", "format_version"):
         Prepared.open(copy)

@@ -53,8 +53,8 @@ def said(capsys):
         (("--gain", "cubic"), "gain"),
         (("--checkpoint", "first"), "checkpoint"),
         (("--device", "abacus"), "device 'abacus' cannot be used here"),
-        (("--prepared", "{run-0}"), "is not a prepared directory"),
-        (("--prepared", "nowhere"), "nowhere is not a prepared directory"),
+        (("--prepared", "{run-0}"), "expected prepared data"),
+        (("--prepared", "nowhere"), "nowhere: expected prepared data"),
         (("--contenders", "nowhere"), "nowhere is neither a run nor a bundle"),
         (("--contenders", "{prepared}"), "is neither a run nor a bundle"),
         (("--contenders", "{log}"), "is neither a run nor a bundle"),
@@ -137,12 +137,12 @@ def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, code):
 def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_path):
     found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
-    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
+    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"format_version": 2}))
     with refused("old_format", ...):
         Evaluation.open(tmp_path / "evaluation")
-    with refused(("wrong_file", "missing_file"), ...):
+    with refused("wrong_file", "metrics.json"):
         Evaluation.open(place["run-0"])
-    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document))
+    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"format_version": 6}))
     for content in ("[", "1", ""):
         (tmp_path / "evaluation" / "resolved.yaml").write_text(content)
         with refused("damaged", ...):
@@ -173,7 +173,7 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
         (("--rewards", "nowhere"), "expected a run"),
         (("--rewards", "{run-0}", "--batch_size", "0"), "batch_size"),
         (("--rewards", "{run-0}", "--resamples", "0"), "resamples"),
-        (("--rewards", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
+        (("--rewards", "{run-0}", "--prepared", "{log}"), "expected prepared data"),
     ],
 )
 def test_malformed_options_of_calibrate(place, capsys, options, message):

@@ -19,7 +19,7 @@ REFUSED = {
     "--data.max_validation_users 0": "max_validation_users must be at least 1",
     "--data.layout.history_length 0": "history_length",
     "--data.layout NoLayout": "NoLayout",
-    "--data.prepared nowhere": "nowhere is not a prepared directory",
+    "--data.prepared nowhere": "nowhere: expected prepared data",
     "--anchor_coef -1": "anchor_coef is a weight of at least 0, got -1",
     "--anchor_coef nan": "anchor_coef",
     "--checkpoint_every -5": "checkpoint_every must be at least 1, got -5",

@@ -175,7 +175,7 @@ def test_the_verb_prints_writes_and_ends_with_the_status_of_the_gate(bundles, pr
     assert "value, SNIPS" in done.stdout
     assert "60 in both bundles" in done.stdout
     document = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert document["schema_version"] == 1
+    assert document.pop("format_version") == 2
     assert len(document["gate"]["failures"]) == 1
     assert recpo.load(tmp_path / "out").document == document
 
@@ -201,7 +201,7 @@ def test_other_directories_than_bundles_are_errors(bundles, prepared, capsys):
     arguments = ["compare", "--old", str(bundles / "old"), "--new", str(prepared), "--prepared", str(prepared)]
     assert main(arguments) == 1
     assert "error: " in capsys.readouterr().err
-    with refused("missing_file", "compare.json"):
+    with refused("wrong_file", "compare.json"):
         recpo.Comparison.open(bundles / "old")
 
 
