@@ -17,6 +17,7 @@ import yaml
 import recpo
 from recpo.base.types import Histories
 from recpo.cli.main import main
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[1]
 SMALL = {
@@ -161,7 +162,7 @@ def test_a_changed_step_is_one_subclass(steps, prepared, tmp_path):
     assert milder.configuration["module"] == "my_module.MilderDislikes"
     by_name = trained(prepared, tmp_path / "by_name", module="my_module.MilderDislikes")
     assert torch.equal(weights(milder), weights(by_name))
-    with pytest.raises(recpo.RecpoError, match="my_module"):
+    with refused("untrusted", "module"):
         recpo.Run.open(tmp_path / "milder")
     assert torch.equal(weights(recpo.Run.open(tmp_path / "milder", trust=["my_module"])), weights(milder))
 
@@ -189,7 +190,7 @@ def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prep
     words += ["--policy.init_args.dim", "8", "--policy.init_args.max_history", "12", "--trainer.max_steps", "2"]
     words += ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
     assert main(["train", *words, "--out", str(tmp_path / "run")]) == 0
-    with pytest.raises(recpo.RecpoError, match="my_block"):
+    with refused("untrusted", "policy.block"):
         recpo.Run.open(tmp_path / "run")
     run = recpo.Run.open(tmp_path / "run", trust=["my_block"])
     policy = run.policy()

@@ -130,8 +130,8 @@ def inclusion_probabilities(logits: ArrayLike, k: int, chosen: ArrayLike | None 
         raise RecpoError(
             f"inclusion probabilities: expected log-weights [B, M] without nan and +inf, and k of at least 1; got "
             f"shape {logits.shape} and k = {k}",
-            code="wrong_shape",
-            field="logits",
+            code="out_of_range" if k < 1 else "wrong_shape",
+            field="k" if k < 1 else "logits",
         )
     columns = np.arange(logits.shape[1])[None] if chosen is None else np.asarray(chosen, np.int64)
     columns = np.broadcast_to(columns, (len(logits), columns.shape[1]))
@@ -384,7 +384,7 @@ class Exploration:
             if not holds:
                 raise RecpoError(
                     f"exploration: {name} is {getattr(self, name)!r}, expected {expected}",
-                    code="out_of_range",
+                    code="unknown_name" if name == "uniform_over" else "out_of_range",
                     field=name,
                 )
 

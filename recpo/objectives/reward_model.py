@@ -231,7 +231,7 @@ class PointwiseReward(Objective):
             if self._bits is None:
                 raise RecpoError(
                     "PointwiseReward: call for_behaviors with the names of the data's behaviors",
-                    code="invalid",
+                    code="missing_option",
                     field="PointwiseReward.behaviors",
                 )
             columns += [(behaviors >> bit & 1).bool() for bit in self._bits]

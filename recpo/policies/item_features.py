@@ -218,7 +218,7 @@ class ItemFeatureOptions:
                 f"item_features: hidden must be at least 1 and id_dropout in [0, 1), got {self.hidden} and "
                 f"{self.id_dropout}",
                 code="out_of_range",
-                field="item_features",
+                field=f"item_features.{'hidden' if self.hidden < 1 else 'id_dropout'}",
             )
 
 

@@ -74,7 +74,7 @@ class GradeFactors(nn.Module):
             raise RecpoError(
                 f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}",
                 code="out_of_range",
-                field="rank",
+                field="rank" if rank < 1 else "bias_ridge" if 0 < ridge < float("inf") else "ridge",
             )
         if max_history < 1:
             raise RecpoError(

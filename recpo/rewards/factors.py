@@ -315,6 +315,7 @@ class Factors(Artifact):
                 f"the factors were fitted on other items than {shown} holds (items.parquet differs): use the prepared "
                 "directory that they were fitted on, or run `recpo factorize` on this one",
                 code="mismatch",
+                field="items.parquet",
             )
 
 

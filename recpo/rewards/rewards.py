@@ -164,7 +164,7 @@ def common_checksum(name: str, kind: str, checksums: Iterable[str | None]) -> st
         raise RecpoError(
             f"{name}: its rewards were made for different {kind}; use one prepared directory",
             code="mismatch",
-            field=name,
+            field=kind,
         )
     return known[0] if known else None
 

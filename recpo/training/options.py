@@ -218,7 +218,7 @@ class RolloutOptions:
                 f"rollout.candidates: catalog takes every item in the order of the ids, which leaves nothing to "
                 f"{', '.join(changed)}: leave that out, or set candidates to draws",
                 code="conflicting_options",
-                field="rollout.candidates",
+                field=changed[0],
             )
 
     @property

@@ -11,7 +11,6 @@ from scipy.stats import spearmanr
 
 import recpo
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.batches.datamodule import evaluation_batches
@@ -172,7 +171,7 @@ def test_mistakes_are_named(prepared, factors, tmp_path):
     ):
         with refused(code, field):
             recpo.calibrate(prepared, rewards)
-    with pytest.raises(RecpoError, match="expected a run"):
+    with refused("wrong_file", "run.json"):
         recpo.calibrate(prepared, [tmp_path])
     with refused("out_of_range", "k"):
         recpo.calibrate(prepared, factors, k=0)

@@ -14,6 +14,7 @@ from recpo.cli.main import main
 from recpo.log.shaping import EveryEvent
 from recpo.rewards.rewards import validate_identity
 from recpo.training.warm_start import growth_of
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def others(road, tmp_path_factory):
 def test_a_run_meets_no_data_of_another_definition(road, others, kind, fact):
     with pytest.raises(RecpoError, match=fact) as error:
         recpo.load(road / "run-0").validate_data(others[kind])
+    assert (error.value.code, error.value.field) == ("mismatch", "feedback")
     assert str(road / "run-0") in str(error.value)
     assert str(others[kind].root) in str(error.value)
 
@@ -79,7 +81,7 @@ def test_every_verb_refuses_data_of_another_definition(road, factors, others, op
 def test_factors_of_another_definition_tilt_no_run(road, others, factors, tmp_path):
     strange = recpo.load(factors)
     strange = recpo.Factors(**{**vars(strange), "feedback": others["thresholds"].feedback})
-    with pytest.raises(RecpoError, match=r"positive_threshold 0\.5, not 0\.75"):
+    with refused("mismatch", "feedback"):
         recpo.tilt(road / "run-0", strange, out=tmp_path / "out", temperature=0.1)
     assert list(tmp_path.iterdir()) == []
 
@@ -88,7 +90,7 @@ def test_a_reward_that_reads_levels_reads_those_of_its_definition(road, others, 
     folded, trained = (recpo.FactorReward(factors, users) for users in ("folded", "trained"))
     validate_identity(folded, "reward", recpo.load(road / "prepared"))
     for reward in (folded, recpo.WeightedSum([trained, folded], [1.0, 1.0])):
-        with pytest.raises(RecpoError, match="reward: made with another definition of feedback"):
+        with refused("mismatch", "feedback"):
             validate_identity(reward, "reward", others["label"])
     assert trained.feedback == ()
 

@@ -15,7 +15,6 @@ import torch
 
 import recpo
 from recpo.artifacts.semantic_codes import SemanticCodes
-from recpo.base.errors import RecpoError
 from recpo.cli.main import main
 from recpo.items.residual_kmeans import Codebooks
 from recpo.log.id_map import IdMap
@@ -23,6 +22,7 @@ from recpo.log.prepared import Prepared
 from recpo.training.run import Run
 from recpo.verbs.prepare import prepare
 from tests.conftest import resealed
+from tests.refusals import refused
 
 SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
 
@@ -322,5 +322,5 @@ def test_from_python_frames_in_and_an_object_out_in_silence(prepared, tmp_path, 
     assert codes.report["items"] == len(ids)
     again = recpo.tokenize(str(prepared), tmp_path / "again", vectors=pd.read_parquet(file), extends=codes)
     assert np.array_equal(again.semantic_codes.codes, codes.semantic_codes.codes)
-    with pytest.raises(RecpoError, match="the table of vectors has no vector for 1"):
+    with refused("missing_value", "vectors"):
         recpo.tokenize(prepared, tmp_path / "x", vectors={"item_id": ids[1:], "vector": [[1.0]] * (len(ids) - 1)})

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
@@ -153,7 +152,7 @@ def test_a_damaged_model_is_refused_and_nothing_is_lost(data, tmp_path, fits):
 def test_factors_of_other_items_are_refused(data, tmp_path):
     model = fit_factors(data, SMALL.factorization)
     stranger = model.__class__(**{**vars(model), "catalog_checksum": "0"})
-    with pytest.raises(RecpoError, match="fitted on other items"):
+    with refused("mismatch", "items.parquet"):
         recpo.evaluate(data, [stranger], **QUICK)
 
 

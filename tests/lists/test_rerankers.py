@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpo.base.errors import RecpoError
 from recpo.lists.reranking import (
     AttributeCap,
     Calibration,
@@ -21,6 +20,7 @@ from recpo.lists.reranking import (
     rerank,
 )
 from recpo.log.id_map import IdMap
+from tests.refusals import refused
 
 V = 30
 ALL = [MaximalMarginalRelevance(0.6), Determinantal(0.6), AttributeCap("tag", 2), Calibration("tag", 0.4)]
@@ -246,24 +246,24 @@ def test_attributes_come_from_any_frame(tmp_path):
 
 def test_what_is_missing_is_named():
     ids, (items, scores, _) = IdMap.from_values(range(1, V + 1)), request(0)
-    with pytest.raises(RecpoError, match="no attribute 'author' of the items is known, there are tag"):
+    with refused("unknown_name", "author"):
         AttributeCap("author").order(items, scores, 3, catalog())
-    with pytest.raises(RecpoError, match="needs item vectors"):
+    with refused("missing_option", "vectors"):
         Determinantal().order(items, scores, 3, ItemAttributes())
-    with pytest.raises(RecpoError, match="there are none"):
+    with refused("unknown_name", "author"):
         RerankOptions().read(["author"], ids)
     frame = {"item_id": [900], "author": ["x"]}
-    with pytest.raises(RecpoError, match="names no item of the catalog"):
+    with refused("mismatch", "item_id"):
         ItemAttributes.read(frame, ids, names=["author"])
-    with pytest.raises(RecpoError, match="'writer' is missing"):
+    with refused("missing_column", "writer"):
         ItemAttributes.read({"item_id": [1]}, ids, names=["writer"])
-    for wrong in (
-        lambda: MaximalMarginalRelevance(1.1),
-        lambda: Determinantal(-0.1),
-        lambda: Calibration("tag", float("nan")),
-        lambda: AttributeCap("tag", 0),
-        lambda: RerankOptions(shortlist=0),
-        lambda: RerankOptions(vectors="v"),
+    for wrong, refusal in (
+        (lambda: MaximalMarginalRelevance(1.1), ("out_of_range", "relevance_weight")),
+        (lambda: Determinantal(-0.1), ("out_of_range", "relevance_weight")),
+        (lambda: Calibration("tag", float("nan")), ("out_of_range", "relevance_weight")),
+        (lambda: AttributeCap("tag", 0), ("out_of_range", "at_most")),
+        (lambda: RerankOptions(shortlist=0), ("out_of_range", "shortlist")),
+        (lambda: RerankOptions(vectors="v"), ("missing_option", "attributes")),
     ):
-        with pytest.raises(RecpoError, match="re-ranking: "):
+        with refused(*refusal):
             wrong()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kl import categorical_kl, kl_estimate
 from recpo.ops.linear_logprob import (
@@ -343,13 +342,19 @@ def test_never_makes_an_n_by_v_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "table", "targets", "index"),
-    [((3, 4), (5, 3), (3,), None), ((3, 4), (1, 4), (3,), None), ((3, 4), (5, 4), (2,), None),
-     ((3, 4), (5, 4), (3, 2, 2), None), ((3, 4), (5, 4), (4,), (3,)), ((3, 4), (5, 4), (3,), (1,))],
-)  # fmt: skip
+    ("states", "table", "targets", "index", "field"),
+    [
+        ((3, 4), (5, 3), (3,), None, "states"),
+        ((3, 4), (1, 4), (3,), None, "states"),
+        ((3, 4), (5, 4), (2,), None, "targets"),
+        ((3, 4), (5, 4), (3, 2, 2), None, "targets"),
+        ((3, 4), (5, 4), (4,), (3,), "state_index"),
+        ((3, 4), (5, 4), (3,), (1,), "state_index"),
+    ],
+)
 def test_refuses_shapes_that_do_not_fit(
-    states: tuple[int, ...], table: tuple[int, ...], targets: tuple[int, ...], index: tuple[int, ...] | None
+    states: tuple[int, ...], table: tuple[int, ...], targets: tuple[int, ...], index: tuple[int, ...] | None, field: str
 ) -> None:
     place = None if index is None else torch.zeros(index, dtype=torch.long)
-    with pytest.raises(RecpoError, match="must"):
+    with refused("wrong_shape", field):
         linear_logprob(torch.zeros(states), torch.zeros(table), torch.ones(targets, dtype=torch.long), place)

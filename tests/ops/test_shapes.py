@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
@@ -137,7 +136,7 @@ def test_a_wrong_shape_is_named(function, name):
     right = tuple(named[name].shape)
     for shape in wrong_shapes(right, function, name):
         wrong = torch.ones(shape, dtype=named[name].dtype)
-        with pytest.raises(RecpoError, match="shape") as error:
+        with refused("wrong_shape", ...) as error:
             function(**(named | {name: wrong}))
         others = {str(tuple(value.shape)) for other, value in named.items() if isinstance(value, torch.Tensor)}
         assert any(text in str(error.value) for text in others | {str(right[:-1])}), error.value
@@ -189,12 +188,11 @@ def test_values_that_are_not_log_probabilities_are_refused(objective):
     for name in ("policy", "old", "reference"):
         wrong = torch.full((2, 3, 1), -1.0)
         wrong[1, 2] = 0.5
-        message = f"{type(objective).__name__}: the log-probabilities of the {name} policy reach 0.5"
-        with pytest.raises(RecpoError, match=message):
+        with refused("bad_value", name):
             objective(inputs(**{name: wrong}))
         kept = torch.ones(2, 3, 1).bool()
         kept[1, 2] = False
         objective(inputs(**{name: wrong.masked_fill(~kept, torch.nan), "mask": kept}))
         objective(inputs(**{name: wrong, "mask": kept}))
-        with pytest.raises(RecpoError, match=r"has shape \(2, 3\) and policy has shape \(2, 3, 1\)|policy has shape"):
+        with refused("wrong_shape", "mask" if name == "policy" else name):
             objective(inputs(**{name: -torch.ones(2, 3)}))

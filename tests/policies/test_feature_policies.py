@@ -11,7 +11,6 @@ from torch import Tensor
 
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.contracts import StatePolicy
-from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.blocks import HSTUBlock
@@ -20,6 +19,7 @@ from recpo.policies.feature_policy import gap_buckets
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from tests.policies.synthetic_features import BEHAVIORS, SCHEMA, random_features, random_histories
+from tests.refusals import refused
 
 ITEMS, LENGTH = 40, 6
 READS = {"user_features": True, "context_features": True, "behaviors": True, "time_gaps": True}
@@ -182,19 +182,14 @@ def test_precomputed_vectors_answer_as_the_policy_did(family, codes) -> None:
 def test_what_is_asked_for_and_not_there_is_an_error(family, codes) -> None:
     policy, histories = policy_of(family, codes, **ALL), random_histories(ITEMS, 2, LENGTH)
     for column in ("behaviors", "user", "context", "timestamps"):
-        with pytest.raises(RecpoError, match=f"Histories.{column}"):
+        with refused("missing_value", column):
             policy.encode(histories._replace(**{column: None}))
-    for option, remedy in {
-        "item_features": "--items",
-        "user_features": "--users",
-        "context_features": "context",
-        "behaviors": "behaviors",
-    }.items():
+    for option in ("item_features", "user_features", "context_features", "behaviors"):
         asking = _asking(family, codes, option)
-        with pytest.raises(RecpoError, match=remedy):
+        with refused("mismatch", f"policy.{option}"):
             asking.set_schema(FeatureSchema(), ())
     unset = _asking(family, codes, "behaviors")
-    with pytest.raises(RecpoError, match="set_schema"):
+    with refused("missing_option", "schema"):
         unset.encode(histories)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.policies.blocks import ByteDropout
 from recpo.policies.item_table import ItemTable
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])
@@ -48,7 +48,7 @@ def test_dropout_follows_the_seed_and_refuses_nonsense() -> None:
     torch.manual_seed(3)
     assert torch.equal(layer(values), first)
     for rate in (1.0, -0.1, 1.5, float("nan")):
-        with pytest.raises(RecpoError, match=r"a dropout rate lies in \[0, 1\)"):
+        with refused("out_of_range", "dropout"):
             ByteDropout(rate)
 
 

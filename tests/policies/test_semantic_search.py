@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import SamplingOptions
 from recpo.policies import semantic_search
 from recpo.policies.semantic_search import Trie
 from tests.reference.code_tries import tuple_probabilities
+from tests.refusals import refused
 
 
 class TableDecoder:
@@ -252,7 +252,7 @@ def test_one_item_and_fewer_items_than_beams() -> None:
 
 
 def test_options_that_describe_no_distribution_are_refused() -> None:
-    with pytest.raises(RecpoError, match="temperature must be above 0"):
+    with refused("out_of_range", "temperature"):
         World(3, (4,)).sample(2, SamplingOptions(0.0))
 
 

@@ -10,7 +10,6 @@ import torch
 
 import recpo
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
 from recpo.base.types import Histories, Slates
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
@@ -19,6 +18,7 @@ from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum, validate_identity
 from recpo.rewards.selection import fit_factors
 from recpo.training.options import RolloutOptions
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +107,22 @@ def test_a_bound_is_tighter_for_items_of_which_more_is_known(model):
 
 
 def test_faults_are_reported_immediately(place, model, batch, some, tmp_path):
-    with pytest.raises(RecpoError, match="lower_bound is -1"):
+    with refused("out_of_range", "FactorReward.lower_bound"):
         FactorReward(place, lower_bound=-1)
-    with pytest.raises(RecpoError, match="it is trained or folded"):
+    with refused("unknown_name", "FactorReward.users"):
         FactorReward(place, users="fitted")
-    with pytest.raises(RecpoError, match="expected factors"):
+    with refused("wrong_file", "manifest.json"):
         FactorReward(tmp_path)
     replace(model, user_factors=None, item_covariance=None, lower_bound=0.0).save(tmp_path / "plain")
-    with pytest.raises(RecpoError, match="set users to folded"):
+    with refused("unsupported", "FactorReward.users"):
         FactorReward(tmp_path / "plain")
-    with pytest.raises(RecpoError, match="it has no bounds"):
+    with refused("unsupported", "FactorReward.lower_bound"):
         FactorReward(tmp_path / "plain", "folded", 1.0)
-    with pytest.raises(RecpoError, match="fitted with uncertainty: false"):
+    with refused("unsupported", "uncertainty"):
         posterior_variance(Factors.open(tmp_path / "plain"), torch.zeros(1, 4), torch.zeros(1, 4, 4), some.item_ids)
-    with pytest.raises(RecpoError, match="this batch does not say"):
+    with refused("missing_value", "user_ids"):
         FactorReward(place)(batch._replace(user_ids=None), some)
-    with pytest.raises(RecpoError, match="the data have more"):
+    with refused("mismatch", "FactorReward.users"):
         FactorReward(place)(batch._replace(user_ids=batch.user_ids + 10_000), some)
     assert FactorReward(place).catalog_checksum == model.catalog_checksum
 
@@ -137,9 +137,10 @@ def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_pa
         validate_identity(reward, "reward", data)
     assert (own.users_checksum, folded.users_checksum) == (data.users_checksum, None)
     for reward in (other, EnsembleReward([other, folded]), WeightedSum([other, folded], [1.0, 1.0])):
-        with pytest.raises(RecpoError, match=r"monitor_reward: it knows its users .*\(users.parquet differs\)"):
+        with refused("mismatch", "monitor_reward") as caught:
             validate_identity(reward, "monitor_reward", data)
-    with pytest.raises(RecpoError, match="EnsembleReward: its rewards were made for different users"):
+        assert "users.parquet" in str(caught.value)
+    with refused("mismatch", "users"):
         validate_identity(EnsembleReward([own, other]), "reward", data)
     replace(model, users_checksum=None).save(tmp_path / "unknown")
     validate_identity(FactorReward(tmp_path / "unknown"), "reward", data)
@@ -148,8 +149,9 @@ def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_pa
 def test_runs_calibration_and_tilting_refuse_rewards_of_other_users(model, prepared, tmp_path):
     replace(model, users_checksum="others").save(tmp_path / "strange")
     reward = FactorReward(tmp_path / "strange")
-    with pytest.raises(RecpoError, match=r"FactorReward: .* \(users.parquet differs\)"):
+    with refused("mismatch", "FactorReward") as caught:
         recpo.calibrate(prepared, [reward])
+    assert "users.parquet" in str(caught.value)
     options = {"policy": partial(recpo.CatalogSoftmaxPolicy, dim=8, heads=1, layers=1, max_history=10)}
     options |= {"data.layout": recpo.ImpressionLayout(history_length=10, slate_length=6), "objective": recpo.MPO()}
     options |= {"rollout": RolloutOptions(candidates="catalog", batches=1, epochs=1), "old_policy": "snapshot"}
@@ -161,7 +163,7 @@ def test_runs_calibration_and_tilting_refuse_rewards_of_other_users(model, prepa
             {"reward": ValidityReward(), "rollout": replace(options["rollout"], monitor_reward=reward)},
         ),
     ):
-        with pytest.raises(RecpoError, match=rf"{name}: it knows its users"):
+        with refused("mismatch", name):
             recpo.train(prepared, out=tmp_path / "run", **options | given)
     assert not (tmp_path / "run").exists()
 
@@ -170,7 +172,7 @@ def test_the_last_user_is_known_and_the_next_one_is_not(place, model, batch, som
     users = len(model.user_factors)
     last = torch.full_like(batch.user_ids, users - 1)
     assert FactorReward(place)(batch._replace(user_ids=last), some)[0, 1].isfinite()
-    with pytest.raises(RecpoError, match="the data have more"):
+    with refused("mismatch", "FactorReward.users"):
         FactorReward(place)(batch._replace(user_ids=last + 1), some)
     nobody = batch._replace(user_ids=batch.user_ids[:0])
     assert FactorReward(place)(nobody, candidates_of(some.item_ids[:0])).shape == (0, 3)
@@ -231,10 +233,10 @@ def test_what_an_ensemble_has_of_its_members(batch):
 
 def test_ensembles_that_make_no_sense_are_refused():
     one = Given(((0.0,),), "a")
-    with pytest.raises(RecpoError, match="1 members; give at least two"):
+    with refused("out_of_range", "EnsembleReward.members"):
         EnsembleReward([one])
-    with pytest.raises(RecpoError, match="lower_bound is nan"):
+    with refused("out_of_range", "EnsembleReward.lower_bound"):
         EnsembleReward([one, one], float("nan"))
     assert EnsembleReward([one, Given(((0.0,),))]).catalog_checksum == "a"
-    with pytest.raises(RecpoError, match="EnsembleReward: its rewards were made for different items"):
+    with refused("mismatch", "items"):
         _ = EnsembleReward([one, Given(((0.0,),), "b")]).catalog_checksum

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.base.errors import RecpoError
 from recpo.base.types import Histories
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
 from recpo.rewards.selection import fit_factors, validation_batches, validation_errors
+from tests.refusals import refused
 
 RIDGE = 1.5
 
@@ -139,7 +139,7 @@ def by_hand(data, model):
 def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors, monkeypatch):
     monkeypatch.setattr("recpo.rewards.selection.validation_batches", lambda *_: iter(()))
     assert validation_errors(data, [factors]) == ([0.0], 0)
-    with pytest.raises(RecpoError, match="give one rank, and with the method als one ridge"):
+    with refused("empty"):
         fit_factors(data, FactorOptions(method="als", ranks=(1, 2), ridges=(1.0,), sweeps=1))
     alone = fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
     assert alone.facts["tried"] == [{"rank": 2, "ridge": 1.0, "squared_error": None}]
@@ -165,26 +165,26 @@ def test_a_period_has_the_grades_of_its_own_events(data):
 
 def test_a_log_without_grades_is_refused(data, monkeypatch):
     monkeypatch.setattr(graded, "GRADES", (float("nan"),) * 6)
-    with pytest.raises(RecpoError, match="no event of the period train has a grade"):
+    with refused("empty", str(data.root)):
         fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "refusal"),
     [
-        ({"method": "svd"}, "method is"),
-        ({"ranks": ()}, "ranks is empty"),
-        ({"ranks": (0,)}, "ranks is 0"),
-        ({"ridges": ()}, "ridges is"),
-        ({"ridges": (1.0, 0.0)}, "ridges is"),
-        ({"ridges": (float("nan"),)}, "ridges is"),
-        ({"sweeps": 0}, "sweeps is"),
-        ({"max_history": 0}, "max_history is"),
-        ({"period": "night"}, "period is"),
-        ({"period": "valid", "method": "als"}, "no comparison"),
-        ({"period": "valid", "ranks": (2, 4)}, "no comparison"),
+        ({"method": "svd"}, ("unknown_name", "method")),
+        ({"ranks": ()}, ("empty", "ranks")),
+        ({"ranks": (0,)}, ("out_of_range", "ranks")),
+        ({"ridges": ()}, ("empty", "ridges")),
+        ({"ridges": (1.0, 0.0)}, ("out_of_range", "ridges")),
+        ({"ridges": (float("nan"),)}, ("out_of_range", "ridges")),
+        ({"sweeps": 0}, ("out_of_range", "sweeps")),
+        ({"max_history": 0}, ("out_of_range", "max_history")),
+        ({"period": "night"}, ("unknown_name", "period")),
+        ({"period": "valid", "method": "als"}, ("conflicting_options", "period")),
+        ({"period": "valid", "ranks": (2, 4)}, ("conflicting_options", "period")),
     ],
 )
-def test_options_out_of_range_are_refused(options, said):
-    with pytest.raises(RecpoError, match=said):
+def test_options_out_of_range_are_refused(options, refusal):
+    with refused(*refusal):
         FactorOptions(**options)

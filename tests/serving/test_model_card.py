@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.model_card import MODEL_CARD, model_card
@@ -94,7 +93,7 @@ def test_a_bundle_carries_its_card_with_the_metrics_of_an_evaluation(prepared, t
     assert f"| train | {trained:,} |" in card
     assert MODEL_CARD in json.loads((bundle.root / "manifest.json").read_text())["files"]
     (bundle.root / MODEL_CARD).write_text(card + " ", encoding="utf-8")
-    with pytest.raises(RecpoError, match=r"README\.md"):
+    with refused("damaged", "README.md"):
         recpo.Bundle.open(bundle.root)
     with refused("unknown_name", "evaluation"):
         evaluation_facts(result.document, "other")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recpo.base.errors import Code, RecpoError
+from recpo.base.errors import Code
 from recpo.policies.item_table import ItemTable, tables_on_meta
 from recpo.training.checkpoints import META, SavedTensor, saved_tensors
 from recpo.training.optimizers import build_optimizer
@@ -283,8 +283,9 @@ def copy(path: Path, target: Path) -> Path:
 def test_a_checkpoint_of_another_model_is_refused_with_names(alone: None, saved: Any, tmp_path: Path) -> None:
     path, _ = saved
     refuse(path, ROWS + 1, "mismatch")
-    with pytest.raises(RecpoError, match=r"(?s)looked_up\.weight: \(23, 8\) in the checkpoint, \(24, 8\)"):
+    with refused("mismatch", "last.ckpt") as caught:
         load_weights(Net(rows=ROWS + 1), path, "")
+    assert "looked_up.weight: (23, 8) in the checkpoint, (24, 8)" in str(caught.value)
     (tmp_path / "file.ckpt").touch()
     refuse(tmp_path / "file.ckpt", ROWS, "wrong_file")
     refuse(tmp_path / "none.ckpt", ROWS, "wrong_file")
@@ -296,9 +297,9 @@ def test_a_checkpoint_that_lost_a_file_is_refused(alone: None, saved: Any, tmp_p
     path = copy(saved[0], tmp_path / "lost.ckpt")
     sorted(path.glob("*.safetensors"))[0].unlink()
     net, own = sharded("row_wise")
-    with pytest.raises(RecpoError, match=r"has lost files: parts of .*looked_up\.weight"):
+    with refused("damaged", "lost.ckpt"):
         checkpoint.load(net.state_dict(), [own], path)
-    with pytest.raises(RecpoError, match="has lost files"):
+    with refused("damaged", "lost.ckpt"):
         saved_tensors(path)
 
 
@@ -318,7 +319,7 @@ def test_nothing_is_unpickled(alone: None, saved: Any, tmp_path: Path) -> None:
     path = copy(saved[0], tmp_path / "malicious.ckpt")
     torch.save({"optimizer_states": Attack(tmp_path / "harm")}, path / META)
     net, own = sharded("row_wise")
-    with pytest.raises(RecpoError, match=r"meta\.pt is damaged \(UnpicklingError"):
+    with refused("damaged", "meta.pt"):
         checkpoint.load(net.state_dict(), [own], path)
     load_weights(Net(), path, "")  # does not look at it
     assert not (tmp_path / "harm").exists()

@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import Adam
 
 from recpo.base.contracts import Objective, RewardFunction, StatePolicy
-from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, LossOutput, catalog_slates
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
@@ -306,7 +305,7 @@ DRAWING = [
 
 @pytest.mark.parametrize("option", DRAWING, ids=str)
 def test_options_of_drawing_are_refused(option):
-    with pytest.raises(RecpoError, match=f"candidates: catalog.*rollout.{next(iter(option))}: leave"):
+    with refused("conflicting_options", f"rollout.{next(iter(option))}"):
         RolloutOptions(candidates="catalog", **option)
 
 
@@ -330,7 +329,7 @@ def test_what_cannot_be_computed_over_the_catalog_is_refused(changes, code, fiel
 
 
 def test_a_sampled_normalizer_has_no_exact_log_probabilities_of_the_catalog(batch):
-    with pytest.raises(RecpoError, match="normalizer is sampled"):
+    with refused("conflicting_options", "policy.normalizer"):
         new_policy(normalizer="sampled").catalog_log_prob(batch)
 
 
@@ -339,5 +338,5 @@ def test_sharded_tables_are_refused(prepared):
         shards_tables = True
 
     options = {"data": FeedbackDataModule(prepared), "rollout": CATALOG}
-    with pytest.raises(RecpoError, match="needs a whole item table on every rank"):
+    with refused("conflicting_options", "rollout.candidates"):
         TrainOptions(**options, trainer=TrainerOptions(strategy=Cuts()))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.training.validation import training_curves
+from tests.refusals import refused
 
 
 def test_the_points_of_a_log(tmp_path):
@@ -21,6 +21,6 @@ def test_a_log_that_is_no_table_of_numbers_is_one_message(tmp_path, content):
     log = tmp_path / "logs" / "version_0" / "metrics.csv"
     log.parent.mkdir(parents=True)
     log.write_bytes(content)
-    with pytest.raises(RecpoError, match=r"metrics\.csv") as error:
+    with refused("damaged", "metrics.csv") as error:
         training_curves(tmp_path)
     assert error.value.field == "metrics.csv"

@@ -12,6 +12,7 @@ from recpo.training.callbacks import FiniteGuard
 from recpo.training.checkpoints import LastCheckpoint
 from recpo.training.run import checkpoint_path
 from recpo.verbs.train import train
+from tests.refusals import refused
 
 POLICY = {"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}}
 LAYOUT = {"class_path": "SequenceLayout", "init_args": {"history_length": 12}}
@@ -182,9 +183,9 @@ def test_a_validation_within_the_epoch_is_not_skipped_by_a_resumed_run(prepared,
 def test_a_collapsed_run_collapses_again_when_it_is_resumed(prepared, tmp_path, monkeypatch):
     def collapse(self, trainer, module):
         if trainer.global_step == 6:
-            raise RecpoError("collapsed at step 6")
+            raise RecpoError("collapsed at step 6", code="diverged", field="step 6")
 
     monkeypatch.setattr(FiniteGuard, "on_validation_end", collapse)
     for resume in (False, True):
-        with pytest.raises(RecpoError, match="collapsed at step 6"):
+        with refused("diverged", "step 6"):
             train(prepared, out=tmp_path / "run", checkpoint_every=1, resume=resume, **SHORT)

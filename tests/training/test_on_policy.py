@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import SGD, Adam
 
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
 from recpo.batches.train_batches import Phases
@@ -245,18 +244,18 @@ def test_a_monitor_reward_is_logged_and_changes_nothing(prepared):
 
 
 @pytest.mark.parametrize(
-    ("limits", "module", "message"),
+    ("limits", "module", "refusal"),
     [
-        ({"min_entropy": 100.0}, {}, "draw_entropy is .* fell below 100"),
-        ({"min_unique_share": 1.0}, {}, "unique_share is .* fell below 1"),
-        ({"max_kl": 1e-6}, {}, "approx_kl is .* rose above 1e-06"),
-        ({"zero_group_steps": 3}, {"reward": Nothing()}, "at step 3 train/zero_group_share is 1, it was 1 for 3 steps"),
+        ({"min_entropy": 100.0}, {}, ("diverged", "train/draw_entropy")),
+        ({"min_unique_share": 1.0}, {}, ("diverged", "train/unique_share")),
+        ({"max_kl": 1e-6}, {}, ("diverged", "train/approx_kl")),
+        ({"zero_group_steps": 3}, {"reward": Nothing()}, ("diverged", "train/zero_group_share")),
     ],
     ids=["entropy", "unique", "kl", "groups"],
 )
-def test_a_collapsed_run_stops_and_says_which_number_went_where(prepared, limits, module, message):
+def test_a_collapsed_run_stops_and_says_which_number_went_where(prepared, limits, module, refusal):
     guard = CollapseGuard(CollapseLimits(**limits), "val/NDCG@10")
-    with pytest.raises(RecpoError, match=message):
+    with refused(*refusal):
         fit(prepared, GRPO(kl_coef=0.0), RolloutOptions(), callbacks=[guard], **{**GROUPS, **module})
 
 
@@ -272,7 +271,7 @@ def test_a_ranking_that_falls_apart_stops_the_run(prepared):
             pl_module.validated = {}
             pl_module._validation.update = lambda policy, batch: None
 
-    with pytest.raises(RecpoError, match=r"collapsed: at step 2 val/NDCG@10 is 0, it fell below 0.5 of its best"):
+    with refused("diverged", "val/NDCG@10"):
         fit(prepared, GRPO(), RolloutOptions(), callbacks=[Break(), guard], trainer=trainer, **GROUPS)
 
 
@@ -353,17 +352,17 @@ def test_the_coefficient_in_the_reward_adapts_and_resumes(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rollout", "refusal"),
     [
-        ({"kl_coef": -0.1}, "kl_coef is a weight of at least 0, got -0.1"),
-        ({"kl_coef": 0.1, "candidates": "beam"}, "rollout.candidates is beam: set candidates to draws"),
-        ({"kl_coef": 0.1, "candidates": "catalog"}, "rollout.candidates is catalog: set candidates to draws"),
-        ({"kl_coef": 0.1, "preference": "best_vs_rest"}, "leave one of them out"),
+        ({"kl_coef": -0.1}, ("out_of_range", "rollout.kl_coef")),
+        ({"kl_coef": 0.1, "candidates": "beam"}, ("conflicting_options", "rollout.kl_coef")),
+        ({"kl_coef": 0.1, "candidates": "catalog"}, ("conflicting_options", "rollout.kl_coef")),
+        ({"kl_coef": 0.1, "preference": "best_vs_rest"}, ("conflicting_options", "rollout.preference")),
     ],
     ids=str,
 )
-def test_a_penalty_in_the_reward_needs_draws(rollout, message):
-    with pytest.raises(RecpoError, match=message):
+def test_a_penalty_in_the_reward_needs_draws(rollout, refusal):
+    with refused(*refusal):
         RolloutOptions(**rollout)
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
 from recpo.base.types import Slates
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.options import RolloutOptions
 from recpo.training.rollout import Candidates, Rollouts, as_preference_list, first_occurrences, roll_out, with_logged
+from tests.refusals import refused
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
 
@@ -195,18 +195,18 @@ def test_an_empty_row_gets_no_candidates(policy, batch):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "refusal"),
     [
-        {"group_size": 1},
-        {"batches": 0},
-        {"temperature": 0.0},
-        {"top_p": 1.5},
-        {"logged_share": -0.1},
-        {"max_kl": 0.0},
-        {"candidates": "beam", "resamples": 1},
+        ({"group_size": 1}, ("out_of_range", "rollout.group_size")),
+        ({"batches": 0}, ("out_of_range", "rollout.batches")),
+        ({"temperature": 0.0}, ("out_of_range", "rollout")),
+        ({"top_p": 1.5}, ("out_of_range", "rollout")),
+        ({"logged_share": -0.1}, ("out_of_range", "rollout")),
+        ({"max_kl": 0.0}, ("out_of_range", "rollout.max_kl")),
+        ({"candidates": "beam", "resamples": 1}, ("conflicting_options", "rollout.resamples")),
     ],
     ids=str,
 )
-def test_impossible_rollouts_are_refused(options):
-    with pytest.raises(RecpoError, match="rollout"):
+def test_impossible_rollouts_are_refused(options, refusal):
+    with refused(*refusal):
         RolloutOptions(**options)

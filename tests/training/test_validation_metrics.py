@@ -7,7 +7,6 @@ import torch
 
 import recpo
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
 from recpo.base.types import SlateTraits
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
@@ -27,6 +26,7 @@ from recpo.training.validation import (
     tail_items,
     validate_monitor,
 )
+from tests.refusals import refused
 
 
 def test_the_tail_holds_a_fifth_of_the_events():
@@ -129,7 +129,7 @@ def test_preference_lists_have_no_pair_loss(held_out, objective):
     """It has neither their beta nor their reference."""
     policy, batches = held_out
     learning = LearningOptions(objective=objective)
-    with pytest.raises(RecpoError, match="neither its beta nor its reference: set monitor to AUC_other"):
+    with refused("conflicting_options", "monitor"):
         validate_monitor("pair_loss", learning, KNOWN)
     validate_monitor("pair_loss", LearningOptions(), KNOWN)
     plain, module = (
@@ -201,7 +201,7 @@ def test_no_checkpoint_is_the_best_by_a_metric_that_is_undefined(prepared, tmp_p
 
     update = ScoreMetrics.update
     monkeypatch.setattr(ScoreMetrics, "update", unlabeled)
-    with pytest.raises(RecpoError, match=rf"val/{monitor}, .* is undefined .*raise data\.max_validation_users"):
+    with refused("empty", "monitor"):
         recpo.train(
             prepared,
             out=tmp_path / "run",
@@ -250,18 +250,18 @@ def test_the_default_falls_back_aloud():
 
 
 @pytest.mark.parametrize(
-    ("monitor", "options", "facts", "message"),
+    ("monitor", "options", "facts", "refusal"),
     [
-        ("SNIPS", {}, BARE, "no validation event has one: set monitor to AUC_other"),
-        ("AUC_other", {}, HeldOutFacts(1.0, 0), "no user of the validation period has both"),
-        ("pair_loss", {}, HeldOutFacts(1.0, 0), "no user of the validation period has both"),
-        ("reward", {}, KNOWN, "set validation_reward"),
-        ("log_likelihood", {}, KNOWN, "Likelihood trains a policy: leave it out"),
-        ("NDCG", {"objective": PairwiseReward()}, KNOWN, "set monitor to AUC_other, or leave it out"),
+        ("SNIPS", {}, BARE, ("missing_column", "propensity")),
+        ("AUC_other", {}, HeldOutFacts(1.0, 0), ("empty", "monitor")),
+        ("pair_loss", {}, HeldOutFacts(1.0, 0), ("empty", "monitor")),
+        ("reward", {}, KNOWN, ("missing_option", "validation_reward")),
+        ("log_likelihood", {}, KNOWN, ("conflicting_options", "monitor")),
+        ("NDCG", {"objective": PairwiseReward()}, KNOWN, ("conflicting_options", "monitor")),
     ],
 )
-def test_a_monitor_that_cannot_be_computed_is_refused(monitor, options, facts, message):
-    with pytest.raises(RecpoError, match=message):
+def test_a_monitor_that_cannot_be_computed_is_refused(monitor, options, facts, refusal):
+    with refused(*refusal):
         validate_monitor(monitor, LearningOptions(**options), facts)
 
 

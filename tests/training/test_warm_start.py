@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import ImpressionLayout
@@ -15,6 +14,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.run import Run
 from recpo.training.warm_start import GrownRows, WarmStart, growth_of
 from tests.log.test_extension import OPTIONS, between, living_log
+from tests.refusals import refused
 
 POLICY = {"dim": 8, "layers": 1, "heads": 1, "tie_weights": False}
 SAMPLED = {"normalizer": "sampled", "num_negatives": 8, "proposal": "popularity"}
@@ -116,7 +116,7 @@ def test_semantic_ids_of_yesterday_are_kept(nights, tmp_path):
     )
     assert run.policy().num_items == second.num_items
     others = recpo.tokenize(second, tmp_path / "others", vectors=vectors, levels=2, codebook_size=16, seed=1)
-    with pytest.raises(RecpoError, match="have other codes"):
+    with refused("mismatch", "codes"):
         recpo.train(
             second,
             init_from=base,
@@ -129,7 +129,7 @@ def test_semantic_ids_of_yesterday_are_kept(nights, tmp_path):
 def test_another_line_is_refused(nights, tmp_path):
     first, _, run = nights
     other = recpo.prepare(between(living_log(6, 5), 0, 5), tmp_path / "other", **OPTIONS)
-    with pytest.raises(RecpoError, match=r"other items than|holds"):
+    with refused("mismatch", "items.parquet"):
         growth_of(run, other)
     later = Run.open(run.root)
     assert not growth_of(later, first).grows
@@ -151,12 +151,12 @@ def test_the_newest_segment_is_read_once_with_a_share_of_older_ones(nights):
     assert epochs[0] == epochs[1] != epochs[2]
     replayed.epoch, replayed.start = 1, 3
     assert [batch.context_ids.tolist() for batch in replayed] == epochs[2][3:]
-    with pytest.raises(RecpoError, match=r"data\.assign to batches"):
+    with refused("conflicting_options", "data.assign"):
         TrainBatches(second, layout, 4, 0, Rank(), Epochs(assign="shards", segments=Segments(newest_only=True)))
 
 
 def test_replay_belongs_to_the_newest_segment(nights):
-    with pytest.raises(RecpoError, match=r"only with data\.segments newest"):
+    with refused("out_of_range", "data.replay"):
         FeedbackDataModule(nights[0].root, replay=0.1)
-    with pytest.raises(RecpoError, match="never extended"):
+    with refused("unused_option", "data.segments"):
         FeedbackDataModule(nights[0].root, segments="newest").train_dataloader()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import recpo
-from recpo.base.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.training.run import hand_over
 from recpo.training.warm_start import TrainedRows, WarmStart, growth_of
 from tests.log.test_extension import OPTIONS, between
 from tests.log.test_extension_features import ENGINE, FEATURES, item_rows, known_on, rich_log, user_rows
+from tests.refusals import refused
 
 POLICY = {
     "dim": 8,
@@ -83,5 +83,5 @@ def test_training_continues_and_data_that_was_fitted_again_is_refused(nights, tm
     policy = CatalogSoftmaxPolicy(again.num_items, **POLICY, item_features=ItemFeatureOptions(hidden=8))
     hand_over(policy, again)
     start = WarmStart(run, growth_of(run, second))
-    with pytest.raises(RecpoError, match=r"features of items, .*features of requests were fitted otherwise"):
+    with refused("mismatch", "features"):
         start.validate_features(policy, again)

@@ -8,11 +8,11 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.base.errors import RecpoError
 from recpo.worlds import log as simulated_log
 from recpo.worlds.log import Sessions, draw_watch_time, event_times, write_simulation
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.preferences import Preferences
+from tests.refusals import refused
 
 
 def small(**options) -> Preferences:
@@ -182,7 +182,7 @@ def test_the_smallest_simulations_work(tmp_path, options):
 def test_an_existing_output_is_refused_and_kept(tmp_path):
     write_simulation(small(), tmp_path / "out")
     before = digests(tmp_path / "out")
-    with pytest.raises(RecpoError, match="exists already"):
+    with refused("exists"):
         write_simulation(small(seed=1), tmp_path / "out")
     assert digests(tmp_path / "out") == before
     write_simulation(small(seed=1), tmp_path / "out", overwrite=True)
