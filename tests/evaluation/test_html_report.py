@@ -143,6 +143,17 @@ def test_the_same_document_gives_the_same_page_and_more_contenders_than_colors_a
     assert "all 78 pairs" in page
 
 
+def test_tables_and_differences_begin_with_what_the_answer_is_about():
+    """By NDCG, the first contender would lead; what users get is the criterion, and it leads to the last."""
+    contenders = [contender(f"run-{i}", "run", 0.3 - i / 100) for i in range(9)]
+    for place, one in enumerate(contenders):
+        one["metrics"]["true_reward@5"] = estimate(0.1 + place / 100)
+    view = EvaluationView(document_of(contenders))
+    assert view.answer.best == "run-8"
+    assert view.main_table.head[:3] == ["contender", "true_reward ↑", "NDCG ↑"]
+    assert view.compared_pairs == [("run-8", f"run-{i}") for i in reversed(range(8))]
+
+
 def test_one_contender_without_off_policy_values_leaves_those_sections_out():
     document = document_of([contender("only", "baseline", 0.1)])
     page = html_report({**document, "warnings": []})

@@ -33,7 +33,6 @@ from recpo.evaluation.html_report.svg import number_text
 from recpo.evaluation.reading import (
     Document,
     Value,
-    best_first,
     candidates_sentence,
     criterion,
     further_at,
@@ -241,8 +240,9 @@ class EvaluationView:
 
     @property
     def main_table(self) -> Table:
-        """The main metrics at the first k, with the best of a column marked."""
+        """The main metrics at the first k, that of the answer first, with the best of a column marked."""
         metrics = [*self._at(_MAIN, self.k), *further_at(self.document, self.k)]
+        metrics.sort(key=lambda metric: self.criterion is None or metric != self.criterion.name)
         return self._metrics_table(metrics, f"lists of {self.k}", self.rows)
 
     @property
@@ -311,8 +311,9 @@ class EvaluationView:
 
     @cached_property
     def compared_pairs(self) -> list[tuple[str, str]]:
-        """All pairs, the better one first; if there are many, the best contender with each of the others."""
-        names = [contender["name"] for contender in best_first(self.document, f"NDCG@{self.k}")]
+        """All pairs, the better one by the criterion first; if there are many, the best with each of the others."""
+        values = {} if self.criterion is None else self.criterion.of
+        names = sorted(values, key=lambda name: -values[name])
         others = [contender["name"] for contender in self.ranked if contender["kind"] != "oracle"]
         names += [name for name in others if name not in names]
         if len(names) <= _MOST_FOR_ALL_PAIRS:
