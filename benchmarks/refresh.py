@@ -49,7 +49,7 @@ def main() -> None:
             export_bundle(
                 policy,
                 ids,
-                PolicyFacts(PolicyFacts(FeedbackDefinition(), features=BundleFeatures(item=fitted), options=OPTIONS)),
+                PolicyFacts(FeedbackDefinition(), features=BundleFeatures(item=fitted), options=OPTIONS),
                 root / "old",
             )
 

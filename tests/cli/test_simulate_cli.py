@@ -42,7 +42,7 @@ def test_from_python_a_simulation_is_an_object_and_says_nothing(tmp_path, capfd)
     assert again.log == world.log
     assert again.values(k=5) == world.values(k=5)
     assert world.values()["uniform"] < world.values()["best 10 items"]
-    with refused("wrong_file", "log"):
+    with refused("wrong_file", "truth/truth.json"):
         Simulation.open(tmp_path)
 
 

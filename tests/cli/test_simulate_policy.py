@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
     other = recpo.simulate(tmp_path / "other", users=60, items=80, events=500, seed=5)
     for options, refusal in (
         ({"policy": bundle, "after": other}, ("mismatch", "items")),
-        ({"policy": bundle, "after": tmp_path}, ("wrong_file", "log")),
+        ({"policy": bundle, "after": tmp_path}, ("wrong_file", "truth/truth.json")),
         ({"policy": bundle, "after": []}, ("empty", "after")),
         ({"policy": bundle}, ("missing_option", "policy")),
         ({"after": world}, ("missing_option", "after")),
