@@ -80,6 +80,4 @@ class Interrupted(KeyboardInterrupt):
 def validate_seed(seed: int, name: str = "seed") -> None:
     """Raises ``RecpoError`` if the option ``name`` is not a seed from 0 to ``MAX_SEED``."""
     if not 0 <= seed <= MAX_SEED:
-        raise RecpoError(
-            f"{name} must be between 0 and {MAX_SEED}, got {seed}", code="out_of_range", field=name.rpartition(" ")[2]
-        )
+        raise RecpoError(f"{name} must be between 0 and {MAX_SEED}, got {seed}", code="out_of_range", field=name)

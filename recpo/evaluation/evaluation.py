@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Files of the directory: every number, the report, and the options that repeat the evaluation.
 METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
-SEALED = (METRICS, RESOLVED)
 
 Rows = Literal["metrics", "differences", "off_policy"]
 

@@ -466,7 +466,6 @@ class Determinantal(_BySimilarity):
     relevance_i / (2 (1 - w)))``. The gain of an item in the log-determinant is the logarithm of its squared distance
     from the span of the items above, which one more column of a Cholesky factor updates. Time is proportional to ``k M
     (k + d)``. Items in that span come last, by relevance.
-
     """
 
     @property
@@ -510,7 +509,6 @@ class MaximalMarginalRelevance(_BySimilarity):
 
     where relevance is scaled from 0 (the worst of the shortlist) to 1 (the best). The first item is the most relevant
     one. Time is proportional to ``k M d``.
-
     """
 
     @property

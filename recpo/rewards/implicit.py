@@ -151,7 +151,7 @@ class ImplicitOptions:
                 code="out_of_range",
                 field="ranks",
             )
-        validate_seed(self.seed, "implicit_als: seed")
+        validate_seed(self.seed)
         if self.sweeps < 1:
             raise RecpoError(
                 f"implicit_als: sweeps is {self.sweeps}; it is at least 1", code="out_of_range", field="sweeps"

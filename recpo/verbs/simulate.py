@@ -77,7 +77,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
-        validate_seed(self.seed, "simulate: seed")
+        validate_seed(self.seed)
         if self.after is None:  # the other parameters of a world that continues are known to be valid
             super().__post_init__()
 

@@ -137,8 +137,6 @@ class ServedDays:
 
 
 LOG = "log"
-#: files that only a checksum protects; the log itself is checked like any log
-SEALED = (*TRUTH_FILES, SERVED)
 SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.int64(), nullable=False),
@@ -195,7 +193,7 @@ class Simulation(Artifact):
     version: ClassVar = TRUTH_VERSION
     facts_file: ClassVar = TRUTH_FILES[0]
     made_by: ClassVar = "recpo simulate"
-    sealed: ClassVar = SEALED
+    sealed: ClassVar = (*TRUTH_FILES, SERVED)  # the log itself is checked like any log
 
     root: Path
     truth: Truth
@@ -210,6 +208,8 @@ class Simulation(Artifact):
         """
         root = Path(root)
         cls.facts_of(root)
+        if not (root / LOG).is_dir():
+            raise RecpoError(f"{root} is damaged ({LOG}/ is missing): {cls.remedy()}", code="damaged", field=LOG)
         return cls(root, Truth.load(root), ServedDays.load(root))
 
     @property
@@ -283,7 +283,7 @@ def write_simulation(
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
     truth = Truth(preferences, LoggingPolicy.of(preferences), world)
-    with output_directory(out, kind="simulation", overwrite=overwrite, sealed=SEALED) as partial:
+    with output_directory(out, kind="simulation", overwrite=overwrite, sealed=Simulation.sealed) as partial:
         truth.save(partial / "truth")
         write_side_information(preferences, partial, preferences.parameters.days - 1)
         write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)

@@ -27,7 +27,6 @@ from recpo.worlds.log import (
     LOG,
     PAUSE_MS,
     SCHEMA,
-    SEALED,
     DayReport,
     ServedDays,
     Simulation,
@@ -158,7 +157,7 @@ def write_next_days(
         kind="simulation",
         overwrite=overwrite,
         inputs=[*inputs, *(world.root for world in worlds)],
-        sealed=SEALED,
+        sealed=Simulation.sealed,
     ) as partial:
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)

@@ -183,7 +183,7 @@ class SimulationParameters(LifeParameters):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         for name in ("popularity_spread", "activity_spread", "duration_spread", "watch_noise"):
             self._require(name, 0 <= getattr(self, name) <= 3, "between 0 and 3")
-        validate_seed(self.seed, "simulate: seed")
+        validate_seed(self.seed)
         self._require("session_length", self.session_length >= 1, "at least 1")
         self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
         total_dislike = self.dislike_base + self.clickbait_dislike

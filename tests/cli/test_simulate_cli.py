@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -44,6 +45,9 @@ def test_from_python_a_simulation_is_an_object_and_says_nothing(tmp_path, capfd)
     assert world.values()["uniform"] < world.values()["best 10 items"]
     with refused("wrong_file", "truth/truth.json"):
         Simulation.open(tmp_path)
+    shutil.rmtree(world.log)
+    with refused("damaged", "log"):
+        Simulation.open(world.root)
 
 
 def test_an_option_beside_a_world_overrides_it_even_with_the_default_of_another_world(tmp_path, capsys):
