@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.base.types import EvaluationBatch, Recommendations
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.measures import Measure, Observed, Recommender, Targets, exposure_auc, held_out_targets
+from recpo.evaluation.measures import (
+    Measure,
+    Observed,
+    Recommender,
+    Targets,
+    exposure_auc,
+    held_out_targets,
+    unseen_auc,
+    unseen_items,
+)
 from recpo.evaluation.segments import ItemSegment, UserSegment
 from recpo.ops.ranking import (
     accuracy,
@@ -165,9 +174,10 @@ def evaluate_ranking(
             past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
             lists = recommender.lists(batch, size, past, absent)
-            logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
-            scores = recommender.score(batch.feedback) if recommender.score else None
-            validate_answer(recommender, lists, past, logp, batch.feedback.slates.mask)
+            scored = _with_unseen(batch, ranking.num_items, absent)
+            logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
+            scores = recommender.score(scored) if recommender.score else None
+            validate_answer(recommender, lists, past, logp, scored.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
                 raise RecpoError(
                     f"{recommender.name} returned items that are not candidates; leave them out of its lists",
@@ -177,8 +187,21 @@ def evaluate_ranking(
             targets = collected.rankable(held_out_targets(batch), past, absent)
             among = ranking.new_items_among
             new = None if among is None else _new_lists(recommender, batch, size, past, absent, among)
-            collected.add(Observed(batch, lists, targets, logp, scores, absent, new))
+            logged = batch.feedback.slates.item_ids.shape[1]
+            both = scores if logp is None else logp
+            unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
+            logp, scores = (None if part is None else part[:, :logged] for part in (logp, scores))
+            collected.add(Observed(batch, lists, targets, logp, scores, absent, new, unseen))
     return collected.result()
+
+
+def _with_unseen(batch: EvaluationBatch, num_items: int, absent: Tensor | None) -> FeedbackBatch:
+    """The held-out slates with items behind them that the user never saw, to score both in one pass."""
+    drawn = unseen_items(batch, num_items, absent)
+    slates, lengths = batch.feedback.slates, batch.feedback.histories.lengths[:, None]
+    logged, unseen = (slates.item_ids, slates.visible, slates.mask), (drawn, lengths.expand_as(drawn), drawn > 0)
+    parts = zip(logged, unseen, strict=True)
+    return batch.feedback._replace(slates=Slates(*(torch.cat([own, more], 1) for own, more in parts)))
 
 
 def _new_lists(
@@ -298,7 +321,9 @@ class _Collected:
             observed, self._ranking.ks, self._ranking.gain
         )
         scores = observed.scores if observed.logp is None else observed.logp
-        metrics |= {} if scores is None else exposure_auc(scores, targets)
+        if scores is not None and observed.unseen is not None:
+            unseen = observed.unseen
+            metrics |= exposure_auc(scores, targets) | unseen_auc(scores, unseen.scores, targets, unseen.item_ids)
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():

@@ -58,7 +58,15 @@ from recpo.rewards.implicit import ImplicitALS, ImplicitOptions, fit_implicit
 from recpo.rewards.selection import fit_factors
 
 Baseline = Literal[
-    "popularity", "positives", "recency", "cooccurrence", "factorization", "implicit_als", "ease", "random"
+    "popularity",
+    "positives",
+    "item_rate",
+    "recency",
+    "cooccurrence",
+    "factorization",
+    "implicit_als",
+    "ease",
+    "random",
 ]
 
 #: Names of all baselines.
@@ -68,6 +76,7 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "cooccurrence", "factorization", "random")
 
 _MILLISECONDS_PER_DAY = 86_400_000
+_RATE_EVENTS = 10.0
 
 
 class Loaded(NamedTuple):
@@ -186,32 +195,63 @@ def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> 
         recent = options.cooccurrence.recent_events
         counts = torch.from_numpy(data.item_counts())
         return Loaded(Recommender(CooccurrenceBaseline(neighbors, counts, recent).recommend, name=name), recent)
-    if name == "recency":
-        counts = torch.from_numpy(recent_counts(data, options.recency_half_life))
-    else:
-        counts = torch.from_numpy(data.item_counts("train_count" if name == "popularity" else "train_positives"))
-    popularity = Popularity(counts)
+    popularity = Popularity(torch.from_numpy(item_scores(name, data, options)))
     return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
+
+
+def item_scores(name: Baseline, data: Prepared, options: BaselineOptions = BaselineOptions()) -> np.ndarray:
+    """Scores ``[V]`` of a baseline that ranks the same way for every user.
+
+    ``item_rate`` is the share of positives among an item's events, shrunk toward that of all items as if ten more
+    events had been seen: ``(positives + 10 rate) / (events + 10)``.
+
+    Args:
+        name: popularity, positives, item_rate or recency.
+        data: prepared data.
+        options: the half-life of recency.
+    """
+    if name == "recency":
+        return recent_counts(data, options.recency_half_life)
+    counts = data.item_counts("train_count")
+    if name == "popularity":
+        return counts
+    positives = data.item_counts("train_positives")
+    if name == "positives":
+        return positives
+    rate = positives.sum() / max(1, counts.sum())
+    shrunk: np.ndarray = (positives + _RATE_EVENTS * rate) / (counts + _RATE_EVENTS)
+    return shrunk
 
 
 def _load_fitted(
     name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool
 ) -> Loaded:
-    if name == "factorization":
-        graded = Recipe(fit_factors, Factors.open, suffix="")
-        factors = cache.model(name, data, options.factorization, graded, progress)
-        return Loaded(factors_recommender(factors, name), factors.max_history)
-    if name == "implicit_als":
-        als = cache.model(name, data, options.implicit_als, Recipe(fit_implicit, ImplicitALS.open), progress)
+    model = fitted_model(name, data, options, cache, progress)
+    if isinstance(model, Factors):
+        return Loaded(factors_recommender(model, name), model.max_history)
+    if isinstance(model, ImplicitALS):
+        als = model
 
         def score(batch: FeedbackBatch) -> Tensor:
             return of_items(als.fold_in(batch.histories) @ als.item_factors.T, batch)
 
         return Loaded(recommender_of(als, name, score), als.max_history)
-    ease = cache.model(name, data, options.ease, Recipe(fit_ease, EASE.open), progress)
+    ease = model
     return Loaded(
         recommender_of(ease, name, lambda batch: of_items(ease.scores(batch.histories), batch)), ease.max_history
     )
+
+
+def fitted_model(
+    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool = False
+) -> Factors | ImplicitALS | EASE:
+    """The model of the baseline factorization, implicit_als or ease: an existing one of the cache, or a new one."""
+    if name == "factorization":
+        graded = Recipe(fit_factors, Factors.open, suffix="")
+        return cache.model(name, data, options.factorization, graded, progress)
+    if name == "implicit_als":
+        return cache.model(name, data, options.implicit_als, Recipe(fit_implicit, ImplicitALS.open), progress)
+    return cache.model(name, data, options.ease, Recipe(fit_ease, EASE.open), progress)
 
 
 def _training_events(data: Prepared) -> Iterator[EventChunk]:

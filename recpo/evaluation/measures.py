@@ -2,7 +2,8 @@
 
 A ``Recommender`` answers for a batch of users; a ``Measure`` computes metrics from the answers (``Observed``) and the
 held-out outcomes (``Targets``). Measures of held-out exposures are here: the ranking of what the user was shown
-(``exposure_auc``), and the behaviors on it, such as likes, follows and shares (``BehaviorRates``).
+(``exposure_auc``), also against items that the user never saw (``unseen_auc``), and the behaviors on it, such as likes,
+follows and shares (``BehaviorRates``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from torch import Tensor
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.ops.ranking import first_places, is_member
+
+#: Number of items that are drawn per user for ``AUC_unseen``.
+UNSEEN_DRAWS: Final = 50
+#: Weight of ``AUC_other`` in ``AUC_mixed``.
+OTHER_WEIGHT: Final = 0.6
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Observed(NamedTuple):
         unavailable: ``[B, N]`` items that were not candidates, padded with 0; they are in no list and no target. None =
             all items were candidates.
         new_lists: lists of new items alone, see ``recpo.evaluation.segments``; None = not requested.
+        unseen: items that the user never saw, and their scores; None = the recommender scores no items.
     """
 
     batch: EvaluationBatch
@@ -95,6 +102,7 @@ class Observed(NamedTuple):
     scores: Tensor | None = None
     unavailable: Tensor | None = None
     new_lists: Recommendations | None = None
+    unseen: Recommendations | None = None
 
 
 Direction = Literal["higher", "lower"]
@@ -254,6 +262,62 @@ def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
         "AUC_other": auc(logp, positive, first_places(targets.item_ids, targets.other)).float(),
         "AUC_dislikes": auc(logp, positive, first_places(targets.item_ids, targets.disliked)).float(),
     }
+
+
+def unseen_items(batch: EvaluationBatch, num_items: int, unavailable: Tensor | None = None) -> Tensor:
+    """``UNSEEN_DRAWS`` uniformly drawn items per user that the user never saw, ``[B, N]`` int64; 0 = no item.
+
+    A draw that is an item of the past or of the period, no candidate, or drawn before is left out. The draws depend on
+    the user alone, so all contenders, batch sizes and devices get the same ones.
+
+    Args:
+        batch: the users.
+        num_items: V.
+        unavailable: ``[B, M]`` items that were no candidates, padded with 0; None = all were.
+    """
+    place = torch.arange(UNSEEN_DRAWS, device=batch.user_ids.device)
+    drawn = _mixed_bits(batch.user_ids[:, None] * UNSEEN_DRAWS + place) % num_items + 1
+    seen = [batch.exclude, batch.feedback.slates.item_ids, batch.feedback.histories.item_ids]
+    seen += [] if unavailable is None else [unavailable]
+    kept = first_places(drawn, ~is_member(drawn, torch.cat([part.long() for part in seen], 1)))
+    return drawn.masked_fill(~kept, 0)
+
+
+def _mixed_bits(values: Tensor) -> Tensor:
+    """SplitMix64 of int64 values, 0..2^62: integers that look random (Steele, Lea and Flood, OOPSLA 2014)."""
+    values = (values + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
+    values = (values ^ _shifted(values, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    values = (values ^ _shifted(values, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return _shifted(values ^ _shifted(values, 31), 2)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right; that of torch copies the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def unseen_auc(scores: Tensor, of_unseen: Tensor, targets: Targets, unseen: Tensor) -> dict[str, Tensor]:
+    """``AUC_unseen`` and ``AUC_mixed`` ``[B]``, float32.
+
+    ``AUC_unseen`` compares each user's positives with items that the user was never shown: an item that neither users
+    nor the logging policy care for should not be listed. ``AUC_mixed = .6 AUC_other + .4 AUC_unseen`` asks for both:
+    what the user prefers among the shown items, and what was worth showing to this user. Either part alone misjudges
+    policies in worlds where exposures carry, or do not carry, taste (docs/evaluation.md).
+
+    Args:
+        scores: ``[B, S]`` of the slate items.
+        of_unseen: ``[B, N]`` of the unseen items.
+        targets: the sets of the slates.
+        unseen: ``[B, N]`` from ``unseen_items``.
+    """
+    positive = first_places(targets.item_ids, targets.positive)
+    none = torch.zeros_like(unseen, dtype=torch.bool)
+    both = torch.cat([scores, of_unseen], 1)
+    against = torch.cat([torch.zeros_like(positive), unseen > 0], 1)
+    found = auc(both, torch.cat([positive, none], 1), against)
+    other = auc(scores, positive, first_places(targets.item_ids, targets.other))
+    mixed = OTHER_WEIGHT * other + (1 - OTHER_WEIGHT) * found
+    return {"AUC_unseen": found.float(), "AUC_mixed": mixed.float()}
 
 
 def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

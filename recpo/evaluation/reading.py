@@ -230,7 +230,7 @@ def disagreement(document: Document) -> list[str]:
     """A warning if the best contender by NDCG is significantly not the best by value.
 
     Value is the true reward if it is known; else the off-policy value of the lists, by SNIPS or else DR, from estimates
-    without warnings; else ``AUC_other``. The difference in value must survive Holm's correction.
+    without warnings; else ``AUC_mixed``. The difference in value must survive Holm's correction.
     """
     k = document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
@@ -294,11 +294,14 @@ def criterion(document: Document) -> Value | None:
 
 def _values(document: Document, k: int) -> list[Value]:
     """The measures of value, the most reliable first."""
-    auc = "it compares a user's positives with other items that the same user was shown, so exposure cancels out"
+    auc = (
+        "it compares a user's positives with other items that the same user was shown, so exposure cancels out, and "
+        "with items that the user was never shown"
+    )
     return [
         _metric(document, f"true_reward@{k}", "it is what users get from the lists"),
         *(_off_policy_value(document, k, name) for name in _ESTIMATORS),
-        _metric(document, "AUC_other", auc),
+        _metric(document, "AUC_mixed", auc),
     ]
 
 

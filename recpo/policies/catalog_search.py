@@ -101,7 +101,7 @@ def best_by_blocks(
         if exclude is not None:
             context, column = ((exclude >= rows.start) & (exclude < rows.stop)).nonzero(as_tuple=True)
             scores[context, exclude[context, column] - rows.start] = -torch.inf
-        best_here, ids_here = _block_top_k(scores, k)
+        best_here, ids_here = block_top_k(scores, k)
         # smaller ids come first and the sort is stable, so they win ties
         best, order = torch.cat([best, best_here], 1).sort(dim=1, descending=True, stable=True)
         ids = torch.cat([ids, ids_here + rows.start], 1).gather(1, order)[:, :k]
@@ -109,7 +109,7 @@ def best_by_blocks(
     return ids, best, lse
 
 
-def _block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``topk`` with ties ordered by index. If the last place is tied, a full sort decides."""
     if scores.shape[1] <= k:
         return scores.sort(dim=1, descending=True, stable=True)

@@ -31,6 +31,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.log.id_map import IdMap
+from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
@@ -43,7 +44,16 @@ from recpo.serving.program_inputs import ProgramReads
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
-    for own in (CatalogSoftmaxPolicy, SemanticIdPolicy, TiltedPolicy, RerankedPolicy)
+    for own in (
+        CatalogSoftmaxPolicy,
+        SemanticIdPolicy,
+        TiltedPolicy,
+        RerankedPolicy,
+        PopularityPolicy,
+        FactorPolicy,
+        ImplicitPolicy,
+        EasePolicy,
+    )
 }
 # constructor arguments that are not options in a bundle: it stores them itself, and item features are precomputed
 _GIVEN = ("num_items", "codes", "item_features")

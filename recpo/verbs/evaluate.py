@@ -54,11 +54,11 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
     """what to compare, on the same items: runs, bundles and factors (or their directories), lists of another system
     (NAME=FILE), and names of baselines. Lists are a Parquet file, a directory of such files, or a CSV file, with the
     columns user_id, item_id and rank (1 = best) or score (higher = better), in the ids of the log. Baselines:
-    popularity (training events), positives (training positives), recency (training events, newer ones counting more),
-    cooccurrence (items near the user's last ones), factorization (matrix factorization of graded feedback),
-    implicit_als (alternating least squares on positives), ease (linear model of items by items, for catalogs up to
-    10,000 items), random. A bundle ranks, but gives no probabilities of logged items. The logging policy is added if
-    its value is known"""
+    popularity (training events), positives (training positives), item_rate (share of positives),
+    recency (training events, newer ones counting more), cooccurrence (items near the user's last ones), factorization
+    (matrix factorization of graded feedback), implicit_als (alternating least squares on positives), ease (linear model
+    of items by items, for catalogs up to 10,000 items), random. A bundle ranks, but gives no probabilities of logged
+    items. The logging policy is added if its value is known"""
     _: KW_ONLY
     out: Path | str | None = None
     """output directory; null = keep the evaluation in memory only"""

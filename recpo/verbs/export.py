@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from recpo.artifacts import kind_of
+from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import read_features
 from recpo.evaluation.evaluation import Evaluation
+from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
+from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import BundleOptions, export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.of_runs import evaluation_facts, facts_of
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
+from recpo.verbs.baselines import is_baseline, served_baseline
 from recpo.verbs.verb import Verb, function_of
 
 
@@ -24,16 +28,21 @@ from recpo.verbs.verb import Verb, function_of
 class Export(BundleOptions, Verb[Bundle | Refreshed]):
     """Writes a trained policy as a bundle: an ONNX program, weights, items, a manifest with checksums.
 
-    Only the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``, an
-    existing bundle gets today's candidates in seconds: items that ``items`` does not contain, or marks as retired, are
-    no longer listed; new items get a vector from their features, if the policy reads item features.
+    Only the run is needed; a baseline or a factor model is exported with its prepared data. Every engine is compared
+    with the policy before the bundle appears. With ``refresh``, an existing bundle gets today's candidates in seconds:
+    items that ``items`` does not contain, or marks as retired, are no longer listed; new items get a vector from their
+    features, if the policy reads item features.
     """
 
-    first_day: ClassVar = ("run", "out", "k", "evaluation", "refresh", "items", "overwrite")
+    first_day: ClassVar = ("run", "out", "k", "prepared", "evaluation", "refresh", "items", "overwrite")
 
-    run: Run | Path | str | None = None
-    """run directory written by ``recpo train``"""
+    run: Run | Factors | Path | str | None = None
+    """run directory written by ``recpo train`` or ``recpo tilt``. With ``prepared`` also factors written by ``recpo
+    factorize``, or the name of a baseline of ``recpo evaluate``: popularity, positives, item_rate, recency,
+    factorization, implicit_als or ease"""
     _: KW_ONLY
+    prepared: Prepared | Path | str | None = None
+    """prepared data, for a baseline or factors"""
     out: Path | str
     """output bundle directory"""
     refresh: Bundle | Path | str | None = None
@@ -63,28 +72,55 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             raise RecpoError(
                 "export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run", code="missing_option"
             )
-        run = Run.open(self.run, self.trust)
         if self.compiled is not None and Path(self.compiled).exists() and not self.overwrite:
             raise RecpoError(
                 f"{self.compiled} exists already: name another file for compiled, or set overwrite",
                 field="compiled",
                 code="exists",
             )
-        measured = None
-        if self.evaluation is not None:
-            given = self.evaluation
-            evaluation = given if isinstance(given, Evaluation) else Evaluation.open(given)
-            measured = evaluation_facts(evaluation.document, run.root.resolve().name)
-        policy = run.policy(self.checkpoint)
-        options = replace(self.part(BundleOptions), k=min(self.k, run.num_items))
-        facts = facts_of(run, policy, self.checkpoint, measured)
-        export_bundle(policy, run.items, facts, Path(self.out), options, overwrite=self.overwrite, inputs=[run.root])
+        if isinstance(self.run, Factors) or is_baseline(self.run):
+            self._export_baseline(self.run)
+        else:
+            self._export_run(Run.open(self.run, self.trust))
         bundle = Bundle.open(Path(self.out))
         if self.compiled is not None:
             from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
 
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle
+
+    def _export_run(self, run: Run) -> None:
+        policy = run.policy(self.checkpoint)
+        facts = facts_of(run, policy, self.checkpoint, self._measured(run.root.resolve().name))
+        self._write(policy, run.items, facts, run.root)
+
+    def _export_baseline(self, named: Factors | Run | Path | str) -> None:
+        if self.prepared is None:
+            raise RecpoError(
+                f"export: {named} is a baseline or a factor model, which does not know the items' ids: name the data "
+                "with --prepared",
+                field="prepared",
+                code="missing_option",
+            )
+        assert not isinstance(named, Run)
+        data = Prepared.open(self.prepared)
+        served = served_baseline(named, data)
+        facts = served.facts(data)
+        measured = self._measured(served.name)
+        facts = facts if measured is None else replace(facts, card={"evaluation": measured})
+        self._write(served.policy, data.item_ids(), facts, data.root)
+
+    def _measured(self, name: str) -> dict[str, Any] | None:
+        """The metrics of the exported contender, for the model card."""
+        if self.evaluation is None:
+            return None
+        given = self.evaluation
+        evaluation = given if isinstance(given, Evaluation) else Evaluation.open(given)
+        return evaluation_facts(evaluation.document, name)
+
+    def _write(self, policy: Policy, items: IdMap, facts: PolicyFacts, source: object) -> None:
+        options = replace(self.part(BundleOptions), k=min(self.k, policy.num_items))
+        export_bundle(policy, items, facts, Path(self.out), options, overwrite=self.overwrite, inputs=[source])
 
 
 def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:

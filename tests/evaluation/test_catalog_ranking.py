@@ -246,7 +246,11 @@ def test_rounding_above_0_and_masked_places_are_accepted():
         evaluate_ranking(scoring([1e-6]), [batch_of([[1]], [[0.9]])], Ranking(num_items=9, ks=(1,))).counts["users"]
         == 1
     )
-    padded = Recommender(always([2]).recommend, lambda feedback: torch.tensor([[[-1.0], [7.0]]]))
+
+    def log_prob(feedback):  # the held-out items come first, then unseen ones
+        return torch.cat([torch.tensor([[-1.0, 7.0]]), feedback.slates.item_ids[:, 2:] * -1.0], 1)[..., None]
+
+    padded = Recommender(always([2]).recommend, log_prob)
     assert (
         evaluate_ranking(padded, [batch_of([[1, 0]], [[0.9, 0.0]])], Ranking(num_items=9, ks=(1,))).counts["users"] == 1
     )

@@ -95,9 +95,9 @@ def test_there_is_no_warning_without_need(document):
 
 
 def test_off_policy_value_is_taken_before_auc_and_the_truth_before_both():
-    (said,) = disagreement(document_of([0.3, 0.2], [0.9, 0.1], metric="AUC_other", off_policy=[0.5, 0.7]))
+    (said,) = disagreement(document_of([0.3, 0.2], [0.9, 0.1], metric="AUC_mixed", off_policy=[0.5, 0.7]))
     assert "b has the best off-policy value (SNIPS, top_10) (0.7000 against 0.5000" in said
-    (said,) = disagreement(document_of([0.3, 0.2], [0.5, 0.6], metric="AUC_other"))
-    assert "b has the best AUC_other" in said
+    (said,) = disagreement(document_of([0.3, 0.2], [0.5, 0.6], metric="AUC_mixed"))
+    assert "b has the best AUC_mixed" in said
     assert "exposure cancels out" in said
     assert disagreement(document_of([0.3, 0.2], [0.9, 0.1], off_policy=[0.5, 0.7])) == []

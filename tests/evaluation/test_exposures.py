@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.measures import Recommender, Targets, auc, exposure_auc
+from recpo.evaluation.measures import UNSEEN_DRAWS, Recommender, Targets, auc, exposure_auc, unseen_auc, unseen_items
 from recpo.ops.ranking import first_places
 
 rows = st.lists(
@@ -75,7 +75,58 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     def recommend(histories, k, exclude):
         return Recommendations(torch.tensor([[1]]), torch.zeros(1, 1))
 
-    result = evaluate_ranking(Recommender(recommend, lambda feedback: tokens), [batch], Ranking(num_items=6, ks=(1,)))
+    def log_prob(feedback):  # all other items are in the past or in the period, so none is drawn as unseen
+        assert not feedback.slates.mask[:, 6:].any()
+        return torch.nn.functional.pad(tokens, (0, 0, 0, feedback.slates.item_ids.shape[1] - 6))
+
+    result = evaluate_ranking(Recommender(recommend, log_prob), [batch], Ranking(num_items=6, ks=(1,)))
     assert result.per_user["AUC_other"].item() == 0.5  # of 1 and 5 against 2 alone
     assert result.per_user["AUC_dislikes"].item() == 0.5
+    assert result.per_user["AUC_unseen"].isnan().all()
     assert "AUC_other" not in evaluate_ranking(Recommender(recommend), [batch], Ranking(num_items=6, ks=(1,))).per_user
+
+
+def users_of(user_ids, past, shown):
+    shown = torch.tensor(shown)
+    slates = Slates(shown, torch.zeros_like(shown), shown > 0)
+    histories = Histories(torch.tensor(past), torch.tensor([len(row) for row in past]))
+    return EvaluationBatch(FeedbackBatch(histories, slates, torch.tensor(user_ids)), torch.tensor(past))
+
+
+def test_unseen_items_are_new_distinct_candidates_and_depend_on_the_user_alone():
+    users = users_of([7, 8], [[1, 2], [3, 4]], [[5, 6], [7, 0]])
+    drawn = unseen_items(users, 12, unavailable=torch.tensor([[12], [0]]))
+    assert drawn.shape == (2, UNSEEN_DRAWS)
+    first, second = ({item for item in row if item} for row in drawn.tolist())
+    assert first <= set(range(1, 12)) - {1, 2, 5, 6}
+    assert second <= set(range(1, 13)) - {3, 4, 7}
+    assert len(first) == (drawn[0] > 0).sum()
+    assert len(first) > 3
+    alone = unseen_items(users_of([8], [[3, 4]], [[7, 0]]), 12)
+    assert alone[0].tolist() == drawn[1].tolist()
+
+
+def test_unseen_items_are_drawn_evenly():
+    many = EvaluationBatch(
+        FeedbackBatch(
+            Histories(torch.zeros(4000, 1, dtype=torch.long), torch.zeros(4000, dtype=torch.long)),
+            Slates(
+                torch.zeros(4000, 1, dtype=torch.long), torch.zeros(4000, 1, dtype=torch.long), torch.zeros(4000, 1) > 0
+            ),
+            torch.arange(4000),
+        ),
+        torch.zeros(4000, 1, dtype=torch.long),
+    )
+    counts = np.bincount(unseen_items(many, 1000).flatten().numpy(), minlength=1001)[1:]
+    assert abs(counts.mean() - 4000 * UNSEEN_DRAWS / 1000) < 10  # hardly any is drawn twice
+    assert counts.std() < 1.2 * math.sqrt(counts.mean())
+
+
+def test_unseen_auc_is_scikit_learns_and_the_mixture_is_of_both():
+    scores, of_unseen = torch.tensor([[-1.0, -2.0, -4.0]]), torch.tensor([[-3.0, -1.5, 9.0]])
+    items, unseen = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 0]])
+    positive, other = torch.tensor([[True, False, True]]), torch.tensor([[False, True, False]])
+    found = unseen_auc(scores, of_unseen, Targets(items, positive, torch.zeros_like(other), other), unseen)
+    expected = roc_auc_score([1, 1, 0, 0], [-1.0, -4.0, -3.0, -1.5])
+    assert found["AUC_unseen"].item() == pytest.approx(expected)
+    assert found["AUC_mixed"].item() == pytest.approx(0.6 * 0.5 + 0.4 * expected)

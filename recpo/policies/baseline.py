@@ -1,0 +1,259 @@
+"""Baselines as policies: a softmax over the scores that a model without training steps gives to every item.
+
+A baseline that no trained policy beats is what a team should serve (``recpo fit``). As a policy it is exported,
+verified and served like any other: popularity, a factorization of grades, implicit ALS and EASE.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from recpo.base.contracts import Policy
+from recpo.base.errors import RecpoError
+from recpo.base.feedback import HIGHEST
+from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+from recpo.ops.linear_algebra import solve_positive_definite
+from recpo.policies import catalog_search, sampling
+from recpo.policies.sampling import shared_states
+from recpo.policies.tilted import GradeFactors, prefixes, validate_temperature
+
+#: The lowest feedback level that counts as positive in a history: the upper half.
+LEAST_POSITIVE_LEVEL = HIGHEST - 1
+
+
+class BaselinePolicy(Policy):
+    """``pi(i | h) ∝ exp(score(h, i) / temperature)`` over the whole catalog.
+
+    Args:
+        num_items: catalog size V.
+        max_history: number of most recent events that the model reads; at least 1.
+        temperature: difference in score that moves the log-odds of two items by 1; above 0. Lists do not depend on it.
+    """
+
+    def __init__(self, num_items: int, *, max_history: int, temperature: float) -> None:
+        validate_temperature(temperature)
+        if max_history < 1:
+            raise RecpoError(
+                f"max_history is {max_history}; it is at least 1", code="out_of_range", field="max_history"
+            )
+        super().__init__()
+        self.num_items, self.max_history, self.temperature = num_items, max_history, temperature
+
+    @abstractmethod
+    def scores(self, histories: Histories) -> Tensor:
+        """``[B, V]`` float32 of the items 1..V after the complete histories."""
+
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``."""
+        slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        rows, state_index = shared_states(slates, positions, width)
+        state = torch.arange(len(rows), device=rows.device) if state_index is None else state_index
+        columns = slates.item_ids.reshape(-1)[positions] - 1
+        logp, begin = columns.new_zeros(len(positions), dtype=torch.float32), 0
+        for some in rows.split(sampling.contexts_at_once(self.num_items)):
+            parts = [self._logp(part) for part in prefixes(batch.histories, some // width, some % width)]
+            here = (state >= begin) & (state < begin + len(some))
+            logp[here] = torch.cat(parts)[state[here] - begin, columns[here]]
+            begin += len(some)
+        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``."""
+        if not 1 <= k <= self.num_items:
+            raise RecpoError(
+                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
+                code="out_of_range",
+                field="k",
+            )
+        if torch.compiler.is_exporting():
+            return self._best(histories, k, exclude)
+        size, lists = sampling.contexts_at_once(self.num_items), []
+        for begin in range(0, len(histories.lengths), size):
+            part = torch.arange(begin, min(begin + size, len(histories.lengths)), device=histories.lengths.device)
+            lists.append(self._best(histories.rows(part), k, None if exclude is None else exclude[part]))
+        if not lists:
+            lists = [self._best(histories, k, exclude)]
+        return Recommendations(*(torch.cat(column) for column in zip(*lists, strict=True)))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Policy.sample``."""
+        sampling.validate_sampling(group_size, options)
+        logits = self.scores(histories) / (self.temperature * options.temperature)
+        ids, logp = sampling.draw_from_scores(logits, group_size, options)
+        return ids, logp[..., None]
+
+    def _logp(self, histories: Histories) -> Tensor:
+        return (self.scores(histories) / self.temperature).log_softmax(1)
+
+    def _best(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        logp = F.pad(self._logp(histories), (1, 0), value=-torch.inf)
+        if exclude is not None:
+            logp = logp.scatter(1, exclude, -torch.inf)
+        if torch.compiler.is_exporting():
+            best, ids = logp.topk(k, 1)
+            ids = catalog_search.ties_to_smaller_id(best, ids, self.num_items + 1)
+        else:
+            best, ids = catalog_search.block_top_k(logp, k)
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best)
+
+
+class PopularityPolicy(BaselinePolicy):
+    """The same score for every history: popularity, or the rate of positives of every item.
+
+    Args:
+        num_items: catalog size V.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        item_scores: ``[V]``.
+    """
+
+    item_scores: Tensor
+
+    def __init__(self, num_items: int, *, temperature: float = 1.0) -> None:
+        super().__init__(num_items, max_history=1, temperature=temperature)
+        self.register_buffer("item_scores", torch.zeros(num_items))
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``."""
+        return self.item_scores.expand(histories.item_ids.shape[0], -1)
+
+
+class FactorPolicy(BaselinePolicy):
+    """The grade that a factor model expects, or its lower bound: the tilted policy (``tilted.py``) without a base.
+
+    Args:
+        num_items: catalog size V.
+        rank: rank of the factor model.
+        mean: its mean grade.
+        ridge: its ridge.
+        bias_ridge: its ridge of the user bias.
+        max_history: number of most recent events that it folds in.
+        lower_bound: reduce the grade by this many standard deviations of its posterior.
+        temperature: see ``BaselinePolicy``.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        rank: int,
+        mean: float,
+        ridge: float,
+        bias_ridge: float,
+        max_history: int,
+        lower_bound: float = 0.0,
+        temperature: float = 0.05,
+    ) -> None:
+        super().__init__(num_items, max_history=max_history, temperature=temperature)
+        self.factors = GradeFactors(
+            num_items,
+            rank=rank,
+            mean=mean,
+            ridge=ridge,
+            bias_ridge=bias_ridge,
+            max_history=max_history,
+            lower_bound=lower_bound,
+        )
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``; up to what all items of a history share."""
+        states = self.factors.tilt(self.factors.fold_in(histories), 1.0)
+        table = self.factors.item_vectors()[1:]
+        return catalog_search.scores_of(states, table, self.factors.rooted, catalog_search.product)
+
+
+class ImplicitPolicy(BaselinePolicy):
+    """Implicit ALS (``recpo.rewards.implicit``): ``x · y_i``, with ``x`` folded in from the positives of the history.
+
+    Args:
+        num_items: catalog size V.
+        rank: number of factors r.
+        unobserved: weight of the pairs without a positive event.
+        ridge: ridge of the users; above 0.
+        nu: exponent of their frequency.
+        max_history: number of most recent events that are read.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        item_factors: ``[V, r]``.
+    """
+
+    item_factors: Tensor
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        rank: int,
+        unobserved: float,
+        ridge: float,
+        nu: float,
+        max_history: int,
+        temperature: float = 0.1,
+    ) -> None:
+        super().__init__(num_items, max_history=max_history, temperature=temperature)
+        self.unobserved, self.ridge, self.nu = unobserved, ridge, nu
+        self.register_buffer("item_factors", torch.zeros(num_items, rank))
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``."""
+        known, items = distinct_positives(histories, self.max_history), self.item_factors.double()
+        rows = items[(histories.item_ids - 1).clamp_min(0)] * known[..., None]
+        ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
+        identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
+        matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
+        return solve_positive_definite(matrices, rows.sum(1)).float() @ self.item_factors.T
+
+
+class EasePolicy(BaselinePolicy):
+    """EASE (``recpo.rewards.ease``): the sum of ``B[j, i]`` over the positives j of the history.
+
+    Args:
+        num_items: catalog size V.
+        max_history: number of most recent events that are read.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        weights: ``[V, V]``, ``B``.
+    """
+
+    weights: Tensor
+
+    def __init__(self, num_items: int, *, max_history: int, temperature: float = 0.1) -> None:
+        super().__init__(num_items, max_history=max_history, temperature=temperature)
+        self.register_buffer("weights", torch.zeros(num_items, num_items))
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``."""
+        known = distinct_positives(histories, self.max_history)
+        ids = torch.where(known, histories.item_ids, 0)
+        chosen = torch.zeros_like(self.weights[:1, :1]).expand(ids.shape[0], self.num_items + 1)
+        return chosen.scatter(1, ids, 1.0)[:, 1:] @ self.weights
+
+
+def distinct_positives(histories: Histories, max_history: int) -> Tensor:
+    """``[B, H]`` bool: the first of the last ``max_history`` events of each item at one of the upper two levels.
+
+    The same as ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
+    """
+    item_ids, feedback = histories.item_ids, histories.feedback
+    if feedback is None:
+        feedback = torch.zeros_like(item_ids)
+    place = torch.arange(item_ids.shape[1], device=item_ids.device)
+    lengths = histories.lengths[:, None]
+    known = (place < lengths) & (place >= lengths - max_history) & (item_ids > 0) & (feedback >= LEAST_POSITIVE_LEVEL)
+    again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] < place[:, None])
+    return known & ~again.any(2)
