@@ -190,6 +190,8 @@ from .verbs.compare import compare as compare
 from .verbs.evaluate import evaluate as evaluate
 from .verbs.export import export as export
 from .verbs.factorize import factorize as factorize
+from .verbs.fit import Decision as Decision
+from .verbs.fit import fit as fit
 from .verbs.init import init as init
 from .verbs.load import load as load
 from .verbs.loop import LoopResult as LoopResult

@@ -100,6 +100,7 @@ Kind = Literal[
     "factors",
     "comparison",
     "loop",
+    "decision",
     "impressions",
 ]
 MARKER: Final = "recpo.json"

@@ -440,7 +440,7 @@ def directory_in_place(
 
 
 @contextmanager
-def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> Iterator[None]:
+def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resume: bool = False) -> Iterator[None]:
     """An empty directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
 
     The lock is on its ``recpo.json`` instead of the directory, because those outputs lock their parent directory.
@@ -449,6 +449,7 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> It
         target: the directory; a symbolic link is followed.
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind immediately.
+        resume: go on with a ``target`` of the same kind, as it is.
 
     Raises:
         RecpoError: another process fills it, or it may not be created or replaced.
@@ -457,6 +458,9 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> It
     with ExitStack() as locks:
         if (place / MARKER).is_file():
             lock(place / MARKER, place, locks)
+        if resume:
+            yield
+            return
         with output_directory(place, kind=kind, overwrite=overwrite):
             pass
         lock(place / MARKER, place, locks)

@@ -31,6 +31,7 @@ from recpo.cli.verb_results import failed as failure
 
 VERBS = {
     "init": "inspect a log and write configurations for it",
+    "fit": "find the policy that should ship, from a log, within a budget of time",
     "simulate": "simulate an interaction log with known preferences",
     "prepare": "turn an interaction log into training, validation and test shards",
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",

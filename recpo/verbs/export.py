@@ -11,6 +11,7 @@ from recpo.artifacts import kind_of
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import read_features
+from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
@@ -56,6 +57,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     """which checkpoint of the run"""
     compiled: Path | str | None = None
     """also write this file, the program as machine code for machines like this one (torch's AOTInductor)"""
+    baseline_cache: Path | str | None = None
+    """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
     evaluation: Evaluation | Path | str | None = None
     """directory written by ``recpo evaluate`` with this run as a contender; its metrics, and those of baselines, go
     into the model card"""
@@ -104,7 +107,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             )
         assert not isinstance(named, Run)
         data = Prepared.open(self.prepared)
-        served = served_baseline(named, data)
+        kept = None if self.baseline_cache is None else Path(self.baseline_cache)
+        served = served_baseline(named, data, cache=BaselineCache(kept, kept))
         facts = served.facts(data)
         measured = self._measured(served.name)
         facts = facts if measured is None else replace(facts, card={"evaluation": measured})

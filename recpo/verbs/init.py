@@ -13,11 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.artifacts import output_file
 from recpo.base.errors import RecpoError
+from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
 from recpo.log.inspection import Inspection, inspect_log, sizes_of, split_of, timezone_of
 from recpo.log.recognition import Recognition
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
+from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 _PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
@@ -66,15 +68,7 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     Raises:
         RecpoError: a question is open, or a file exists.
     """
-    if found.questions:
-        asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
-        one, role = len(found.questions) == 1, found.questions[0].partition(":")[0]
-        raise RecpoError(
-            f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
-            f"the log, nothing written\n{asked}",
-            code="missing_option",
-            field=role if role in LogColumns.ALL else "csv.names",
-        )
+    _validate_answered(found)
     steps = ["pretrain", *found.objectives]
     files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
     if existing := [str(file) for file in files.values() if file.exists()]:
@@ -89,6 +83,48 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
         with output_file(file, overwrite=False) as whole:
             whole.write_text(texts[step], encoding="utf-8")
     return replace(found, written=files, commands=tuple(_commands(files)))
+
+
+def write_preparation(found: Inspection, out: Path) -> dict[str, Path]:
+    """Writes ``prepare.yaml`` alone, into an existing directory; a file there is replaced.
+
+    Raises:
+        RecpoError: a question is open.
+    """
+    _validate_answered(found)
+    files = {"prepare": out / _PREPARE}
+    with output_file(files["prepare"]) as whole:
+        whole.write_text(_prepare_text(found, files), encoding="utf-8")
+    return files
+
+
+def preparation_of(found: Inspection) -> dict[str, Any]:
+    """The options of ``recpo.prepare`` that ``prepare.yaml`` has."""
+    column = found.recognition.column(LogColumns.TIMESTAMP)
+    timezone = None if column is None else timezone_of(found.sample.table[column])
+    name, options, _ = split_of(found.recognition, found.counts, found.label, timezone)
+    split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[name]
+    label: Any = getattr(shaping, found.label.class_name)
+    columns, log = found.columns, _log_of(found)
+    chosen: dict[str, Any] = {"log": log, "preset": found.recognition.preset, "csv": found.sample.form}
+    if found.label.column is not None:
+        columns = replace(columns, label=found.label.column)
+    if _differs_from_preset(found.recognition):
+        chosen["behaviors"] = dict(found.recognition.behaviors)
+    return {**chosen, "columns": columns, "label": label(**found.label.init_args), "split": split(**options)}
+
+
+def _validate_answered(found: Inspection) -> None:
+    """Raises if a question is open."""
+    if found.questions:
+        asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
+        one, role = len(found.questions) == 1, found.questions[0].partition(":")[0]
+        raise RecpoError(
+            f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
+            f"the log, nothing written\n{asked}",
+            code="missing_option",
+            field=role if role in LogColumns.ALL else "csv.names",
+        )
 
 
 def _paths(out: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle
     from recpo.training.run import Run
+    from recpo.verbs.fit import Decision
     from recpo.verbs.loop import LoopResult
     from recpo.worlds.log import Simulation
 
@@ -33,14 +34,17 @@ _CLASSES: Final[Mapping[Kind | None, str]] = {
     "evaluation": "Evaluation",
     "comparison": "Comparison",
     "loop": "LoopResult",
+    "decision": "Decision",
     "simulation": "Simulation",
 }
-_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
+_READABLE = (
+    "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop, a decision or a simulation"
+)
 
 
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
-) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | LoopResult | Simulation:
+) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | LoopResult | Decision | Simulation:
     """Opens a directory that recpo wrote, of any kind; its ``recpo.json`` names the kind.
 
     Imports only what the kind needs: a bundle opens without torch.

@@ -1,0 +1,182 @@
+"""Which contender should ship: a criterion of value on held-out users, and the rule that decides by it.
+
+A trained policy ships only if it beats the strongest baseline beyond doubt: by a paired difference on the same users,
+corrected for the number of policies that were compared. Otherwise the baseline ships.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from recpo.base.errors import RecpoError
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, estimate
+from recpo.evaluation.held_out_pass import Evaluated
+
+#: Criteria without propensities, the preferred one first; ``@k`` stands for the length of the lists.
+_METRICS: Final = ("AUC_mixed", "AUC_unseen", "NDCG@k")
+_LEAST_USERS: Final = 30
+
+
+class Judged(NamedTuple):
+    """A contender on the validation period: its name, whether it is a baseline, and what one pass found."""
+
+    name: str
+    is_baseline: bool
+    found: Evaluated
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A per-user metric that stands for value.
+
+    Attributes:
+        metric: its name among the metrics of the pass.
+    """
+
+    metric: str
+
+    @classmethod
+    def of(cls, judged: Sequence[Judged], k: int) -> Criterion:
+        """The first criterion that enough users have for every contender.
+
+        ``AUC_mixed`` needs exposures that were not liked; a log of positives alone has ``AUC_unseen``. A period in
+        which nothing can be compared has ``NDCG@k``.
+        """
+        for metric in _METRICS:
+            name = metric.replace("@k", f"@{k}")
+            if all(_users(one, name) >= _LEAST_USERS for one in judged):
+                return cls(name)
+        return cls(f"NDCG@{k}")
+
+    def value(self, one: Judged) -> Estimate:
+        """Mean over users, with its 95 % interval."""
+        return one.found.contender.result.estimate(self.metric)
+
+    def difference(self, one: Judged, other: Judged) -> Estimate:
+        """Mean of ``one - other`` over the same users, with its 95 % interval."""
+        return one.found.contender.result.difference(other.found.contender.result, self.metric)
+
+    @property
+    def why(self) -> str:
+        """What it measures, as the end of a sentence."""
+        if self.metric == "AUC_mixed":
+            return (
+                "how far positives rank above the same user's other exposures (weight .6) and above items that the "
+                "user was never shown (.4)"
+            )
+        if self.metric == "AUC_unseen":
+            return "how far positives rank above items that the user was never shown: the log has no other exposures"
+        return "agreement with the logged positives: the period has too little to compare value"
+
+
+def _users(one: Judged, metric: str) -> int:
+    values = one.found.contender.result.per_user.get(metric)
+    return 0 if values is None else estimate(values).n
+
+
+class Standing(NamedTuple):
+    """A row of the leaderboard.
+
+    Attributes:
+        name: the contender.
+        is_baseline: whether a team has it without recpo.
+        value: mean of the criterion.
+        half_width: half-width of its 95 % interval over users.
+        behind: mean paired difference of the leader to it, on the same users.
+        behind_half_width: half-width of the interval of that difference.
+        lost: whether the leader is better beyond doubt.
+    """
+
+    name: str
+    is_baseline: bool
+    value: float
+    half_width: float
+    behind: float
+    behind_half_width: float
+    lost: bool
+
+
+class Choice(NamedTuple):
+    """What ships.
+
+    Attributes:
+        name: the contender that ships.
+        leader: the contender with the best value.
+        strongest_baseline: the baseline with the best value.
+        policy: the policy with the best value; None = there is none.
+        gain: paired difference of that policy to the strongest baseline; None = there is no policy.
+        p_value: one-sided, corrected for the number of policies; None = there is no policy.
+        reason: the sentence for people.
+        standings: all contenders, best first.
+    """
+
+    name: str
+    leader: str
+    strongest_baseline: str
+    policy: str | None
+    gain: Estimate | None
+    p_value: float | None
+    reason: str
+    standings: tuple[Standing, ...]
+
+
+def leaderboard(judged: Sequence[Judged], criterion: Criterion) -> tuple[Standing, ...]:
+    """The contenders, best first; those without a value last."""
+    values = {one.name: criterion.value(one) for one in judged}
+    ranked = sorted(judged, key=lambda one: -_known(values[one.name].mean))
+    leader, rows = ranked[0], []
+    for one in ranked:
+        behind = criterion.difference(leader, one)
+        lost = one is not leader and behind.mean > 0 and _p_value(behind) <= LEVEL
+        own = values[one.name]
+        rows.append(Standing(one.name, one.is_baseline, own.mean, own.half_width, behind.mean, behind.half_width, lost))
+    return tuple(rows)
+
+
+def choose(judged: Sequence[Judged], criterion: Criterion) -> Choice:
+    """The contender that ships: the best policy if it beats the strongest baseline beyond doubt, else that baseline.
+
+    "Beyond doubt": the one-sided p-value of the paired difference, times the number of policies (Bonferroni), is at
+    most 5 %.
+
+    Raises:
+        RecpoError: there is no baseline.
+    """
+    standings, by_name = leaderboard(judged, criterion), {one.name: one for one in judged}
+    baselines = [row for row in standings if row.is_baseline]
+    policies = [row for row in standings if not row.is_baseline and math.isfinite(row.value)]
+    if not baselines:
+        raise RecpoError("a decision needs a baseline to compare with", code="empty", field="contenders")
+    strongest, leader = baselines[0].name, standings[0].name
+    if not policies:
+        reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
+        return Choice(strongest, leader, strongest, None, None, None, reason, standings)
+    best = policies[0].name
+    gain = criterion.difference(by_name[best], by_name[strongest])
+    p_value = min(1.0, _p_value(gain) * len(policies))
+    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion.metric} over {gain.n:,} users".replace("-", "\u2212")
+    many = "" if len(policies) == 1 else f", corrected for {len(policies)} policies"
+    if p_value <= LEVEL:
+        reason = f"{best} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
+        return Choice(best, leader, strongest, best, gain, p_value, reason, standings)
+    reason = (
+        f"no policy beats the strongest baseline, {strongest}, beyond doubt: the best one, {best}, differs by {known} "
+        f"(p = {p_value:.2g}{many}), so the baseline ships"
+    )
+    return Choice(strongest, leader, strongest, best, gain, p_value, reason, standings)
+
+
+def _known(value: float) -> float:
+    return value if math.isfinite(value) else -math.inf
+
+
+def _p_value(difference: Estimate) -> float:
+    """One-sided, of "the mean difference is at most 0"; 1 if it is unknown."""
+    if not (math.isfinite(difference.mean) and math.isfinite(difference.half_width)):
+        return 1.0
+    if difference.half_width == 0:
+        return 0.0 if difference.mean > 0 else 1.0
+    return 0.5 * math.erfc(difference.mean / difference.half_width * Z95 / math.sqrt(2))

@@ -1,0 +1,424 @@
+"""The steps of ``fit`` from prepared data to judged contenders, within a budget of time.
+
+Every step is a verb with options, so its command repeats it by hand. A step whose output is complete is not repeated.
+What depends on the clock (how long to train, how much to search) is decided once and kept in ``plan.json``, so a fit
+that was stopped decides as it would have, and its commands give the same result on any machine.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from recpo.artifacts import read_json, write_json
+from recpo.evaluation.baselines import BaselineCache
+from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
+from recpo.evaluation.decision import Criterion, Judged
+from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
+from recpo.log.inspection import LogCounts, sizes_of
+from recpo.log.prepared import Prepared
+from recpo.rewards.ease import EaseOptions
+from recpo.training.run import FINISHED, RESOLVED, checkpoint_path
+from recpo.training.tilting import has_grades
+from recpo.verbs.contenders import ModelOptions, contenders_of
+from recpo.verbs.devices import compute_device
+from recpo.verbs.factorize import factorize
+from recpo.verbs.tilt import tilt
+from recpo.verbs.train import train
+from recpo.verbs.verb import configurations
+
+PLAN: Final = "plan.json"
+#: Directories of a fit.
+PREPARED: Final = "prepared"
+FACTORS: Final = "factors"
+BASELINES: Final = "baselines"
+RUNS: Final = "runs"
+#: Recipes, by the names of their runs.
+PRETRAIN: Final = "pretrain"
+MPO: Final = "mpo"
+GBPO: Final = "gbpo"
+VALUE_DPO: Final = "value_dpo"
+
+_EASE_ITEMS: Final = 3_000  # a larger catalog takes minutes, for lists like those of implicit ALS
+_TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
+_EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
+_OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training steps
+_LEAST_STEPS: Final = 20
+_PROBE_STEPS: Final = 12
+_LOWER_BOUND: Final = 1.0  # standard deviations, as in mpo.yaml
+
+
+class Step(NamedTuple):
+    """A finished step: the command that repeats it, and how long it took."""
+
+    command: str
+    seconds: float
+
+
+@dataclass
+class Plan:
+    """What a fit has done, and what it decided by the clock.
+
+    Attributes:
+        spent: seconds of earlier, interrupted calls and of all steps of this one.
+        effort: share of the recommended training steps; None = not decided yet.
+        recipes: the recipes that are trained, in order.
+        trials: number of trials of the search; None = not decided yet.
+        steps: the finished steps.
+    """
+
+    spent: float = 0.0
+    effort: float | None = None
+    recipes: list[str] = field(default_factory=list)
+    trials: int | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, root: Path) -> Plan:
+        """The plan of a fit that was stopped, or a new one."""
+        if not (root / PLAN).is_file():
+            return cls()
+        content = read_json(root / PLAN, "run the fit again with --overwrite true")
+        content["steps"] = [Step(**one) for one in content["steps"]]
+        return cls(**content)
+
+    def save(self, root: Path) -> None:
+        """Writes ``plan.json``."""
+        write_json(root / PLAN, {**asdict(self), "steps": [one._asdict() for one in self.steps]})
+
+
+class Recipe(NamedTuple):
+    """How a policy is trained: recpo's own configurations, and the size of their contexts (``sizes_of``)."""
+
+    configs: tuple[str, ...]
+    sizes: str
+    after: str | None = None
+
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    PRETRAIN: Recipe(("pretrain",), "pretrain"),
+    MPO: Recipe(("mpo",), "mpo", PRETRAIN),
+    GBPO: Recipe(("gbpo",), "gbpo", PRETRAIN),
+    VALUE_DPO: Recipe(("preference_lists", "value_dpo"), "gbpo", PRETRAIN),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoadOptions:
+    """What all steps share."""
+
+    minutes: float
+    k: int
+    seed: int
+    device: str
+    progress: bool
+    on_step: Callable[[str], None]
+
+
+class Road:
+    """The steps of one fit.
+
+    Args:
+        root: its directory.
+        options: what all steps share.
+    """
+
+    def __init__(self, root: Path, options: RoadOptions) -> None:
+        self.root, self.options, self.plan = root, options, Plan.open(root)
+        self._began = time.monotonic() - self.plan.spent
+        self._judged: dict[str, Judged] = {}
+        self._prepared: Prepared | None = None
+        self._pass: HeldOutPass | None = None
+        self.judging_seconds = 0.0
+
+    @property
+    def data(self) -> Prepared:
+        """The prepared data."""
+        assert self._prepared is not None
+        return self._prepared
+
+    def use(self, data: Prepared) -> None:
+        """Sets the prepared data, after the step that makes them."""
+        self._prepared = data
+
+    @property
+    def left(self) -> float:
+        """Seconds until the budget is spent; negative afterwards."""
+        return self.options.minutes * 60 - (time.monotonic() - self._began)
+
+    def step(self, command: Sequence[object], done: Path, work: Callable[[], object]) -> None:
+        """Runs a step, unless its output is complete.
+
+        Args:
+            command: the words of the command that repeats it.
+            done: exists if the step was finished.
+            work: does it.
+        """
+        if done.exists():
+            return
+        text = shlex.join(["recpo", *map(str, command)])
+        self.options.on_step(f"{self._clock()}  {text}")
+        began = time.monotonic()
+        work()
+        self.plan.steps.append(Step(text, round(time.monotonic() - began, 2)))
+        self.save()
+
+    def save(self) -> None:
+        """Keeps the plan, with the time that was spent."""
+        self.plan.spent = round(time.monotonic() - self._began, 2)
+        self.plan.save(self.root)
+
+    def say(self, text: str) -> None:
+        """Shows a sentence with the time that is left."""
+        self.options.on_step(f"{self._clock()}  {text}")
+
+    def _clock(self) -> str:
+        left = max(0, round(self.left))
+        return f"{left // 60:3d}:{left % 60:02d} left"
+
+    # contenders
+
+    def baselines(self) -> list[Baseline]:
+        """The baselines that a team would use and a bundle can serve."""
+        found: list[Baseline] = ["popularity", "item_rate", "implicit_als"]
+        found += ["ease"] if self.data.num_items <= _EASE_ITEMS else []
+        return [*found, "factorization"] if self.graded else found
+
+    @property
+    def graded(self) -> bool:
+        """Whether the log has graded feedback to fit and select a reward model with."""
+        counts = self.data.feedback_counts["train"]
+        return bool(counts["skipped"] + counts["disliked"]) and has_grades(self.data)
+
+    @property
+    def baseline_cache(self) -> BaselineCache:
+        """Where fitted baselines are kept."""
+        return BaselineCache(self.root / BASELINES, self.root / BASELINES)
+
+    def fit_factors(self) -> None:
+        """Fits and selects the reward model."""
+        out = self.root / FACTORS
+        seed, progress = self.options.seed, self.options.progress
+        words = ["factorize", "--prepared", self.data.root, "--out", out, "--seed", seed]
+        self.step(words, out, partial(factorize, self.data, out, seed=seed, progress=progress))
+
+    def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> None:
+        """Trains a recipe, or continues its training.
+
+        Args:
+            name: of the run.
+            recipe: its configurations.
+            changed: options that differ from them, by dotted name.
+        """
+        out, files = self.root / RUNS / name, self._files(recipe)
+        options = {**self._options(recipe), **self._sized(recipe), **(changed or {})}
+        words = ["train", *(word for file in files for word in ("--config", file)), *_flags(options), "--out", out]
+        self.step(words, out / FINISHED, partial(self._train, out, files, options))
+
+    def tilt(self, name: str, base: str) -> None:
+        """Tilts a run by the reward model; nothing is written if no temperature is better than the run itself."""
+        out, run, factors = self.root / RUNS / name, self.root / RUNS / base, self.root / FACTORS
+        words = ["tilt", "--run", run, "--factors", factors, "--prepared", self.data.root, "--k", self.options.k]
+        words += ["--lower_bound", _LOWER_BOUND, "--out", out]
+        if any(shlex.split(one.command)[-1] == str(out) for one in self.plan.steps):
+            return  # it was tried, and no temperature is better
+        work = partial(tilt, run, factors, self.data, out=out, k=self.options.k, lower_bound=_LOWER_BOUND)
+        self.step(words, out / FINISHED, work)
+
+    def judge(self, name: str) -> Judged:
+        """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
+        if name not in self._judged:
+            began = time.monotonic()
+            contender = self._contender(name)
+            is_baseline = contender.kind == "baseline"
+            self._judged[name] = Judged(name, is_baseline, self._validation.evaluate(contender))
+            self.judging_seconds += time.monotonic() - began
+            criterion = Criterion.of([self._judged[name]], self.options.k)
+            value = criterion.value(self._judged[name])
+            self.say(f"{name}: {criterion.metric} {value.mean:.4f} ± {value.half_width:.4f}")
+        return self._judged[name]
+
+    @property
+    def judged(self) -> list[Judged]:
+        """All contenders so far."""
+        return list(self._judged.values())
+
+    def path_of(self, name: str) -> Path | str:
+        """The directory of a contender, or the name of a baseline."""
+        if name in self.baselines():
+            return name
+        return self.root / FACTORS if name == FACTORS else self.root / RUNS / name
+
+    def finished(self, name: str) -> bool:
+        """Whether the run of this name was written."""
+        return (self.root / RUNS / name / FINISHED).is_file()
+
+    def contenders(self, names: Sequence[str]) -> list[Contender]:
+        """Contenders of an evaluation."""
+        return [self._contender(name) for name in names]
+
+    def _contender(self, name: str) -> Contender:
+        made = partial(baseline, data=self.data, options=baseline_options(), cache=self.baseline_cache)
+        options = ModelOptions(device=self.options.device)
+        (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
+        return found
+
+    @property
+    def _validation(self) -> HeldOutPass:
+        if self._pass is None:
+            ks = [min(self.options.k, self.data.num_items)]
+            options = RankingOptions(split="valid", ks=ks, segments=False, progress=self.options.progress)
+            self._pass = HeldOutPass.of(self.data, options, compute_device(self.options.device))
+        return self._pass
+
+    # the length of training
+
+    def decide_effort(self, wanted: Sequence[str]) -> None:
+        """Decides which recipes are trained, and for which share of their recommended steps.
+
+        A few steps of pre-training and MPO are timed. All wanted recipes are trained if a quarter of their steps fit
+        into the budget; else the last ones are left out, and what is left is shortened further. Shares are powers of
+        one half, so that small differences in speed decide the same.
+
+        Args:
+            wanted: names of recipes, the most promising first; pre-training is the first.
+        """
+        if self.plan.effort is not None:
+            return
+        self.say("timing a few training steps")
+        costs = self._costs(wanted)
+        budget = _TRAINING_SHARE * self.left
+        for kept in range(len(wanted), 0, -1):
+            total = sum(costs[name] for name in wanted[:kept])
+            fitting = [effort for effort in _EFFORTS if effort * total <= budget]
+            if fitting and (fitting[0] >= _EFFORTS[2] or kept == 1):
+                break
+        self.plan.effort = fitting[0] if fitting else _EFFORTS[-1]
+        self.plan.recipes = list(wanted[:kept])
+        self.save()
+        left_out = [name for name in wanted if name not in self.plan.recipes]
+        told = f"; left out: {', '.join(left_out)}" if left_out else ""
+        self.say(f"training {', '.join(self.plan.recipes)}, each for {self.plan.effort:.3g} of its full length{told}")
+
+    def _costs(self, wanted: Sequence[str]) -> dict[str, float]:
+        """Predicted seconds of every recipe at its full length."""
+        probes, seconds = self.root / "probe", {}
+        shutil.rmtree(probes, ignore_errors=True)
+        for name in (PRETRAIN, MPO):
+            if name in wanted:
+                clock, recipe = _Clock(), RECIPES[name]
+                options = {**self._options(recipe, start=probes / PRETRAIN), **self._sized(recipe, 1.0)}
+                options |= {"trainer.max_steps": _PROBE_STEPS, "trainer.limit_val_batches": 1}
+                self._train(probes / name, self._files(recipe), options, [clock])
+                seconds[name] = clock.seconds
+        shutil.rmtree(probes, ignore_errors=True)
+        shared = seconds[PRETRAIN]
+        return {
+            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes, self.counts).steps
+            for name in wanted
+        }
+
+    @property
+    def counts(self) -> LogCounts:
+        """The size of the log, which the length of training follows from."""
+        return counts_of(self.data)
+
+    def _files(self, recipe: Recipe) -> list[Path]:
+        return [configurations() / f"{name}.yaml" for name in recipe.configs]
+
+    def _options(self, recipe: Recipe, start: Path | None = None) -> dict[str, Any]:
+        options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
+        options["data.seed"] = self.options.seed
+        if recipe.after is not None:
+            options["init_from"] = start or self.root / RUNS / recipe.after
+        if "mpo" in recipe.configs:
+            options["reward.init_args.factors"] = self.root / FACTORS
+        return options
+
+    def _sized(self, recipe: Recipe, effort: float | None = None) -> dict[str, Any]:
+        """The options that follow from the size of the log and the budget."""
+        sizes = sizes_of(recipe.sizes, self.counts)
+        share = (self.plan.effort or 1.0) if effort is None else effort
+        options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
+        if recipe.after is None:
+            options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
+            options["policy.init_args.attention_length"] = sizes.history_length
+        if recipe.sizes != "mpo":
+            options["data.layout.init_args.history_length"] = sizes.history_length
+        else:
+            options["data.layout.init_args.history_length"] = sizes.max_history
+        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * sizes.steps))
+        return options if most is None else {**options, "trainer.max_steps": most}
+
+    def _train(
+        self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()
+    ) -> None:
+        goes_on = checkpoint_path(out, "last").exists()
+        again = not goes_on and (out / RESOLVED).is_file()
+        train(
+            config=list(files),
+            out=out,
+            callbacks=callbacks,
+            resume=goes_on,
+            overwrite=again,
+            progress=self.options.progress,
+            **options,
+        )
+
+
+class _Clock(Callback):
+    """Median seconds of a training step, without the first ones."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the time."""
+        self._ends.append(time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        """0.05 if there were fewer than two steps."""
+        gaps = np.diff(self._ends)[2:]
+        return float(np.median(gaps)) if len(gaps) else 0.05
+
+
+def baseline_options() -> BaselineOptions:
+    """The options of a fit's baselines."""
+    return BaselineOptions(ease=EaseOptions(max_items=_EASE_ITEMS))
+
+
+def counts_of(data: Prepared) -> LogCounts:
+    """The size of prepared data, as ``recpo init`` counts it in a log."""
+    splits = data.manifest["counts"]["splits"]
+    events = sum(int(counts["targets"]) for counts in splits.values())
+    per_user, requests = [], 0
+    for columns in data.train_columns(["user_index", "timestamp"]):
+        user, moment = columns["user_index"], columns["timestamp"]
+        per_user.append(np.unique(user, return_counts=True)[1])
+        requests += int(len(user) and 1 + ((user[1:] != user[:-1]) | (moment[1:] != moment[:-1])).sum())
+    found = np.concatenate(per_user) if per_user else np.zeros(1)
+    return LogCounts(
+        events=events,
+        users=int(data.manifest["num_users"]),
+        items=data.num_items,
+        requests=requests,
+        events_per_user=int(np.ceil(np.quantile(found, 0.9))),
+        days=None,
+    )
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

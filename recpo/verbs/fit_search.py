@@ -1,0 +1,129 @@
+"""The search of ``fit``: the options of the leading recipe that matter, by trials on the validation period."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from recpo.evaluation.decision import Criterion, leaderboard
+from recpo.verbs.fit_road import GBPO, MPO, PRETRAIN, RECIPES, VALUE_DPO, Road
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_MOST_TRIALS: Final = 20
+_STARTUP_TRIALS: Final = 4  # drawn at random before the sampler has a model
+_DIGITS: Final = 3
+
+
+class Dimension(NamedTuple):
+    """An option that is searched on a logarithmic scale between two values, or among choices; and its default."""
+
+    option: str
+    default: float | int
+    low: float = math.nan
+    high: float = math.nan
+    choices: tuple[float | int, ...] = ()
+
+
+#: What is searched of every recipe. Defaults are those of its configuration.
+SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
+    PRETRAIN: (
+        Dimension("optimizer.init_args.lr", 0.001, 0.0003, 0.005),
+        Dimension("policy.init_args.dropout", 0.2, choices=(0.0, 0.1, 0.2, 0.35, 0.5)),
+        Dimension("policy.init_args.dim", 64, choices=(32, 64, 128)),
+    ),
+    MPO: (
+        Dimension("objective.init_args.temperature", 0.035, 0.0125, 0.1),
+        Dimension("reward.init_args.lower_bound", 1.0, choices=(0.0, 0.5, 1.0, 2.0)),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    GBPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+    VALUE_DPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("objective.init_args.beta", 0.3, 0.03, 1.0),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+}
+
+
+def search(road: Road, reserve: float) -> list[str]:
+    """Trains variants of the leading recipe while the budget lasts; returns their names.
+
+    The sampler is Optuna's tree-structured Parzen estimator with the seed of the fit, so one seed and one number of
+    trials give the same trials. Without Optuna (``pip install recpo[search]``) nothing is searched, which is said.
+
+    Args:
+        road: the steps so far.
+        reserve: seconds to keep for what follows.
+    """
+    leading = _leading_recipe(road)
+    if road.plan.trials == 0 or leading is None:
+        return []
+    try:
+        import optuna
+    except ImportError:
+        road.say("no search: Optuna is not installed (pip install 'recpo[search]')")
+        return []
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
+    study, space = optuna.create_study(direction="maximize", sampler=sampler), _space(leading)
+    defaults = {one.option: one.default for one in SPACES[leading]}
+    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading, leading)))
+    found: list[str] = []
+    longest = max((step.seconds for step in road.plan.steps if f"/{leading}" in step.command.split()[-1]), default=0.0)
+    for number in range(1, _MOST_TRIALS + 1):
+        if road.plan.trials is None and road.left - reserve < 1.2 * longest:
+            road.plan.trials = number - 1
+        if road.plan.trials is not None and number > road.plan.trials:
+            break
+        began, trial = time.monotonic(), study.ask(space)
+        name = f"{leading}-{number}"
+        road.train(name, RECIPES[leading], {option: _rounded(value) for option, value in trial.params.items()})
+        study.tell(trial, _value(road, leading, name))
+        longest = max(longest, time.monotonic() - began)
+        found.append(name)
+    road.plan.trials = len(found)
+    road.save()
+    return found
+
+
+def _leading_recipe(road: Road) -> str | None:
+    """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
+    ranked = leaderboard(road.judged, _criterion(road))
+    for row in ranked:
+        recipe = row.name.removeprefix("tilted-")
+        if recipe in road.plan.recipes:
+            grown = recipe == PRETRAIN and MPO in road.plan.recipes
+            return MPO if grown else recipe  # what is above a tilted pre-trained policy is the reward, as of MPO
+    return None
+
+
+def _criterion(road: Road) -> Criterion:
+    return Criterion.of(road.judged, min(road.options.k, road.data.num_items))
+
+
+def _value(road: Road, leading: str, name: str) -> float:
+    one = road.judge(name)
+    value = _criterion(road).value(one).mean
+    return value if math.isfinite(value) else 0.0
+
+
+def _space(recipe: str) -> dict[str, BaseDistribution]:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    return {
+        one.option: CategoricalDistribution(one.choices)
+        if one.choices
+        else FloatDistribution(one.low, one.high, log=True)
+        for one in SPACES[recipe]
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
