@@ -1,12 +1,12 @@
-"""Judges criteria of value by the truth: which number on validation events picks the policy that people gain most from?
+"""Judges criteria of value by the truth: which number on validation events picks the policy people gain most from?
 
     python benchmarks/criteria.py --worlds default confounded --seeds 0 1 --minutes 5
 
 For every simulated world, `recpo fit` makes the contenders: baselines, reward model, trained, tilted and searched
-policies. All are then evaluated on the validation period, with the criteria that a log allows and with the true value of
-their lists, which no criterion sees. A criterion is judged by Kendall's tau with the true value over the contenders, and
-by the true value of its choice as a share of the best contender's. Prints one JSON line per world, seed and criterion,
-and a table.
+policies. All are then evaluated on the validation period, with the criteria that a log allows and with the true value
+of their lists, which no criterion sees. A criterion is judged by Kendall's tau with the true value over the contenders,
+and by the true value of its choice as a share of the best contender's. Prints one JSON line per world, seed and
+criterion, and a table.
 """
 
 from __future__ import annotations

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import torch
+from torch import Tensor
+
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, estimate
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value, estimate
 from recpo.evaluation.held_out_pass import Evaluated
 
 #: Criteria without propensities, the preferred one first; ``@k`` stands for the length of the lists.
@@ -58,6 +61,11 @@ class Criterion:
     def difference(self, one: Judged, other: Judged) -> Estimate:
         """Mean of ``one - other`` over the same users, with its 95 % interval."""
         return one.found.contender.result.difference(other.found.contender.result, self.metric)
+
+    def differences(self, one: Judged, other: Judged) -> Tensor:
+        """``one - other`` of every user, ``[U]``; nan for a user without a value."""
+        mine, theirs = (each.found.contender.result.per_user[self.metric].double() for each in (one, other))
+        return mine - theirs
 
     @property
     def why(self) -> str:
@@ -139,8 +147,8 @@ def leaderboard(judged: Sequence[Judged], criterion: Criterion) -> tuple[Standin
 def choose(judged: Sequence[Judged], criterion: Criterion) -> Choice:
     """The contender that ships: the best policy if it beats the strongest baseline beyond doubt, else that baseline.
 
-    "Beyond doubt": the one-sided p-value of the paired difference, times the number of policies (Bonferroni), is at
-    most 5 %.
+    "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
+    (``best_p_value``), is at most 5 %.
 
     Raises:
         RecpoError: there is no baseline.
@@ -156,9 +164,10 @@ def choose(judged: Sequence[Judged], criterion: Criterion) -> Choice:
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
     best = policies[0].name
     gain = criterion.difference(by_name[best], by_name[strongest])
-    p_value = min(1.0, _p_value(gain) * len(policies))
+    columns = [criterion.differences(by_name[row.name], by_name[strongest]) for row in policies]
+    p_value = best_p_value(torch.stack(columns, 1), 0)
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion.metric} over {gain.n:,} users".replace("-", "\u2212")
-    many = "" if len(policies) == 1 else f", corrected for {len(policies)} policies"
+    many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
     if p_value <= LEVEL:
         reason = f"{best} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
         return Choice(best, leader, strongest, best, gain, p_value, reason, standings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import torch
 
@@ -71,8 +71,8 @@ def served_baseline(
             code="unsupported",
             field="run",
         )
-    if isinstance(named, str) and named in SERVED:
-        return _of_name(named, data, options, cache)
+    if str(named) in SERVED:
+        return _of_name(cast(Baseline, str(named)), data, options, cache)
     factors = named if isinstance(named, Factors) else Factors.open(named)
     factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)

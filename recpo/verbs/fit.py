@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,7 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo import __version__
-from recpo.artifacts import directory_of_steps, kind_of, output_file, read_yaml, validate_output_directory
+from recpo.artifacts import (
+    directory_of_steps,
+    kind_of,
+    output_file,
+    read_yaml,
+    validate_output_directory,
+)
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
@@ -34,13 +41,13 @@ from recpo.verbs.fit_road import (
     FACTORS,
     GBPO,
     MPO,
+    PLAN,
     PREPARED,
     PRETRAIN,
     RECIPES,
     VALUE_DPO,
     Road,
     RoadOptions,
-    baseline_options,
 )
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of, write_preparation
@@ -207,8 +214,13 @@ class Fit(Verb[Decision]):
             self._validate_same(root)
         validate_output_directory(root, kind="decision", overwrite=self.overwrite or again, inputs=self._inputs)
         with directory_of_steps(root, kind="decision", overwrite=self.overwrite, resume=again):
-            self.write_resolved(root / RESOLVED)
-            yield
+            try:
+                self.write_resolved(root / RESOLVED)
+                yield
+            except RecpoError:
+                if not again and not (root / PLAN).exists():  # the log was refused: nothing is worth keeping
+                    shutil.rmtree(root, ignore_errors=True)
+                raise
 
     def _validate_same(self, root: Path) -> None:
         stands, now = read_yaml(root / RESOLVED, Decision.remedy()), self.recorded()
@@ -304,7 +316,8 @@ class Fit(Verb[Decision]):
         shown = [row.name for row in choice.standings if row.is_baseline or not row.lost]
         paths = [road.path_of(name) for name in shown]
         out, cache = road.root / _EVALUATION, road.root / BASELINES
-        words = ["evaluate", "--prepared", road.data.root, "--contenders", *paths, "--baseline_cache", cache]
+        words: list[object] = ["evaluate", "--prepared", road.data.root, "--contenders", *paths]
+        words += ["--baseline_cache", cache]
         words += ["--ks", self.k, "--baselines", "false", *([] if truth is None else ["--truth", truth]), "--out", out]
         road.step(words, out, partial(self._evaluate, road.data, paths, out, cache, truth))
         bundle, chosen = road.root / _BUNDLE, road.path_of(choice.name)
@@ -322,7 +335,6 @@ class Fit(Verb[Decision]):
             out=out,
             ks=[min(self.k, data.num_items)],
             baselines=False,
-            baseline_options=baseline_options(),
             baseline_cache=cache,
             truth=truth,
             device=self.device,

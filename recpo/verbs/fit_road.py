@@ -27,7 +27,6 @@ from recpo.evaluation.decision import Criterion, Judged
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.inspection import LogCounts, sizes_of
 from recpo.log.prepared import Prepared
-from recpo.rewards.ease import EaseOptions
 from recpo.training.run import FINISHED, RESOLVED, checkpoint_path
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
@@ -268,7 +267,7 @@ class Road:
         return [self._contender(name) for name in names]
 
     def _contender(self, name: str) -> Contender:
-        made = partial(baseline, data=self.data, options=baseline_options(), cache=self.baseline_cache)
+        made = partial(baseline, data=self.data, options=BaselineOptions(), cache=self.baseline_cache)
         options = ModelOptions(device=self.options.device)
         (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
         return found
@@ -393,11 +392,6 @@ class _Clock(Callback):
         """0.05 if there were fewer than two steps."""
         gaps = np.diff(self._ends)[2:]
         return float(np.median(gaps)) if len(gaps) else 0.05
-
-
-def baseline_options() -> BaselineOptions:
-    """The options of a fit's baselines."""
-    return BaselineOptions(ease=EaseOptions(max_items=_EASE_ITEMS))
 
 
 def counts_of(data: Prepared) -> LogCounts:

@@ -1,0 +1,137 @@
+"""``recpo fit``: from a log to a bundle, a decision and a report; stopped and continued; on logs of positives alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+
+import pandas as pd
+import pyarrow.dataset as ds
+import pytest
+
+import recpo
+from recpo.cli.main import main, run
+from recpo.cli.parser import parse, verb_class
+from recpo.log.prepared import Prepared
+from recpo.verbs.fit_road import PLAN, Plan, counts_of
+from tests.refusals import refused
+
+MINUTES = 0.2  # what must be done takes longer; training is as short as it gets
+
+
+@pytest.fixture(scope="module")
+def fitted(world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fit") / "fit"
+    assert main(["fit", str(world), "--out", str(out), "--minutes", str(MINUTES), "--progress", "false"]) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_a_fit_decides_reports_and_serves(fitted, world):
+    root, decision = fitted, recpo.load(fitted)
+    assert isinstance(decision, recpo.Decision)
+    table = decision.to_pandas()
+    assert decision.chosen in set(table["name"])
+    assert {"popularity", "item_rate", "implicit_als", "factorization", "factors", "pretrain"} <= set(table["name"])
+    assert table["value"].dropna().is_monotonic_decreasing
+    best = table[table["is_baseline"]].iloc[0]["name"]
+    assert decision.facts["strongest_baseline"] == best
+    assert decision.facts["oracle"]["true_reward@10"]["mean"] > 0  # of the simulation that was given
+    histories = pd.read_parquet(root / "prepared" / "histories.parquet")
+    lists = decision.bundle.recommend(histories, k=5)
+    assert lists.groupby("user_id").size().max() == 5
+    page = decision.report.read_text(encoding="utf-8")
+    assert page.index(f"<strong>{decision.chosen}</strong>") < page.index("<svg") < page.index("<table")
+    assert decision.evaluation.document["setting"]["split"] == "test"
+
+
+@pytest.mark.slow
+def test_every_command_of_a_fit_parses_and_the_export_can_be_repeated(fitted, tmp_path):
+    decision = recpo.load(fitted)
+    for command in decision.commands:
+        program, verb, *words = shlex.split(command)
+        assert program == "recpo"
+        parse(verb_class(verb), words)
+    words = shlex.split(decision.commands[-1])[1:]
+    assert words[0] == "export"
+    words[words.index("--out") + 1] = str(tmp_path / "bundle")
+    run("export", words[1:])
+    histories = pd.read_parquet(decision.root / "prepared" / "histories.parquet")
+    again = recpo.load(tmp_path / "bundle").recommend(histories, k=5)
+    assert again.equals(decision.bundle.recommend(histories, k=5))
+
+
+@pytest.mark.slow
+def test_the_preparation_is_that_of_its_file(fitted, tmp_path):
+    root, out = fitted, tmp_path / "prepared"
+    assert main(["prepare", "--config", str(root / "prepare.yaml"), "--out", str(out)]) == 0
+    assert Prepared.open(out).checksums == Prepared.open(root / "prepared").checksums
+
+
+@pytest.mark.slow
+def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(fitted, world, tmp_path):
+    root, out = fitted, tmp_path / "fit"
+
+    class StoppedError(Exception):
+        pass
+
+    def stop_at(words):
+        def stop(text):
+            if words in text:
+                raise StoppedError
+
+        return stop
+
+    options = {"minutes": MINUTES, "out": out}
+    with pytest.raises(StoppedError):
+        recpo.fit(str(world), on_step=stop_at("timing"), **options)
+    with refused("wrong_file", "decision.json"):
+        recpo.load(out)
+    plan, whole = Plan.open(out), Plan.open(root)  # what depended on the clock is that of the other fit
+    plan.effort, plan.recipes, plan.trials = whole.effort, whole.recipes, whole.trials
+    plan.save(out)
+    with pytest.raises(StoppedError):
+        recpo.fit(str(world), resume=True, on_step=stop_at("recpo tilt"), **options)
+    trained = (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns
+    with refused("conflicting_options", "seed"):
+        recpo.fit(str(world), resume=True, seed=1, **options)
+    again = recpo.fit(str(world), resume=True, **options)
+    assert (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns == trained
+    first = recpo.load(root)
+    assert (again.chosen, again.reason) == (first.chosen, first.reason)
+    assert again.to_pandas()[["name", "value"]].equals(first.to_pandas()[["name", "value"]])
+    with refused("exists"):
+        recpo.fit(str(world), **options)
+
+
+@pytest.mark.slow
+def test_a_frame_of_positives_alone_is_fitted_too(world, tmp_path):
+    log = ds.dataset(world / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
+    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
+    assert decision.facts["criterion"]["metric"] != "AUC_mixed"
+    assert {"popularity", "implicit_als", "pretrain"} <= set(decision.to_pandas()["name"])
+    assert not (tmp_path / "fit" / "factors").exists()
+    assert decision.facts["oracle"] is None
+
+
+def test_a_log_with_an_open_question_is_refused_and_nothing_is_left(tmp_path):
+    frame = pd.DataFrame({"a": range(50), "b": range(50)})
+    with refused("missing_option", "user_id"):
+        recpo.fit(frame, tmp_path / "fit")
+    assert not (tmp_path / "fit").exists()
+
+
+def test_the_size_of_prepared_data_is_that_of_the_log(prepared):
+    counts = counts_of(Prepared.open(prepared))
+    assert (counts.events, counts.users, counts.items) == (5000, 80, 60)
+    assert 0 < counts.requests <= counts.events
+    assert counts.events_per_user >= 5000 / 80 * 0.7
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = Plan(spent=3.5, effort=0.25, recipes=["pretrain"], trials=None)
+    plan.save(tmp_path)
+    assert Plan.open(tmp_path) == plan
+    assert json.loads((tmp_path / PLAN).read_text())["effort"] == 0.25
+    shutil.rmtree(tmp_path)

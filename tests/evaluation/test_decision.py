@@ -1,0 +1,117 @@
+"""What ships: the criterion, the leaderboard, and the rule that a policy must beat the strongest baseline."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from recpo.evaluation.catalog_ranking import RankingResult
+from recpo.evaluation.decision import Criterion, Judged, choose, leaderboard
+from recpo.evaluation.document import ContenderResult
+from recpo.evaluation.estimates import best_p_value
+from recpo.evaluation.held_out_pass import Evaluated
+from tests.refusals import refused
+
+USERS = 400
+
+
+def judged(name, values, *, baseline=False, metric="AUC_mixed", **others):
+    per_user = {metric: values, **others}
+    result = RankingResult(torch.arange(len(values)), per_user, {}, {}, {}, {})
+    kind = "baseline" if baseline else "run"
+    return Judged(name, baseline, Evaluated(ContenderResult(name, kind, result, []), None, 1, {}))
+
+
+def noisy(mean, seed, spread=0.1):
+    return mean + spread * torch.randn(USERS, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
+    found = choose(
+        [
+            judged("popularity", noisy(0.5, 0), baseline=True),
+            judged("als", noisy(0.7, 1), baseline=True),
+            judged("mpo", noisy(0.75, 2)),
+            judged("gbpo", noisy(0.72, 3)),
+        ],
+        Criterion("AUC_mixed"),
+    )
+    assert (found.name, found.leader, found.strongest_baseline) == ("mpo", "mpo", "als")
+    assert found.p_value <= 0.05
+    assert found.gain.mean == pytest.approx(0.05, abs=0.02)
+    assert "mpo beats the strongest baseline, als" in found.reason
+
+
+def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
+    shared = noisy(0.7, 1)
+    policies = [judged(f"run-{seed}", shared + noisy(0.002, seed + 5)) for seed in range(8)]
+    found = choose([judged("als", shared, baseline=True), *policies], Criterion("AUC_mixed"))
+    assert found.name == "als"
+    assert found.policy.startswith("run-")
+    assert "no policy beats" in found.reason
+    assert choose([judged("als", shared, baseline=True)], Criterion("AUC_mixed")).name == "als"
+
+
+def test_a_decision_needs_a_baseline():
+    with refused("empty", "contenders"):
+        choose([judged("run", noisy(0.5, 0))], Criterion("AUC_mixed"))
+
+
+def test_the_leaderboard_is_paired_and_says_who_has_lost():
+    base = noisy(0.5, 0, spread=1.0)  # users differ much, contenders hardly
+    rows = leaderboard(
+        [
+            judged("b", base - 0.01, baseline=True),
+            judged("a", base + noisy(0.0, 1, 0.001)),
+            judged("c", base * math.nan),
+        ],
+        Criterion("AUC_mixed"),
+    )
+    assert [row.name for row in rows] == ["a", "b", "c"]
+    assert [row.lost for row in rows] == [False, True, False]
+    assert rows[1].behind == pytest.approx(0.01, abs=1e-3)
+    assert rows[1].half_width > 10 * rows[1].behind_half_width
+
+
+def test_the_criterion_is_the_first_that_enough_users_have():
+    nothing = torch.full((USERS,), math.nan)
+    full = {"AUC_unseen": noisy(0.5, 1), "NDCG@10": noisy(0.1, 2)}
+    assert Criterion.of([judged("a", noisy(0.5, 0), **full)], 10).metric == "AUC_mixed"
+    assert Criterion.of([judged("a", nothing, **full)], 10).metric == "AUC_unseen"
+    lacking = judged("b", nothing, AUC_unseen=nothing, **{"NDCG@10": noisy(0.1, 2)})
+    assert Criterion.of([judged("a", noisy(0.5, 0), **full), lacking], 10).metric == "NDCG@10"
+
+
+def test_of_a_single_contender_the_p_value_is_the_normal_one():
+    for mean in (0.0, 0.005, 0.01, 0.02):
+        values = noisy(0.0, 7)
+        values = values - values.mean() + mean
+        z = mean / (values.std() / math.sqrt(USERS))
+        found = best_p_value(values[:, None], 0, resamples=20_000)
+        assert found == pytest.approx(norm.sf(float(z)), abs=0.02)
+
+
+def test_a_copy_of_a_contender_changes_nothing_and_others_cost_power():
+    values = noisy(0.01, 3)
+    alone = best_p_value(values[:, None], 0)
+    assert best_p_value(torch.stack([values] * 10, 1), 0) == alone
+    others = torch.stack([values, *(noisy(0.0, seed) for seed in range(20, 40))], 1)
+    assert alone < best_p_value(others, 0) <= min(1.0, 21 * alone) + 0.01
+
+
+def test_the_best_of_many_worthless_policies_seldom_ships():
+    shipped = 0
+    for trial in range(60):
+        columns = torch.randn(100, 12, generator=torch.Generator().manual_seed(trial))
+        best = int(columns.mean(0).argmax())
+        shipped += best_p_value(columns, best, resamples=400) <= 0.05
+    assert shipped <= 8  # 5 % of 60 are 3; without the correction about half would
+
+
+def test_differences_without_users_or_spread():
+    assert best_p_value(torch.full((5, 1), math.nan), 0) == 1.0
+    assert best_p_value(torch.zeros(5, 1), 0) == 1.0
+    assert best_p_value(torch.ones(5, 1), 0, resamples=99) == 0.01
