@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from scipy.stats import kendalltau
 
 import recpo
@@ -48,6 +49,7 @@ def judged(document: dict[str, Any], k: int) -> list[dict[str, Any]]:
     known = [one for one in known if one["name"] != "logging policy"]
     truth = [one["metrics"][f"true_reward@{k}"]["mean"] for one in known]
     values = [criteria_of(one, k) for one in known]
+    _add_sums(values)
     rows = []
     for name in values[0]:
         column = [one.get(name) for one in values]
@@ -58,6 +60,18 @@ def judged(document: dict[str, Any], k: int) -> list[dict[str, Any]]:
         picked = {"picked": known[best]["name"], "share": truth[best] / max(truth), "contenders": len(truth)}
         rows.append({"criterion": name, "tau": tau, **picked})
     return rows
+
+
+def _add_sums(values: list[dict[str, float | None]]) -> None:
+    """Adds sums of two criteria, each in units of its standard deviation over the contenders."""
+    for estimator in ESTIMATORS:
+        parts = ["0.6 AUC_other + 0.4 AUC_unseen", estimator]
+        columns = [[one.get(part) for one in values] for part in parts]
+        if any(value is None for column in columns for value in column):
+            continue
+        standard = [(np.asarray(column) - np.mean(column)) / np.std(column) for column in columns]
+        for one, total in zip(values, sum(standard), strict=True):
+            one[f"AUC_mixed + {estimator}, standardized"] = float(total)
 
 
 def one_world(world: str, seed: int, options: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
