@@ -1,5 +1,5 @@
 # make setup   create .venv from the lock file (DEVICE=cpu, the default, or DEVICE=gpu)
-# make demo    the whole road on a simulated log: prepare, train, align, evaluate, export, recommend, report
+# make demo    recpo fit on a simulated log: prepare, train, align, compare, decide, export, report
 # make test    the tests (without the slow ones, which .ci/run adds)
 # make lint    ruff and mypy
 # make docs    the documentation site, build/site/index.html; warnings are errors

@@ -1,11 +1,11 @@
 """True value before and after alignment from the log, for every objective that has a configuration.
 
-    recpo simulate --out demo/log && recpo prepare --log demo/log/log --out demo/prepared
+    recpo simulate --out demo/log && recpo prepare --log demo/log/log --out demo/fit/prepared
     for s in 0 1 2; do
-        recpo train --config configs/pretrain.yaml --data.prepared demo/prepared --seed $s --data.seed $s \
+        recpo train --config configs/pretrain.yaml --data.prepared demo/fit/prepared --seed $s --data.seed $s \
             --out runs/pretrain-$s
     done
-    python benchmarks/objectives.py --prepared demo/prepared --truth demo/log/truth --pretrained runs/pretrain-
+    python benchmarks/objectives.py --prepared demo/fit/prepared --truth demo/log/truth --pretrained runs/pretrain-
 
 Prints one JSON line per objective and seed: the true expected reward and true dislike probability of the top-10 lists
 (the whole catalog is ranked, the user's earlier items are left out) over the users of the test period, for the policy
@@ -91,7 +91,7 @@ def align(name, seed, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prepared", type=Path, default=Path("demo/prepared"))
+    parser.add_argument("--prepared", type=Path, default=Path("demo/fit/prepared"))
     parser.add_argument("--truth", type=Path, default=Path("demo/log/truth"))
     parser.add_argument("--pretrained", default="runs/pretrain-", help="run directories, without their seeds")
     parser.add_argument("--configs", type=Path, default=Path("configs"))

@@ -8,21 +8,27 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
+from recpo.verbs.demo import Demo
 from recpo.verbs.fit import Decision, Fit
 
 
-def watch(verb: Fit) -> dict[str, Any]:
+def watch(verb: Fit | Demo) -> dict[str, Any]:
     """Prints every step with the time that is left."""
     return {"on_step": lambda text: print(text, flush=True)}
 
 
 def show(verb: Fit, done: Decision) -> VerbResult:
     """Prints the leaderboard and the answer; the bundle is served next."""
-    console().print(_table(done))
-    print(f"ship {done.chosen}: {done.reason}")
+    show_decision(done)
     wrote = (str(done.root / "decision.json"), str(done.report), str(done.root / "bundle"))
     facts = {name: done.facts[name] for name in ("chosen", "reason", "strongest_baseline", "gain", "p_value")}
     return VerbResult(wrote, command("serve", "--bundle", done.root / "bundle"), facts)
+
+
+def show_decision(done: Decision) -> None:
+    """Prints the leaderboard and the answer."""
+    console().print(_table(done))
+    print(f"ship {done.chosen}: {done.reason}")
 
 
 def _table(done: Decision) -> Table:
@@ -39,6 +45,10 @@ def _table(done: Decision) -> Table:
         measured = (row["test"].get(name) for name in tested)
         cells = [own, behind, *("-" if one is None else _number(one["mean"], one["half_width"]) for one in measured)]
         table.add_row(name, *cells)
+    if (oracle := done.facts["oracle"]) is not None:
+        known = (oracle.get(name) for name in tested)
+        measured = ("-" if one is None else _number(one["mean"], one["half_width"]) for one in known)
+        table.add_row("oracle", "", "", *measured)
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pandas as pd
 import pyarrow.dataset as ds
 from rich.table import Table
 
@@ -39,12 +40,16 @@ def show(verb: Recommend, counts: ServingCounts) -> VerbResult:
 
 
 def _lists(histories: str, lists: str, users: int) -> Table:
-    """The most recent items and the lists of the first users that were served."""
+    served = ds.dataset(lists).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id"]).to_pandas()
+    events = ds.dataset(histories).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id", "timestamp"]).to_pandas()
+    return lists_table(events, served, users)
+
+
+def lists_table(events: pd.DataFrame, served: pd.DataFrame, users: int) -> Table:
+    """The most recent items of the ``events`` and the lists of the first ``users`` that were ``served``."""
     table = Table(title="recommendations", title_justify="left")
     for heading in ("user", "most recent items", "recommended"):
         table.add_column(heading, overflow="fold")
-    served = ds.dataset(lists).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id"]).to_pandas()
-    events = ds.dataset(histories).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id", "timestamp"]).to_pandas()
     events = events.sort_values("timestamp", kind="stable")
     for user in served["user_id"].unique()[:users]:
         recent = events["item_id"][events["user_id"] == user].tail(5)

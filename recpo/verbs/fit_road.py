@@ -51,6 +51,8 @@ VALUE_DPO: Final = "value_dpo"
 _EASE_ITEMS: Final = 3_000  # a larger catalog takes minutes, for lists like those of implicit ALS
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
 _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
+_ENOUGH: Final = 0.5  # a recipe is rather left out than all are trained for less than this share
+_LEAST_RECIPES: Final = 2
 _OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training steps
 _LEAST_STEPS: Final = 20
 _PROBE_STEPS: Final = 12
@@ -285,9 +287,9 @@ class Road:
     def decide_effort(self, wanted: Sequence[str]) -> None:
         """Decides which recipes are trained, and for which share of their recommended steps.
 
-        A few steps of pre-training and MPO are timed. All wanted recipes are trained if a quarter of their steps fit
-        into the budget; else the last ones are left out, and what is left is shortened further. Shares are powers of
-        one half, so that small differences in speed decide the same.
+        A few steps of pre-training and MPO are timed. All wanted recipes are trained if half of their steps fit into
+        the budget; else the last ones are left out, down to two, which are then shortened further. Shares are powers
+        of one half, so that small differences in speed decide the same.
 
         Args:
             wanted: names of recipes, the most promising first; pre-training is the first.
@@ -297,10 +299,10 @@ class Road:
         self.say("timing a few training steps")
         costs = self._costs(wanted)
         budget = _TRAINING_SHARE * self.left
-        for kept in range(len(wanted), 0, -1):
+        for kept in range(len(wanted), min(_LEAST_RECIPES, len(wanted)) - 1, -1):
             total = sum(costs[name] for name in wanted[:kept])
             fitting = [effort for effort in _EFFORTS if effort * total <= budget]
-            if fitting and (fitting[0] >= _EFFORTS[2] or kept == 1):
+            if fitting and fitting[0] >= _ENOUGH:
                 break
         self.plan.effort = fitting[0] if fitting else _EFFORTS[-1]
         self.plan.recipes = list(wanted[:kept])

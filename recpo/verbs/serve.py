@@ -18,7 +18,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 class Serve(ServerOptions, Verb[None]):
     """Answers HTTP requests from a bundle until it receives SIGTERM or Ctrl-C; docs/server.md describes the interface.
 
-    Needs ``pip install recpo[serve]``, but neither torch nor lightning. ``recpo.serve("demo/bundle", log="impressions",
+    Needs ``pip install recpo[serve]``, but neither torch nor lightning. ``recpo.serve("fit/bundle", log="impressions",
     port=8000)``; the files in ``impressions`` are a log for ``recpo.prepare``.
 
     Raises:
