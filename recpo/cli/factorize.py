@@ -29,19 +29,24 @@ def show(verb: Factorize, factors: Factors) -> VerbResult:
 def _print(factors: Factors, out: object) -> None:
     terminal = console()
     table = Table(title="validation error", title_justify="left")
-    ranks = sorted({tried["rank"] for tried in factors.facts["tried"]})
-    errors = {(tried["rank"], tried["ridge"]): tried["squared_error"] for tried in factors.facts["tried"]}
-    for name in ("ridge", *(f"rank {rank}" for rank in ranks)):
+    tried = factors.facts["tried"]
+    ranks = sorted({one["rank"] for one in tried})
+    for name in ("ridge", "consumption", *(f"rank {rank}" for rank in ranks)):
         table.add_column(name, justify="right")
-    for ridge in sorted({ridge for _, ridge in errors}, key=lambda ridge: ridge or 0.0):
-        cells = [errors[rank, ridge] for rank in ranks]
-        table.add_row(
-            "learned" if ridge is None else f"{ridge:g}",
-            *("unknown" if error is None else f"{error:.5f}" for error in cells),
-        )
+    for ridge, number in dict.fromkeys((one["ridge"], one["consumption"]) for one in tried):
+        row = {
+            one["rank"]: one["squared_error"] for one in tried if (one["ridge"], one["consumption"]) == (ridge, number)
+        }
+        cells = [_error(row.get(rank, "")) for rank in ranks]
+        table.add_row("learned" if ridge is None else f"{ridge:g}", str(number), *cells)
     terminal.print(table)
     terminal.print(
         f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
         f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them",
         soft_wrap=True,
     )
+
+
+def _error(value: float | str | None) -> str:
+    """A squared error; None = unknown."""
+    return "unknown" if value is None else value if isinstance(value, str) else f"{value:.5f}"

@@ -1,11 +1,11 @@
-"""Fits a factor model and selects its rank and ridge on the validation period."""
+"""Fits a factor model and selects its rank, ridge and consumption features on the validation period."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tqdm import tqdm
 
@@ -13,9 +13,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards import graded, variational
+from recpo.rewards import consumption, graded, variational
+from recpo.rewards.consumption import ItemFeatures
 from recpo.rewards.factors import Factors, plain
-from recpo.rewards.graded import FactorOptions, mean_grade
+from recpo.rewards.graded import FactorOptions, chunks, mean_grade
 
 _USERS_PER_BATCH: Final = 256
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -31,8 +32,9 @@ def fit_factors(
     """Fits a factor model of grades on the training period, or on the period that ``options`` names.
 
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
-    are folded in from the history before the period (``Factors.fold_in``), as in serving. The result is the model of
-    the training period. ``Factors.facts`` has all errors.
+    are folded in from the history before the period (``Factors.fold_in``), as in serving. The best one is fitted again
+    with each further number of consumption features, and again the smallest error wins. The result is the model of the
+    training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -43,59 +45,71 @@ def fit_factors(
         RecpoError: no event has a grade, or no validation event has one and there are several models.
     """
     mean, count = mean_grade(data, options.period)
-    grid = options.grid
+    numbers, search = options.consumption_grid, len(options.grid) > 1 or len(options.consumption or ()) > 1
+    models = len(options.grid) + len(numbers) - 1
+    passes = models * options.sweeps + consumption.PASSES * sum(number > 0 for number in numbers) + 1
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
-    total = events * (len(grid) * options.sweeps + 1)
-    with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
-        trials = [_fit(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]
+    with tqdm(
+        total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
+    ) as bar:
+        fit = _Fitting(data, mean, options, bar.update)
+        trials = [fit(rank, ridge, numbers[0]) for rank, ridge in options.grid]
         compared = [trial.model for trial in trials] if options.period == "train" else []
         errors, targets = validation_errors(data, compared) if compared else ([], 0)
-        if not targets and len(grid) > 1:
+        if not targets and search:
             raise RecpoError(
-                f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
-                "best: give one rank, and with the method als one ridge",
+                f"{data.root}: no validation event has a grade, so nothing says which of the {models} models is best: "
+                "give one rank and one number of consumption features, and with the method als one ridge",
                 code="empty",
             )
-        best = min(range(len(grid)), key=lambda number: errors[number]) if targets else 0
-        factors = trials[best].finish(bar.update)
-    return replace(factors, facts=_facts(options, errors, targets, count))
+        if targets and len(numbers) > 1:
+            best = trials[errors.index(min(errors))]
+            further = [fit(best.rank, best.ridge, number) for number in numbers[1:]]
+            errors += validation_errors(data, [trial.model for trial in further])[0]
+            trials += further
+        chosen = trials[errors.index(min(errors)) if targets else 0]
+        factors = chosen.finish(bar.update)
+    tried = [
+        {"rank": trial.rank, "ridge": trial.ridge, "consumption": trial.consumption, "squared_error": error}
+        for trial, error in zip(trials, errors if targets else [None] * len(trials), strict=True)
+    ]
+    facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
+    return replace(factors, facts=facts | {"consumption": chosen.consumption})
 
 
 class _Trial(NamedTuple):
     """A fitted model that folds in and predicts, and a function that adds the training users."""
 
+    rank: int
+    ridge: float | None
+    consumption: int
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
 
 
-def _fit(
-    data: Prepared,
-    mean: float,
-    rank: int,
-    ridge: float | None,
-    options: FactorOptions,
-    finished: Callable[[int], object],
-) -> _Trial:
-    if ridge is None:
-        fit = variational.fit_items(data, mean, rank, options, finished, options.period)
-        model = variational.plain_factors(data, fit, mean, options)
-        return _Trial(model, partial(variational.finish, data, model, period=options.period))
-    items = graded.fit_items(data, mean, rank, ridge, options, finished)
-    model = graded.plain_factors(data, items, mean, ridge, options)
-    return _Trial(model, partial(graded.finish, data, items, mean, ridge, options))
+class _Fitting:
+    """Fits models of one mean and one set of options; features of consumption are computed once."""
 
+    def __init__(self, data: Prepared, mean: float, options: FactorOptions, finished: Callable[[int], object]) -> None:
+        self.data, self.mean, self.options, self.finished = data, mean, options, finished
+        self._features = dict[int, ItemFeatures]()
 
-def _facts(options: FactorOptions, errors: list[float], targets: int, count: int) -> dict[str, Any]:
-    known = errors if targets else [None] * len(options.grid)
-    return {
-        "options": plain(options),
-        "events": count,
-        "validation_events": targets,
-        "tried": [
-            {"rank": rank, "ridge": ridge, "squared_error": error}
-            for (rank, ridge), error in zip(options.grid, known, strict=True)
-        ],
-    }
+    def __call__(self, rank: int, ridge: float | None, number: int) -> _Trial:
+        data, mean, options = self.data, self.mean, self.options
+        if ridge is None:
+            features = self._features_of(number)
+            fit = variational.fit_items(data, mean, rank, options, self.finished, options.period, features)
+            model = variational.plain_factors(data, fit, mean, options)
+            return _Trial(rank, None, number, model, partial(variational.finish, data, model, period=options.period))
+        items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
+        model = graded.plain_factors(data, items, mean, ridge, options)
+        return _Trial(rank, ridge, 0, model, partial(graded.finish, data, items, mean, ridge, options))
+
+    def _features_of(self, number: int) -> ItemFeatures:
+        if number not in self._features:
+            parts = partial(chunks, self.data, self.finished, self.options.period)
+            self._features[number] = consumption.consumed(parts, self.data.num_items, number, self.options.seed)
+        return self._features[number]
 
 
 def validation_batches(data: Prepared, max_history: int, max_users: int | None = None) -> Iterator[EvaluationBatch]:
