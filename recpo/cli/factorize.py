@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.table import Table
 
 from recpo.cli.output import console
@@ -31,14 +34,14 @@ def _print(factors: Factors, out: object) -> None:
     table = Table(title="validation error", title_justify="left")
     tried = factors.facts["tried"]
     ranks = sorted({one["rank"] for one in tried})
-    for name in ("ridge", "consumption", *(f"rank {rank}" for rank in ranks)):
+    for name in ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)):
         table.add_column(name, justify="right")
-    for ridge, number in dict.fromkeys((one["ridge"], one["consumption"]) for one in tried):
-        row = {
-            one["rank"]: one["squared_error"] for one in tried if (one["ridge"], one["consumption"]) == (ridge, number)
-        }
-        cells = [_error(row.get(rank, "")) for rank in ranks]
-        table.add_row("learned" if ridge is None else f"{ridge:g}", str(number), *cells)
+    rows = dict[tuple[float | None, str], dict[int, float | None]]()
+    for one in tried:
+        rows.setdefault((one["ridge"], _prior(one)), {})[one["rank"]] = one["squared_error"]
+    for (ridge, prior), errors in rows.items():
+        cells = [_error(errors[rank]) if rank in errors else "" for rank in ranks]
+        table.add_row("learned" if ridge is None else f"{ridge:g}", prior, *cells)
     terminal.print(table)
     terminal.print(
         f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
@@ -47,6 +50,11 @@ def _print(factors: Factors, out: object) -> None:
     )
 
 
-def _error(value: float | str | None) -> str:
-    """A squared error; None = unknown."""
-    return "unknown" if value is None else value if isinstance(value, str) else f"{value:.5f}"
+def _prior(tried: Mapping[str, Any]) -> str:
+    """What the prior means of a model depend on."""
+    parts = [f"consumption ({tried['consumption']})"] * bool(tried["consumption"])
+    return " + ".join(parts + ["item features"] * tried["item_features"]) or "-"
+
+
+def _error(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.5f}"

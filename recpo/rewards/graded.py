@@ -49,9 +49,13 @@ class FactorOptions:
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None
-    """numbers of consumption features to try (``recpo.rewards.consumption``): who was shown what, whatever the grades
-    were, gives every user and item a prior mean. The best rank is fitted without and with them, and the validation
-    period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
+    """numbers of consumption features to try (``recpo.rewards.prior_features``): who was shown what, whatever the
+    grades were, gives every user and item a prior mean. The best rank is fitted without and with them, and the
+    validation period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
+    item_features: bool | None = None
+    """features of the items give every user and item a prior mean, beside consumption: true or false; null = where the
+    prepared data have features of items, both are tried; with als, and for a held-out period, false. Only for
+    variational"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
     seed: Seed = 0
@@ -79,13 +83,14 @@ class FactorOptions:
         for name in ("ranks", "ridges", "consumption"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
-        if self.method == "als" and any(self.consumption or ()):
-            raise RecpoError(
-                "consumption features are prior means, and als has one ridge toward 0: set method to variational, or "
-                "consumption to null",
-                field="consumption",
-                code="conflicting_options",
-            )
+        for name, given in (("consumption", any(self.consumption or ())), ("item_features", self.item_features)):
+            if self.method == "als" and given:
+                raise RecpoError(
+                    f"{name} gives prior means, and als has one ridge toward 0: set method to variational, or {name} "
+                    "to null",
+                    field=name,
+                    code="conflicting_options",
+                )
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(
                 f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two",
@@ -96,7 +101,8 @@ class FactorOptions:
             raise RecpoError(
                 f"period is {self.period!r}; it is train, valid or test", field="period", code="unknown_name"
             )
-        if self.period != "train" and (self.method != "variational" or len(self.grid) * len(self.consumption_grid) > 1):
+        several = len(self.grid) > 1 or len(self.consumption or (0,)) > 1
+        if self.period != "train" and (self.method != "variational" or several):
             raise RecpoError(
                 f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
                 "for a model of held-out events; set method to variational, and one rank and consumption, or null",
@@ -111,11 +117,19 @@ class FactorOptions:
             return [(rank, None) for rank in self.ranks or ((8, 16) if self.period == "train" else (8,))]
         return list(product(self.ranks or (4, 8, 16), self.ridges))
 
-    @property
-    def consumption_grid(self) -> Sequence[int]:
-        """The numbers of consumption features to try: the first with every rank, the others with the best one."""
-        learned = self.method == "variational" and self.period == "train"
-        return self.consumption or ((0, 16) if learned else (0,))
+    def priors(self, has_features: bool) -> list[tuple[int, bool]]:
+        """Pairs of a number of consumption features and whether the features of the items join them.
+
+        The first is tried with every rank, the others with the best one.
+
+        Args:
+            has_features: there are features of items.
+        """
+        both = self.method == "variational" and self.period == "train"
+        joined: Sequence[bool] = (False, True) if has_features and both else (False,)
+        if self.item_features is not None:
+            joined = (self.item_features,)
+        return list(product(self.consumption or ((0, 16) if both else (0,)), joined))
 
 
 class Chunk(NamedTuple):

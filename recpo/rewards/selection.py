@@ -1,11 +1,11 @@
-"""Fits a factor model and selects its rank, ridge and consumption features on the validation period."""
+"""Fits a factor model and selects its rank, ridge and prior on the validation period."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Final, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
@@ -13,10 +13,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards import consumption, graded, variational
-from recpo.rewards.consumption import ItemFeatures
+from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
 from recpo.rewards.graded import FactorOptions, chunks, mean_grade
+from recpo.rewards.prior_features import PriorFeatures
 
 _USERS_PER_BATCH: Final = 256
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -33,8 +33,8 @@ def fit_factors(
 
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The best one is fitted again
-    with each further number of consumption features, and again the smallest error wins. The result is the model of the
-    training period. ``Factors.facts`` has all errors.
+    with each further prior (``FactorOptions.priors``), and again the smallest error wins. The result is the model of
+    the training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -45,36 +45,42 @@ def fit_factors(
         RecpoError: no event has a grade, or no validation event has one and there are several models.
     """
     mean, count = mean_grade(data, options.period)
-    numbers, search = options.consumption_grid, len(options.grid) > 1 or len(options.consumption or ()) > 1
-    models = len(options.grid) + len(numbers) - 1
-    passes = models * options.sweeps + consumption.PASSES * sum(number > 0 for number in numbers) + 1
+    schema = data.feature_schema.item
+    if options.item_features and not schema:
+        raise RecpoError(
+            f"{data.root} has no features of items: prepare the log with a table of items, or leave item_features out",
+            code="missing_value",
+            field="item_features",
+        )
+    priors = options.priors(has_features=bool(schema))
+    models, asked = len(options.grid) + len(priors) - 1, len(options.grid) * len(options.consumption or (0,))
+    passes = models * options.sweeps + 1 + prior_features.TABLE_PASSES * any(joined for _, joined in priors)
+    passes += prior_features.CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
     with tqdm(
         total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
     ) as bar:
         fit = _Fitting(data, mean, options, bar.update)
-        trials = [fit(rank, ridge, numbers[0]) for rank, ridge in options.grid]
+        trials = [fit(rank, ridge, *priors[0]) for rank, ridge in options.grid]
         compared = [trial.model for trial in trials] if options.period == "train" else []
         errors, targets = validation_errors(data, compared) if compared else ([], 0)
-        if not targets and search:
+        if not targets and asked > 1:
             raise RecpoError(
-                f"{data.root}: no validation event has a grade, so nothing says which of the {models} models is best: "
-                "give one rank and one number of consumption features, and with the method als one ridge",
+                f"{data.root}: no validation event has a grade, so nothing says which of {asked} models is best: give "
+                "one rank and one number of consumption features, and with the method als one ridge",
                 code="empty",
             )
-        if targets and len(numbers) > 1:
+        if targets and len(priors) > 1:
             best = trials[errors.index(min(errors))]
-            further = [fit(best.rank, best.ridge, number) for number in numbers[1:]]
+            further = [fit(best.rank, best.ridge, *prior) for prior in priors[1:]]
             errors += validation_errors(data, [trial.model for trial in further])[0]
             trials += further
-        chosen = trials[errors.index(min(errors)) if targets else 0]
-        factors = chosen.finish(bar.update)
-    tried = [
-        {"rank": trial.rank, "ridge": trial.ridge, "consumption": trial.consumption, "squared_error": error}
-        for trial, error in zip(trials, errors if targets else [None] * len(trials), strict=True)
-    ]
+        chosen = errors.index(min(errors)) if targets else 0
+        factors = trials[chosen].finish(bar.update)
+    known = errors if targets else [None] * len(trials)
+    tried = [trial.facts(error) for trial, error in zip(trials, known, strict=True)]
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
-    return replace(factors, facts=facts | {"consumption": chosen.consumption})
+    return replace(factors, facts=facts | {"chosen": tried[chosen]})
 
 
 class _Trial(NamedTuple):
@@ -83,33 +89,46 @@ class _Trial(NamedTuple):
     rank: int
     ridge: float | None
     consumption: int
+    item_features: bool
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
 
+    def facts(self, error: float | None) -> dict[str, Any]:
+        """What was tried, and the error on the validation period."""
+        names = ("rank", "ridge", "consumption", "item_features")
+        return {name: getattr(self, name) for name in names} | {"squared_error": error}
+
 
 class _Fitting:
-    """Fits models of one mean and one set of options; features of consumption are computed once."""
+    """Fits models of one mean and one set of options; features of priors are computed once."""
 
     def __init__(self, data: Prepared, mean: float, options: FactorOptions, finished: Callable[[int], object]) -> None:
         self.data, self.mean, self.options, self.finished = data, mean, options, finished
-        self._features = dict[int, ItemFeatures]()
+        self._parts = partial(chunks, data, finished, options.period)
+        self._consumption = dict[int, PriorFeatures]()
 
-    def __call__(self, rank: int, ridge: float | None, number: int) -> _Trial:
+    def __call__(self, rank: int, ridge: float | None, consumption: int, item_features: bool) -> _Trial:
         data, mean, options = self.data, self.mean, self.options
         if ridge is None:
-            features = self._features_of(number)
+            features = self._features(consumption, item_features)
             fit = variational.fit_items(data, mean, rank, options, self.finished, options.period, features)
             model = variational.plain_factors(data, fit, mean, options)
-            return _Trial(rank, None, number, model, partial(variational.finish, data, model, period=options.period))
+            finish = partial(variational.finish, data, model, period=options.period)
+            return _Trial(rank, None, consumption, item_features, model, finish)
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
         model = graded.plain_factors(data, items, mean, ridge, options)
-        return _Trial(rank, ridge, 0, model, partial(graded.finish, data, items, mean, ridge, options))
+        return _Trial(rank, ridge, 0, False, model, partial(graded.finish, data, items, mean, ridge, options))
 
-    def _features_of(self, number: int) -> ItemFeatures:
-        if number not in self._features:
-            parts = partial(chunks, self.data, self.finished, self.options.period)
-            self._features[number] = consumption.consumed(parts, self.data.num_items, number, self.options.seed)
-        return self._features[number]
+    def _features(self, number: int, item_features: bool) -> PriorFeatures:
+        if number not in self._consumption:
+            made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
+            self._consumption[number] = made
+        return self._consumption[number].beside(self._table) if item_features else self._consumption[number]
+
+    @cached_property
+    def _table(self) -> PriorFeatures:
+        features = self.data.item_features().map(lambda column: column[1:])
+        return prior_features.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
 
 
 def validation_batches(data: Prepared, max_history: int, max_users: int | None = None) -> Iterator[EvaluationBatch]:

@@ -6,9 +6,9 @@ posterior is approximated by a product of one Gaussian per user and one per item
 the posterior of a linear regression with uncertain rows: their covariances are added to the normal matrix, so an
 uncertain item has little influence. A sweep updates every user, then every item, then the means and covariances of both
 priors and the noise (empirical Bayes). The prior means may be linear in features of users and items
-(``recpo.rewards.consumption``): ``m_z + W_zᵀ x_u`` and ``m_w + W_wᵀ y_i``, with slopes ``W`` that have a prior of their
-own, ``tr(W S^-1 Wᵀ) / 2``, and are ridge regressions of the posterior means on the features. Only the maximum rank
-remains to be chosen: a full covariance drives factors that the data do not support to 0.
+(``recpo.rewards.prior_features``): ``m_z + W_zᵀ x_u`` and ``m_w + W_wᵀ y_i``, with slopes ``W`` that have a prior of
+their own, ``tr(W S^-1 Wᵀ) / 2``, and are ridge regressions of the posterior means on the features. Only the maximum
+rank remains to be chosen: a full covariance drives factors that the data do not support to 0.
 
 At the end, users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into
 the items), which turns ``Factors.fold_in`` into a ridge regression with a ridge of ``noise``.
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from recpo.log.prepared import Period, Prepared
-from recpo.rewards.consumption import ItemFeatures, user_features
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import (
     Chunk,
@@ -41,6 +40,7 @@ from recpo.rewards.graded import (
     normal_matrices,
     user_weights,
 )
+from recpo.rewards.prior_features import PriorFeatures, user_features
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3
@@ -72,7 +72,7 @@ class Prior(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A fitted model: the items, the prior of the users, the variance of the noise, and ``ItemFeatures.history``."""
+    """A fitted model: the items, the prior of the users, the variance of the noise, and ``PriorFeatures.history``."""
 
     items: Gaussians
     users: Prior
@@ -163,7 +163,7 @@ def fit_items(
     options: FactorOptions,
     finished: Callable[[int], object],
     period: Period = "train",
-    features: ItemFeatures | None = None,
+    features: PriorFeatures | None = None,
 ) -> Fit:
     """All sweeps over the events of a period.
 
@@ -176,7 +176,7 @@ def fit_items(
         period: the period.
         features: what the prior means are linear in; None = nothing.
     """
-    features = ItemFeatures.none(data.num_items) if features is None else features
+    features = PriorFeatures.none(data.num_items) if features is None else features
     width, start = rank + 1, first_items(data.num_items, rank, options.seed)
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))

@@ -11,8 +11,8 @@ import torch
 
 from recpo.base.types import Histories
 from recpo.rewards import variational
-from recpo.rewards.consumption import ItemFeatures, consumed
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of, mean_grade
+from recpo.rewards.prior_features import PriorFeatures, of_consumption
 from recpo.rewards.selection import fit_factors
 from recpo.rewards.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
 
@@ -105,7 +105,7 @@ def evidence_bound(state, user, item, residual, present, features):
 
 def features_of(data, columns):
     """Consumption features; of the items with two more columns, so that both sides have their own number."""
-    found = consumed(partial(chunks, data), data.num_items, columns, 0)
+    found = of_consumption(partial(chunks, data), data.num_items, columns, 0)
     more = np.random.default_rng(4).normal(size=(data.num_items, 2 if columns else 0))
     return found._replace(items=np.concatenate([found.items, more], 1))
 
@@ -127,7 +127,7 @@ def dense(data, events, request):
     present = np.bincount(user, minlength=count) > 0
     start = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, RANK))
     noise = float(np.square(residual).mean())
-    features = ItemFeatures(given.items, of_users(user, item, given.history, count))
+    features = PriorFeatures(given.items, of_users(user, item, given.history, count))
     prior, other = (Prior(np.zeros(D), noise / 2.0 * np.eye(D), np.zeros((x.shape[1], D))) for x in features)
     items = Gaussians(np.c_[start, np.zeros(len(start))], np.zeros((len(start), D, D)))
     state, bounds = State(None, items, other, prior, noise), []
@@ -289,7 +289,7 @@ def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data)
         (best, None, 16),
     ]
     assert model.rank == best
-    assert model.facts["consumption"] == min(tried, key=lambda one: one["squared_error"])["consumption"]
+    assert model.facts["chosen"]["consumption"] == min(tried, key=lambda one: one["squared_error"])["consumption"]
     assert torch.equal(model.item_factors, fit_factors(data, FactorOptions(**options)).item_factors)
     assert model.lower_bound == 2.0
     without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False, lower_bound=0.0)
