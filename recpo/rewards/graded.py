@@ -50,7 +50,7 @@ class FactorOptions:
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None
     """numbers of consumption features to try (``recpo.rewards.prior_features``): who was shown what, whatever the
-    grades were, gives every user and item a prior mean. The best rank is fitted without and with them, and the
+    grades were, gives every user and item a prior mean. The first rank is fitted without and with them, and the
     validation period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
     item_features: bool | None = None
     """features of the items give every user and item a prior mean, beside consumption: true or false; null = where the
@@ -120,7 +120,7 @@ class FactorOptions:
     def priors(self, has_features: bool) -> list[tuple[int, bool]]:
         """Pairs of a number of consumption features and whether the features of the items join them.
 
-        The first is tried with every rank, the others with the best one.
+        All are tried with the first rank, and the best one with the others.
 
         Args:
             has_features: there are features of items.

@@ -32,9 +32,9 @@ def fit_factors(
     """Fits a factor model of grades on the training period, or on the period that ``options`` names.
 
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
-    are folded in from the history before the period (``Factors.fold_in``), as in serving. The best one is fitted again
-    with each further prior (``FactorOptions.priors``), and again the smallest error wins. The result is the model of
-    the training period. ``Factors.facts`` has all errors.
+    are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
+    every prior (``FactorOptions.priors``), and the other ranks with the best one. The result is the model of the
+    training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -61,9 +61,9 @@ def fit_factors(
         total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
     ) as bar:
         fit = _Fitting(data, mean, options, bar.update)
-        trials = [fit(rank, ridge, *priors[0]) for rank, ridge in options.grid]
-        compared = [trial.model for trial in trials] if options.period == "train" else []
-        errors, targets = validation_errors(data, compared) if compared else ([], 0)
+        first, *others = options.grid
+        trials = [fit(*first, *priors[0])]
+        errors, targets = validation_errors(data, [trials[0].model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
             raise RecpoError(
                 f"{data.root}: no validation event has a grade, so nothing says which of {asked} models is best: give "
@@ -71,8 +71,11 @@ def fit_factors(
                 code="empty",
             )
         if targets and len(priors) > 1:
+            trials += [fit(*first, *prior) for prior in priors[1:]]
+            errors += validation_errors(data, [trial.model for trial in trials[1:]])[0]
+        if others:
             best = trials[errors.index(min(errors))]
-            further = [fit(best.rank, best.ridge, *prior) for prior in priors[1:]]
+            further = [fit(*other, best.consumption, best.item_features) for other in others]
             errors += validation_errors(data, [trial.model for trial in further])[0]
             trials += further
         chosen = errors.index(min(errors)) if targets else 0

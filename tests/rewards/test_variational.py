@@ -282,14 +282,12 @@ def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data)
     options = {"ranks": (1, 3), "sweeps": 4}
     model = fit_factors(data, FactorOptions(**options))
     tried = model.facts["tried"]
-    best = min(tried[:2], key=lambda one: one["squared_error"])["rank"]
-    assert [(one["rank"], one["ridge"], one["consumption"]) for one in tried] == [
-        (1, None, 0),
-        (3, None, 0),
-        (best, None, 16),
-    ]
-    assert model.rank == best
-    assert model.facts["chosen"]["consumption"] == min(tried, key=lambda one: one["squared_error"])["consumption"]
+    prior = min(tried[:2], key=lambda one: one["squared_error"])["consumption"]
+    assert [(one["rank"], one["consumption"]) for one in tried] == [(1, 0), (1, 16), (3, prior)]
+    best = min(tried, key=lambda one: one["squared_error"])
+    assert model.facts["chosen"] == best
+    assert model.rank == best["rank"]
+    assert bool(model.history_prior.any()) == bool(best["consumption"])
     assert torch.equal(model.item_factors, fit_factors(data, FactorOptions(**options)).item_factors)
     assert model.lower_bound == 2.0
     without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False, lower_bound=0.0)
