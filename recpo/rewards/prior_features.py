@@ -12,13 +12,13 @@ The features of a user are in both cases the damped mean of the vectors of the h
 (``recpo.ops.linear_algebra.damped_mean``), so a history is all that is needed to compute them: for a training user, for
 a new one, and in an exported program.
 
-The vectors come from subspace iterations, over the shards and over the table. Memory holds one shard and some columns
-per item.
+The vectors come from subspace iterations, over the shards and over pieces of the table. Memory holds one shard, one
+piece and some columns per item.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ TABLE_COLUMNS: Final = 64
 # products with a matrix, and columns beyond those that are kept: with these, a subspace iteration converges
 _PRODUCTS: Final = 8
 _MORE_COLUMNS: Final = 16
+# items whose table is a matrix at a time
+_ROWS: Final = 1 << 14
 #: times that ``of_consumption`` and ``of_table`` read all chunks
 CONSUMPTION_PASSES, TABLE_PASSES = _PRODUCTS + 3, 1
 
@@ -114,33 +116,42 @@ def of_table(
         features: their values for the items 1..V.
         seed: of the start of the iteration.
     """
-    table = _columns(schema, features)
-    count, center = table.shape[0], table.mean(0)
+    count = len(features.codes)
+    sizes = [float(vector.nan_to_num().square().sum(1).double().mean().sqrt()) for vector in features.vectors]
+
+    def pieces() -> Iterator[csr_array]:
+        for begin in range(0, count, _ROWS):
+            yield _columns(schema, _rows(features, begin), sizes)
+
+    center = np.sum([piece.sum(0) for piece in pieces()], 0) / count
 
     def squared(basis: np.ndarray) -> np.ndarray:
-        product: np.ndarray = table.T @ (table @ basis) - count * np.outer(center, center @ basis)
-        return product
+        products = sum(piece.T @ (piece @ basis) for piece in pieces())
+        result: np.ndarray = products - count * np.outer(center, center @ basis)
+        return result
 
-    axes = _leading(squared, table.shape[1], TABLE_COLUMNS, seed)
-    found = table @ axes - center @ axes
+    axes = _leading(squared, len(center), TABLE_COLUMNS, seed)
+    found = np.concatenate([piece @ axes for piece in pieces()]) - center @ axes
     if not found.shape[1]:
         return PriorFeatures.none(count)
     of_users = np.sqrt(_user_squares(parts(), found).max())
     return PriorFeatures(found / np.sqrt(np.square(found).mean(0).max()), found / of_users)
 
 
-def _columns(schema: Sequence[Feature], features: Features) -> csr_array:
+def _rows(features: Features, begin: int) -> Features:
+    return features.map(lambda column: column[begin : begin + _ROWS])
+
+
+def _columns(schema: Sequence[Feature], features: Features, sizes: Sequence[float]) -> csr_array:
+    """Some items by columns; ``sizes`` are those of the vectors."""
     count, blocks = len(features.codes), list[csr_array]()
     coded: list[Category | Categories] = [*of_type(schema, Category), *of_type(schema, Categories)]
     for one, codes in zip(coded, [*features.codes.T[:, :, None], *features.lists], strict=True):
         row, place = codes.numpy().nonzero()
         share = 1 / np.sqrt(np.bincount(row, minlength=count)[row])
         blocks.append(csr_array((share, (row, codes.numpy()[row, place])), (count, int(one.num_codes or 0))))
-    blocks.append(csr_array(features.numbers.double().nan_to_num().numpy()))
-    for vector in features.vectors:
-        rows = vector.double().nan_to_num().numpy()
-        size = np.sqrt(np.square(rows).sum(1).mean())
-        blocks.append(csr_array(rows / size if size else rows))
+    dense = [features.numbers, *(v / size if size else v for v, size in zip(features.vectors, sizes, strict=True))]
+    blocks += [csr_array(column.double().nan_to_num().numpy()) for column in dense]
     return hstack(blocks, format="csr")
 
 

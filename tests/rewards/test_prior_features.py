@@ -130,6 +130,9 @@ def test_features_of_a_table_are_its_principal_components(tastes, monkeypatch):
     assert np.square(of_users).mean(0).max() == pytest.approx(1.0)
     nothing = given.map(torch.zeros_like)
     assert of_table(lambda: parts, schema, nothing, 0).items.shape == (60, 0)
+    monkeypatch.setattr(prior_features, "_ROWS", 7)
+    pieces = of_table(lambda: parts, schema, given, 0)
+    np.testing.assert_allclose(pieces.items, found.items, atol=1e-9)
     monkeypatch.setattr(prior_features, "TABLE_COLUMNS", 3)
     largest = of_table(lambda: parts, schema, given, 0).items
     np.testing.assert_allclose(np.abs(largest), np.abs(expected[:, :3]), atol=1e-3)
