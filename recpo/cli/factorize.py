@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.table import Table
 
 from recpo.cli.output import console
@@ -29,19 +32,29 @@ def show(verb: Factorize, factors: Factors) -> VerbResult:
 def _print(factors: Factors, out: object) -> None:
     terminal = console()
     table = Table(title="validation error", title_justify="left")
-    ranks = sorted({tried["rank"] for tried in factors.facts["tried"]})
-    errors = {(tried["rank"], tried["ridge"]): tried["squared_error"] for tried in factors.facts["tried"]}
-    for name in ("ridge", *(f"rank {rank}" for rank in ranks)):
+    tried = factors.facts["tried"]
+    ranks = sorted({one["rank"] for one in tried})
+    for name in ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)):
         table.add_column(name, justify="right")
-    for ridge in sorted({ridge for _, ridge in errors}, key=lambda ridge: ridge or 0.0):
-        cells = [errors[rank, ridge] for rank in ranks]
-        table.add_row(
-            "learned" if ridge is None else f"{ridge:g}",
-            *("unknown" if error is None else f"{error:.5f}" for error in cells),
-        )
+    rows = dict[tuple[float | None, str], dict[int, float | None]]()
+    for one in tried:
+        rows.setdefault((one["ridge"], _prior(one)), {})[one["rank"]] = one["squared_error"]
+    for (ridge, prior), errors in rows.items():
+        cells = [_error(errors[rank]) if rank in errors else "" for rank in ranks]
+        table.add_row("learned" if ridge is None else f"{ridge:g}", prior, *cells)
     terminal.print(table)
     terminal.print(
         f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
         f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them",
         soft_wrap=True,
     )
+
+
+def _prior(tried: Mapping[str, Any]) -> str:
+    """What the prior means of a model depend on."""
+    parts = [f"consumption ({tried['consumption']})"] * bool(tried["consumption"])
+    return " + ".join(parts + ["item features"] * tried["item_features"]) or "-"
+
+
+def _error(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.5f}"

@@ -6,10 +6,19 @@ quadratic forms ``xᵀ C x`` as dot products of upper triangles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+#: events that a damped mean adds to a history, each with the value 0
+DAMPING: Final = 20.0
+
+
+def damped_mean(rows: Tensor, known: Tensor) -> Tensor:
+    """``sum_h known_h rows_h / (sum_h known_h + DAMPING)``: ``[B, d]`` float64 of ``rows [B, H, d]``; 0 of nothing."""
+    summed = (rows.double() * known[..., None]).sum(1)
+    return summed / (known.sum(1, keepdim=True).double() + DAMPING)
 
 
 class RidgeSolution(NamedTuple):
@@ -26,7 +35,9 @@ class NormalEquations(NamedTuple):
     right: Tensor
 
 
-def normal_equations(rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor) -> NormalEquations:
+def normal_equations(
+    rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor, pull: Tensor | None = None
+) -> NormalEquations:
     """What ``ridge_regression`` solves, in float64; the arguments are the same."""
     kept = rows.double() * known[..., None]
     transposed = kept.transpose(1, 2)
@@ -34,11 +45,14 @@ def normal_equations(rows: Tensor, targets: Tensor, known: Tensor, ridge: float 
     # a product with the identity, as programs for ONNX know no diagonal
     identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
     weights = ridge.double()[..., None] if isinstance(ridge, Tensor) else ridge
-    return NormalEquations(transposed @ kept + weights * identity, right.squeeze(-1))
+    right = right.squeeze(-1) if pull is None else right.squeeze(-1) + pull.double()
+    return NormalEquations(transposed @ kept + weights * identity, right)
 
 
-def ridge_regression(rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor) -> RidgeSolution:
-    """``argmin_w sum_h known_h (targets_h - rows_h · w)^2 + sum_j ridge_j w_j^2`` of every problem, in float64.
+def ridge_regression(
+    rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor, pull: Tensor | None = None
+) -> RidgeSolution:
+    """``argmin_w sum_h known_h (targets_h - rows_h · w)^2 + sum_j ridge_j w_j^2 - 2 pull · w``, in float64.
 
     Args:
         rows: ``[B, H, d]``.
@@ -46,12 +60,14 @@ def ridge_regression(rows: Tensor, targets: Tensor, known: Tensor, ridge: float 
         known: ``[B, H]`` bool.
         ridge: above 0: one, or one per weight ``[d]`` or ``[B, d]``; constants, so few observations leave the weights
             near 0.
+        pull: ``[B, d]``, the precisions of a prior times its means: what few observations leave the weights near; None
+            = 0.
 
     Returns:
-        The weights, 0 where nothing is known, and ``(sum_h rows_h rows_hᵀ + diag(ridge))^-1``, which times the variance
-        of the noise is the covariance of the posterior.
+        The weights, those of the prior where nothing is known, and ``(sum_h rows_h rows_hᵀ + diag(ridge))^-1``, which
+        times the variance of the noise is the covariance of the posterior.
     """
-    matrix, right = normal_equations(rows, targets, known, ridge)
+    matrix, right = normal_equations(rows, targets, known, ridge, pull)
     factor = torch.linalg.cholesky(matrix)
     covariance = torch.cholesky_inverse(factor)
     return RidgeSolution(torch.cholesky_solve(right[..., None], factor)[..., 0], covariance)

@@ -20,7 +20,7 @@ from recpo.base.features import FeatureSchema
 from recpo.base.feedback import GRADES
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 from recpo.ops.kernels import take_rows
-from recpo.ops.linear_algebra import item_forms, normal_equations, solve_positive_definite, user_forms
+from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -40,8 +40,8 @@ class GradeFactors(nn.Module):
         num_items: V.
         rank: r.
         mean: mean grade.
-        ridge: weight of ``|p|^2``; above 0.
-        bias_ridge: weight of ``b^2``; above 0.
+        ridge: weight of ``|p - c|^2``; above 0.
+        bias_ridge: weight of ``(b - d)^2``; above 0.
         max_history: number of most recent events that ``fold_in`` reads; at least 1.
         lower_bound: standard deviations, at least 0.
 
@@ -49,6 +49,7 @@ class GradeFactors(nn.Module):
         item_factors: ``[V + 1, r]``, ``q``; row 0 is zero and not an item.
         item_bias: ``[V + 1]``.
         factor_variance: ``[V + 1, r]``, variance of the factors; 0 if they are treated as exact.
+        history_prior: ``[V + 1, r + 1]``; its damped mean over a history is ``(c, d)``, the prior mean of ``(p, b)``.
         item_variances: ``[V + 1, rooted]``, ``t``.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
@@ -56,6 +57,7 @@ class GradeFactors(nn.Module):
     item_factors: Tensor
     item_bias: Tensor
     factor_variance: Tensor
+    history_prior: Tensor
     item_variances: Tensor
     _grades: Tensor
 
@@ -93,6 +95,7 @@ class GradeFactors(nn.Module):
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
+        self.register_buffer("history_prior", torch.zeros(num_items + 1, rank + 1))
         # nothing to store without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
         # the value for an unknown level is arbitrary: such an event has weight 0
@@ -105,6 +108,7 @@ class GradeFactors(nn.Module):
         factor_variance: Tensor,
         item_covariance: Tensor | None = None,
         noise: float = 0.0,
+        history_prior: Tensor | None = None,
     ) -> None:
         """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
 
@@ -114,6 +118,7 @@ class GradeFactors(nn.Module):
             factor_variance: ``[V, r]``.
             item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
             noise: variance of the noise.
+            history_prior: ``[V, r + 1]``; None = 0.
 
         Raises:
             RecpoError: wrong sizes, or missing covariances although there is a bound.
@@ -127,6 +132,8 @@ class GradeFactors(nn.Module):
                 field="item_factors",
             )
         self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
+        if history_prior is not None:
+            self.history_prior[1:] = history_prior
         if self.rooted and item_covariance is None:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
@@ -140,9 +147,9 @@ class GradeFactors(nn.Module):
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
 
-        ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 + bias_ridge b^2``
-        over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The result is zero if
-        no event has a grade. Positions after ``lengths`` are ignored.
+        ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
+        (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
+        result is zero if no event has a grade. Positions after ``lengths`` are ignored.
         """
         item_ids, feedback = histories.item_ids, histories.feedback
         if feedback is None:
@@ -153,8 +160,9 @@ class GradeFactors(nn.Module):
         rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
         targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
-        ridge = F.pad(variance + self.ridge, (0, 1), value=self.bias_ridge)
-        system = normal_equations(rows, targets, known, ridge)
+        prior = F.pad(torch.full_like(variance, self.ridge), (0, 1), value=self.bias_ridge)
+        pull = prior * damped_mean(self.history_prior[item_ids], known)
+        system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
             return solve_positive_definite(system.matrix, system.right).float()
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)

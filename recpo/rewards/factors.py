@@ -40,7 +40,7 @@ from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
-from recpo.ops.linear_algebra import RidgeSolution, item_forms, ridge_regression, user_forms, with_one
+from recpo.ops.linear_algebra import RidgeSolution, damped_mean, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
 
 MANIFEST: Final = "manifest.json"
@@ -60,8 +60,12 @@ class Factors(Artifact):
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32.
         factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
-        ridge: weight of ``|p_u|^2`` when a user is folded in: the noise divided by the variance of a user factor.
-        bias_ridge: weight of ``b_u^2``.
+        history_prior: ``[V, r + 1]`` float32. The damped mean over the events of a history
+            (``recpo.ops.linear_algebra.damped_mean``) is the prior mean of its user's factors and bias; 0 = the prior
+            mean is 0 for everybody.
+        ridge: weight of ``|p_u - prior mean|^2`` when a user is folded in: the noise divided by the variance of a user
+            factor.
+        bias_ridge: weight of ``(b_u - prior mean)^2``.
         user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; 0 for users
             without events. None = users are only folded in from their history.
         item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
@@ -76,7 +80,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 3
+    version: ClassVar = 4
     facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo factorize"
 
@@ -84,6 +88,7 @@ class Factors(Artifact):
     item_factors: Tensor
     item_bias: Tensor
     factor_variance: Tensor
+    history_prior: Tensor
     ridge: float
     bias_ridge: float
     user_factors: Tensor | None
@@ -109,6 +114,7 @@ class Factors(Artifact):
         expected = {
             "item_bias": (items,),
             "factor_variance": (items, rank),
+            "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
         }
         for name, shape in expected.items():
@@ -138,7 +144,7 @@ class Factors(Artifact):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, by name."""
-        names = ("item_factors", "item_bias", "factor_variance", "user_factors", "item_covariance")
+        names = ("item_factors", "item_bias", "factor_variance", "history_prior", "user_factors", "item_covariance")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str) -> Factors:
@@ -151,9 +157,10 @@ class Factors(Artifact):
     def fold_in(self, histories: Histories) -> Tensor:
         """Factors of users with a history: ridge regression of the graded events on the item factors.
 
-        ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 +
-        bias_ridge b^2`` with the variances ``v`` of the item factors, over those of the last ``max_history`` events
-        that have a grade. Training fits its users with the same step.
+        ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2
+        + bias_ridge (b - d)^2`` with the variances ``v`` of the item factors, over those of the last ``max_history``
+        events that have a grade; ``(c, d)`` is the damped mean of ``history_prior`` over them. Training fits its users
+        with the same step.
 
         Args:
             histories: contexts with feedback levels; an empty history gives zeros.
@@ -194,10 +201,11 @@ class Factors(Artifact):
         row = (item_ids - 1).clamp_min(0)
         ones = torch.ones_like(grade, dtype=self.item_factors.dtype)[..., None]
         rows = torch.cat([self.item_factors[row], ones], -1)
-        ridge = F.pad(
-            (self.factor_variance[row].double() * known[..., None]).sum(1) + self.ridge, (0, 1), value=self.bias_ridge
-        )
-        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, ridge)
+        variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
+        prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
+        prior[-1] = self.bias_ridge
+        pull = prior * damped_mean(self.history_prior[row], known)
+        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -290,6 +298,7 @@ class Factors(Artifact):
                 item_factors=tensors["item_factors"],
                 item_bias=tensors["item_bias"],
                 factor_variance=tensors["factor_variance"],
+                history_prior=tensors["history_prior"],
                 user_factors=tensors.get("user_factors"),
                 item_covariance=tensors.get("item_covariance"),
                 catalog_checksum=str(manifest["catalog_checksum"]),

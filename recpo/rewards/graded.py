@@ -28,7 +28,7 @@ from scipy.sparse import csr_array
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, validate_ranges
+from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, validate_ranges
 from recpo.log.prepared import Period, Prepared, run_change
 from recpo.rewards.factors import Factors
 
@@ -48,6 +48,14 @@ class FactorOptions:
     """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
+    consumption: Sequence[NonNegativeInt] | None = None
+    """numbers of consumption features to try (``recpo.rewards.prior_features``): who was shown what, whatever the
+    grades were, gives every user and item a prior mean. The first rank is fitted without and with them, and the
+    validation period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
+    item_features: bool | None = None
+    """features of the items give every user and item a prior mean, beside consumption: true or false; null = where the
+    prepared data have features of items, both are tried; with als, and for a held-out period, false. Only for
+    variational"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
     seed: Seed = 0
@@ -72,9 +80,17 @@ class FactorOptions:
             raise RecpoError(
                 f"method is {self.method!r}; it is variational or als", field="method", code="unknown_name"
             )
-        for name in ("ranks", "ridges"):
+        for name in ("ranks", "ridges", "consumption"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
+        for name, given in (("consumption", any(self.consumption or ())), ("item_features", self.item_features)):
+            if self.method == "als" and given:
+                raise RecpoError(
+                    f"{name} gives prior means, and als has one ridge toward 0: set method to variational, or {name} "
+                    "to null",
+                    field=name,
+                    code="conflicting_options",
+                )
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(
                 f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two",
@@ -85,10 +101,11 @@ class FactorOptions:
             raise RecpoError(
                 f"period is {self.period!r}; it is train, valid or test", field="period", code="unknown_name"
             )
-        if self.period != "train" and (self.method != "variational" or len(self.grid) > 1):
+        several = len(self.grid) > 1 or len(self.consumption or (0,)) > 1
+        if self.period != "train" and (self.method != "variational" or several):
             raise RecpoError(
                 f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
-                "for a model of held-out events; set method to variational, and one rank or null",
+                "for a model of held-out events; set method to variational, and one rank and consumption, or null",
                 field="period",
                 code="conflicting_options",
             )
@@ -99,6 +116,20 @@ class FactorOptions:
         if self.method == "variational":
             return [(rank, None) for rank in self.ranks or ((8, 16) if self.period == "train" else (8,))]
         return list(product(self.ranks or (4, 8, 16), self.ridges))
+
+    def priors(self, has_features: bool) -> list[tuple[int, bool]]:
+        """Pairs of a number of consumption features and whether the features of the items join them.
+
+        All are tried with the first rank, and the best one with the others.
+
+        Args:
+            has_features: there are features of items.
+        """
+        both = self.method == "variational" and self.period == "train"
+        joined: Sequence[bool] = (False, True) if has_features and both else (False,)
+        if self.item_features is not None:
+            joined = (self.item_features,)
+        return list(product(self.consumption or ((0, 16) if both else (0,)), joined))
 
 
 class Chunk(NamedTuple):
@@ -179,10 +210,13 @@ def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: 
         begin = end
 
 
-def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float | np.ndarray) -> np.ndarray:
-    """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``."""
+def user_weights(
+    chunk: Chunk, items: Items, mean: float, ridge: float | np.ndarray, pull: float | np.ndarray = 0.0
+) -> np.ndarray:
+    """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``; ``pull`` as in ``ridge_regression``."""
     target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
-    return solve(chunk.pairs.of_users(items.rows[chunk.items], target), ridge)
+    system = chunk.pairs.of_users(items.rows[chunk.items], target)
+    return solve(Equations(system.left, system.right + pull), ridge)
 
 
 def add_item_equations(total: Equations, chunk: Chunk, weights: np.ndarray, mean: float) -> None:
@@ -225,6 +259,7 @@ def plain_factors(
         item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
         item_bias=torch.from_numpy(items.bias.astype(np.float32)),
         factor_variance=torch.zeros(items.rows.shape[0], items.rows.shape[1] - 1),
+        history_prior=torch.zeros(items.rows.shape),
         ridge=ridge,
         bias_ridge=ridge,
         user_factors=None,

@@ -1,10 +1,10 @@
-"""Fits a factor model and selects its rank and ridge on the validation period."""
+"""Fits a factor model and selects its rank, ridge and prior on the validation period."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
@@ -13,9 +13,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards import graded, variational
+from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
-from recpo.rewards.graded import FactorOptions, mean_grade
+from recpo.rewards.graded import FactorOptions, chunks, mean_grade
+from recpo.rewards.prior_features import PriorFeatures
 
 _USERS_PER_BATCH: Final = 256
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -31,8 +32,9 @@ def fit_factors(
     """Fits a factor model of grades on the training period, or on the period that ``options`` names.
 
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
-    are folded in from the history before the period (``Factors.fold_in``), as in serving. The result is the model of
-    the training period. ``Factors.facts`` has all errors.
+    are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
+    every prior (``FactorOptions.priors``), and the other ranks with the best one. The result is the model of the
+    training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -43,59 +45,93 @@ def fit_factors(
         RecpoError: no event has a grade, or no validation event has one and there are several models.
     """
     mean, count = mean_grade(data, options.period)
-    grid = options.grid
+    schema = data.feature_schema.item
+    if options.item_features and not schema:
+        raise RecpoError(
+            f"{data.root} has no features of items: prepare the log with a table of items, or leave item_features out",
+            code="missing_value",
+            field="item_features",
+        )
+    priors = options.priors(has_features=bool(schema))
+    models, asked = len(options.grid) + len(priors) - 1, len(options.grid) * len(options.consumption or (0,))
+    passes = models * options.sweeps + 1 + prior_features.TABLE_PASSES * any(joined for _, joined in priors)
+    passes += prior_features.CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
-    total = events * (len(grid) * options.sweeps + 1)
-    with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
-        trials = [_fit(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]
-        compared = [trial.model for trial in trials] if options.period == "train" else []
-        errors, targets = validation_errors(data, compared) if compared else ([], 0)
-        if not targets and len(grid) > 1:
+    with tqdm(
+        total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
+    ) as bar:
+        fit = _Fitting(data, mean, options, bar.update)
+        first, *others = options.grid
+        trials = [fit(*first, *priors[0])]
+        errors, targets = validation_errors(data, [trials[0].model]) if options.period == "train" else ([], 0)
+        if not targets and asked > 1:
             raise RecpoError(
-                f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
-                "best: give one rank, and with the method als one ridge",
+                f"{data.root}: no validation event has a grade, so nothing says which of {asked} models is best: give "
+                "one rank and one number of consumption features, and with the method als one ridge",
                 code="empty",
             )
-        best = min(range(len(grid)), key=lambda number: errors[number]) if targets else 0
-        factors = trials[best].finish(bar.update)
-    return replace(factors, facts=_facts(options, errors, targets, count))
+        if targets and len(priors) > 1:
+            trials += [fit(*first, *prior) for prior in priors[1:]]
+            errors += validation_errors(data, [trial.model for trial in trials[1:]])[0]
+        if others:
+            best = trials[errors.index(min(errors))]
+            further = [fit(*other, best.consumption, best.item_features) for other in others]
+            errors += validation_errors(data, [trial.model for trial in further])[0]
+            trials += further
+        chosen = errors.index(min(errors)) if targets else 0
+        factors = trials[chosen].finish(bar.update)
+    known = errors if targets else [None] * len(trials)
+    tried = [trial.facts(error) for trial, error in zip(trials, known, strict=True)]
+    facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
+    return replace(factors, facts=facts | {"chosen": tried[chosen]})
 
 
 class _Trial(NamedTuple):
     """A fitted model that folds in and predicts, and a function that adds the training users."""
 
+    rank: int
+    ridge: float | None
+    consumption: int
+    item_features: bool
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
 
-
-def _fit(
-    data: Prepared,
-    mean: float,
-    rank: int,
-    ridge: float | None,
-    options: FactorOptions,
-    finished: Callable[[int], object],
-) -> _Trial:
-    if ridge is None:
-        fit = variational.fit_items(data, mean, rank, options, finished, options.period)
-        model = variational.plain_factors(data, fit, mean, options)
-        return _Trial(model, partial(variational.finish, data, model, period=options.period))
-    items = graded.fit_items(data, mean, rank, ridge, options, finished)
-    model = graded.plain_factors(data, items, mean, ridge, options)
-    return _Trial(model, partial(graded.finish, data, items, mean, ridge, options))
+    def facts(self, error: float | None) -> dict[str, Any]:
+        """What was tried, and the error on the validation period."""
+        names = ("rank", "ridge", "consumption", "item_features")
+        return {name: getattr(self, name) for name in names} | {"squared_error": error}
 
 
-def _facts(options: FactorOptions, errors: list[float], targets: int, count: int) -> dict[str, Any]:
-    known = errors if targets else [None] * len(options.grid)
-    return {
-        "options": plain(options),
-        "events": count,
-        "validation_events": targets,
-        "tried": [
-            {"rank": rank, "ridge": ridge, "squared_error": error}
-            for (rank, ridge), error in zip(options.grid, known, strict=True)
-        ],
-    }
+class _Fitting:
+    """Fits models of one mean and one set of options; features of priors are computed once."""
+
+    def __init__(self, data: Prepared, mean: float, options: FactorOptions, finished: Callable[[int], object]) -> None:
+        self.data, self.mean, self.options, self.finished = data, mean, options, finished
+        self._parts = partial(chunks, data, finished, options.period)
+        self._consumption = dict[int, PriorFeatures]()
+
+    def __call__(self, rank: int, ridge: float | None, consumption: int, item_features: bool) -> _Trial:
+        data, mean, options = self.data, self.mean, self.options
+        if ridge is None:
+            features = self._features(consumption, item_features)
+            fit = variational.fit_items(data, mean, rank, options, self.finished, options.period, features)
+            model = variational.plain_factors(data, fit, mean, options)
+            finish = partial(variational.finish, data, model, period=options.period)
+            return _Trial(rank, None, consumption, item_features, model, finish)
+        items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
+        model = graded.plain_factors(data, items, mean, ridge, options)
+        return _Trial(rank, ridge, 0, False, model, partial(graded.finish, data, items, mean, ridge, options))
+
+    def _features(self, number: int, item_features: bool) -> PriorFeatures:
+        if number not in self._consumption:
+            made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
+            self._consumption[number] = made
+        return self._consumption[number].beside(self._table) if item_features else self._consumption[number]
+
+    @cached_property
+    def _table(self) -> PriorFeatures:
+        features = self.data.item_features().map(lambda column: column[1:])
+        return prior_features.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
 
 
 def validation_batches(data: Prepared, max_history: int, max_users: int | None = None) -> Iterator[EvaluationBatch]:

@@ -5,8 +5,10 @@ b_i) ~ N(m_w, S_w)`` (Lim and Teh, "Variational Bayesian Approach to Movie Ratin
 posterior is approximated by a product of one Gaussian per user and one per item. Given the items, a user's Gaussian is
 the posterior of a linear regression with uncertain rows: their covariances are added to the normal matrix, so an
 uncertain item has little influence. A sweep updates every user, then every item, then the means and covariances of both
-priors and the noise (empirical Bayes). Only the maximum rank remains to be chosen: a full covariance drives factors
-that the data do not support to 0.
+priors and the noise (empirical Bayes). The prior means may be linear in features of users and items
+(``recpo.rewards.prior_features``): ``m_z + W_zᵀ x_u`` and ``m_w + W_wᵀ y_i``, with slopes ``W`` that have a prior of
+their own, ``tr(W S^-1 Wᵀ) / 2``, and are ridge regressions of the posterior means on the features. Only the maximum
+rank remains to be chosen: a full covariance drives factors that the data do not support to 0.
 
 At the end, users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into
 the items), which turns ``Factors.fold_in`` into a ridge regression with a ridge of ``noise``.
@@ -38,9 +40,12 @@ from recpo.rewards.graded import (
     normal_matrices,
     user_weights,
 )
+from recpo.rewards.prior_features import PriorFeatures, user_features
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3
+#: weight of the squared slopes of prior means, in units of the prior's precision
+SLOPE_RIDGE: Final = 1.0
 # the initial prior is a ridge of this many events
 _FIRST_RIDGE: Final = 2.0
 
@@ -53,18 +58,26 @@ class Gaussians(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """The prior of the users or of the items: ``mean [d]``, ``covariance [d, d]``."""
+    """The prior of the users or of the items: ``N(mean + slopesᵀ x, covariance)`` of one with the features ``x``.
+
+    Attributes:
+        mean: ``[d]``.
+        covariance: ``[d, d]``.
+        slopes: ``[f, d]``.
+    """
 
     mean: np.ndarray
     covariance: np.ndarray
+    slopes: np.ndarray
 
 
 class Fit(NamedTuple):
-    """A fitted model: the items, the prior of the users, and the variance of the noise."""
+    """A fitted model: the items, the prior of the users, the variance of the noise, and ``PriorFeatures.history``."""
 
     items: Gaussians
     users: Prior
     noise: float
+    history: np.ndarray
 
 
 def moments(side: Gaussians) -> Equations:
@@ -78,18 +91,20 @@ def moments(side: Gaussians) -> Equations:
     return Equations(full[:, first, second], mean)
 
 
-def posterior(sums: Equations, prior: Prior, noise: float) -> Gaussians:
+def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float) -> Gaussians:
     """The Gaussians of one side, given the other.
 
     Args:
         sums: for every user or item, sums over its events of the moments of the other side, and of ``(g - mean) ã``.
         prior: the prior of this side.
+        features: ``[n, f]``.
         noise: variance of a grade around its expectation.
     """
     width = sums.right.shape[1] - 1
     full = normal_matrices(sums.left, width + 1, 0.0)
     precision = np.linalg.inv(prior.covariance)
     right = sums.right[:, :width] - full[:, :width, width] + noise * precision @ prior.mean
+    right += features @ (prior.slopes @ (noise * precision))
     inverse = np.linalg.inv(full[:, :width, :width] + noise * precision)
     return Gaussians(np.einsum("nij,nj->ni", inverse, right), noise * inverse)
 
@@ -104,11 +119,41 @@ def squared_errors(sums: Equations, side: Gaussians) -> float:
     return float((second * full).sum() - 2 * (own * sums.right).sum())
 
 
-def learned(total: np.ndarray, second: np.ndarray, count: int) -> Prior:
-    """The prior that maximizes the likelihood of ``count`` Gaussians, from their summed means and second moments."""
-    mean = total / count
-    # an unsupported factor may shrink, but not to a singular matrix
-    return Prior(mean, second / count - np.outer(mean, mean) + 1e-9 * np.eye(len(mean)))
+class Summed:
+    """Sums over the Gaussians of one side, from which its prior is learned.
+
+    Args:
+        width: d.
+        columns: number of features f.
+    """
+
+    def __init__(self, width: int, columns: int) -> None:
+        self.count, self.means, self.second = 0, np.zeros(width), np.zeros((width, width))
+        self.features, self.squares = np.zeros(columns), np.zeros((columns, columns))
+        self.products = np.zeros((columns, width))
+
+    def add(self, side: Gaussians, features: np.ndarray) -> None:
+        """Adds Gaussians and their features ``[n, f]``."""
+        self.count += len(side.mean)
+        self.means += side.mean.sum(0)
+        self.second += side.mean.T @ side.mean + side.covariance.sum(0)
+        self.features += features.sum(0)
+        self.squares += features.T @ features
+        self.products += features.T @ side.mean
+
+    def prior(self) -> Prior:
+        """The prior that maximizes the likelihood, with ``- SLOPE_RIDGE / 2 tr(slopes covariance^-1 slopesᵀ)``.
+
+        That is a ridge regression of the means on the features, whatever the covariance is.
+        """
+        mean, center = self.means / self.count, self.features / self.count
+        squares = self.squares - np.outer(center, center) * self.count
+        products = self.products - np.outer(center, mean) * self.count
+        slopes = np.linalg.solve(squares + SLOPE_RIDGE * np.eye(len(center)), products)
+        explained = slopes.T @ products / self.count
+        # an unsupported factor may shrink, but not to a singular matrix
+        covariance = self.second / self.count - np.outer(mean, mean) - explained + 1e-9 * np.eye(len(mean))
+        return Prior(mean - center @ slopes, covariance, slopes)
 
 
 def fit_items(
@@ -118,6 +163,7 @@ def fit_items(
     options: FactorOptions,
     finished: Callable[[int], object],
     period: Period = "train",
+    features: PriorFeatures | None = None,
 ) -> Fit:
     """All sweeps over the events of a period.
 
@@ -128,31 +174,33 @@ def fit_items(
         options: number of sweeps and seed.
         finished: called with the number of events that were read.
         period: the period.
+        features: what the prior means are linear in; None = nothing.
     """
+    features = PriorFeatures.none(data.num_items) if features is None else features
     width, start = rank + 1, first_items(data.num_items, rank, options.seed)
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
     )
     noise = grade_variance(data, mean, period)
-    users = of_items = Prior(np.zeros(width), noise / _FIRST_RIDGE * np.eye(width))
+    first = noise / _FIRST_RIDGE * np.eye(width)
+    of_items, users = (Prior(np.zeros(width), first, np.zeros((side.shape[1], width))) for side in features)
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
-        summed, second, squared, count, events = np.zeros(width), np.zeros((width, width)), 0.0, 0, 0
+        summed, among = Summed(width, features.history.shape[1]), Summed(width, features.items.shape[1])
+        squared, events = 0.0, 0
         for chunk in chunks(data, finished, period):
-            sums = user_sums(chunk, table, mean)
-            part = posterior(sums, users, noise)
+            sums, own = user_sums(chunk, table, mean), user_features(chunk, features.history)
+            part = posterior(sums, users, own, noise)
             add_item_sums(total, chunk, part, mean)
-            summed += part.mean.sum(0)
-            second += part.mean.T @ part.mean + part.covariance.sum(0)
+            summed.add(part, own)
             squared += float(np.square(chunk.grade - mean).sum())
-            count, events = count + len(chunk.users), events + len(chunk.grade)
-        items = posterior(total, of_items, noise)
+            events += len(chunk.grade)
+        items = posterior(total, of_items, features.items, noise)
         if sweep >= WARM_UP:
-            users = learned(summed, second, count)
-            among = items.mean.T @ items.mean + items.covariance.sum(0)
-            of_items = learned(items.mean.sum(0), among, data.num_items)
+            among.add(items, features.items)
+            users, of_items = summed.prior(), among.prior()
         noise = (squared + squared_errors(total, items)) / events
-    return Fit(items, users, noise)
+    return Fit(items, users, noise, features.history)
 
 
 def user_sums(chunk: Chunk, table: Equations, mean: float) -> Equations:
@@ -190,16 +238,20 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     change[:-1, :-1], shift[:-1], change[-1, :-1] = lower[:-1, :-1].T, lower[-1, :-1], fit.users.mean[:-1]
     _, rotation = np.linalg.eigh((change @ fit.items.covariance.mean(0) @ change.T)[:-1, :-1])
     change[:-1], shift[:-1] = rotation.T @ change[:-1], rotation.T @ shift[:-1]
+    centers = np.linalg.solve(lower, fit.users.slopes.T)
+    centers = np.concatenate([rotation.T @ centers[:-1], lower[-1:, -1:] * centers[-1:]])
     items, covariance = fit.items.mean @ change.T + shift, change @ fit.items.covariance @ change.T
-    factors, bias, variance, uncertainty = (
+    variances = np.diagonal(covariance, 0, 1, 2)[:, :-1]
+    factors, bias, variance, uncertainty, history_prior = (
         torch.from_numpy(values.astype(np.float32))
-        for values in (items[:, :-1], items[:, -1], np.diagonal(covariance, 0, 1, 2)[:, :-1], covariance / fit.noise)
+        for values in (items[:, :-1], items[:, -1], variances, covariance / fit.noise, fit.history @ centers.T)
     )
     return Factors(
         mean=mean + float(fit.users.mean[-1]),
         item_factors=factors,
         item_bias=bias,
         factor_variance=variance,
+        history_prior=history_prior,
         ridge=fit.noise,
         bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
         user_factors=None,
@@ -218,10 +270,12 @@ def finish(
     """The model with the users of a period, each folded in from all of their events in it."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
     items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
+    history = model.history_prior.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
     users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
     for chunk in chunks(data, finished, period):
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
-        users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain)
+        pull = prior * user_features(chunk, history)
+        users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain, pull)
     return replace(model, user_factors=torch.from_numpy(users), users_checksum=data.users_checksum)

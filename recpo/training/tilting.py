@@ -148,7 +148,12 @@ def tilted(
     else:
         policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
     policy.factors.assign(
-        factors.item_factors, factors.item_bias, factors.factor_variance, factors.item_covariance, factors.noise
+        factors.item_factors,
+        factors.item_bias,
+        factors.factor_variance,
+        factors.item_covariance,
+        factors.noise,
+        factors.history_prior,
     )
     return policy.eval()
 

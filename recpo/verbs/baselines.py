@@ -105,6 +105,11 @@ def _of_factors(name: str, factors: Factors) -> ServedBaseline:
     made = {one: getattr(factors, one) for one in ("rank", "mean", "ridge", "bias_ridge", "max_history", "lower_bound")}
     policy = FactorPolicy(factors.num_items, **made)
     policy.factors.assign(
-        factors.item_factors, factors.item_bias, factors.factor_variance, factors.item_covariance, factors.noise
+        factors.item_factors,
+        factors.item_bias,
+        factors.factor_variance,
+        factors.item_covariance,
+        factors.noise,
+        factors.history_prior,
     )
     return ServedBaseline(name, policy, made)

@@ -56,7 +56,8 @@ def with_factors(policy: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     factors, bias = torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1
     variance = torch.rand(V, RANK, generator=generator) * 0.2
-    policy.factors.assign(factors, bias, variance, covariance(), NOISE)
+    prior = torch.randn(V, RANK + 1, generator=generator)
+    policy.factors.assign(factors, bias, variance, covariance(), NOISE, prior)
     return policy.eval()
 
 
@@ -92,17 +93,19 @@ def whole_catalog(known: Histories, visible: Tensor | None = None) -> FeedbackBa
 def expected_users(factors: GradeFactors, known: Histories) -> tuple[np.ndarray, np.ndarray]:
     """Ridge regression event by event, in NumPy, and the inverses of its normal matrices."""
     users, inverses = [], []
-    names = ("item_factors", "item_bias", "factor_variance")
-    q, b, v = (getattr(factors, name).double().numpy() for name in names)
+    names = ("item_factors", "item_bias", "factor_variance", "history_prior")
+    q, b, v, prior = (getattr(factors, name).double().numpy() for name in names)
     assert known.feedback is not None
     for items, length, levels in zip(known.item_ids, known.lengths, known.feedback, strict=True):
-        matrix, right = np.diag([*[RIDGE] * RANK, BIAS_RIDGE]), np.zeros(RANK + 1)
+        matrix, right, means = np.diag([*[RIDGE] * RANK, BIAS_RIDGE]), np.zeros(RANK + 1), [np.zeros(RANK + 1)] * 20
         for item, level in zip(items[:length].tolist(), levels[:length].tolist(), strict=True):
             if level == 0:
                 continue
             row = np.append(q[item], 1.0)
             matrix += np.outer(row, row) + np.diag([*v[item], 0.0])
             right += row * (GRADES[level] - MEAN - b[item])
+            means.append(prior[item])
+        right += np.array([*[RIDGE] * RANK, BIAS_RIDGE]) * np.mean(means, 0)
         users.append(np.linalg.solve(matrix, right))
         inverses.append(np.linalg.inv(matrix))
     return np.stack(users), np.stack(inverses)
@@ -269,6 +272,7 @@ def test_the_factors_are_folded_in_and_ranked_as_by_themselves(bound: float) -> 
         item_factors=policy.factors.item_factors[1:],
         item_bias=policy.factors.item_bias[1:],
         factor_variance=policy.factors.factor_variance[1:],
+        history_prior=policy.factors.history_prior[1:],
         ridge=RIDGE,
         bias_ridge=BIAS_RIDGE,
         user_factors=None,

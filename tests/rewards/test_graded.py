@@ -142,7 +142,13 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
     with refused("empty"):
         fit_factors(data, FactorOptions(method="als", ranks=(1, 2), ridges=(1.0,), sweeps=1))
     alone = fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
-    assert alone.facts["tried"] == [{"rank": 2, "ridge": 1.0, "squared_error": None}]
+    assert alone.facts["tried"] == [
+        {"rank": 2, "ridge": 1.0, "consumption": 0, "item_features": False, "squared_error": None}
+    ]
+    # unless it is asked for, a prior from consumption is no reason to refuse
+    assert fit_factors(data, FactorOptions(ranks=(2,), sweeps=1)).facts["chosen"]["consumption"] == 0
+    with refused("empty"):
+        fit_factors(data, FactorOptions(ranks=(2,), sweeps=1, consumption=(0, 4)))
 
 
 def test_a_period_has_the_grades_of_its_own_events(data):
@@ -156,7 +162,9 @@ def test_a_period_has_the_grades_of_its_own_events(data):
     assert (mean, count) == (pytest.approx(np.mean(expected)), len(expected))
     model = fit_factors(data, FactorOptions(period="valid", sweeps=4))
     assert (model.rank, model.facts["events"]) == (8, count)
-    assert model.facts["tried"] == [{"rank": 8, "ridge": None, "squared_error": None}]
+    assert model.facts["tried"] == [
+        {"rank": 8, "ridge": None, "consumption": 0, "item_features": False, "squared_error": None}
+    ]
     here = np.unique(np.concatenate([chunk.users for chunk in chunks(data, period="valid")]))
     elsewhere = np.setdiff1d(np.arange(len(model.user_factors)), here)
     assert not model.user_factors[elsewhere].any()
@@ -183,6 +191,11 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
         ({"period": "night"}, ("unknown_name", "period")),
         ({"period": "valid", "method": "als"}, ("conflicting_options", "period")),
         ({"period": "valid", "ranks": (2, 4)}, ("conflicting_options", "period")),
+        ({"period": "valid", "consumption": (0, 4)}, ("conflicting_options", "period")),
+        ({"method": "als", "consumption": (4,)}, ("conflicting_options", "consumption")),
+        ({"method": "als", "item_features": True}, ("conflicting_options", "item_features")),
+        ({"consumption": ()}, ("empty", "consumption")),
+        ({"consumption": (-1,)}, ("out_of_range", "consumption")),
     ],
 )
 def test_options_out_of_range_are_refused(options, refusal):

@@ -1,6 +1,8 @@
 """The variational factorization against dense NumPy, its evidence bound, and planted factors."""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,12 +11,15 @@ import torch
 
 from recpo.base.types import Histories
 from recpo.rewards import variational
-from recpo.rewards.graded import FactorOptions, chunks_of, mean_grade
+from recpo.rewards.graded import FactorOptions, chunks, chunks_of, mean_grade
+from recpo.rewards.prior_features import PriorFeatures, of_consumption
 from recpo.rewards.selection import fit_factors
 from recpo.rewards.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
 
 RANK = 3
 D = RANK + 1
+# noise, ridge of the biases, validation error, sum of the items' biases, of the squares of the users' weights
+BEFORE = [0.05069076766785855, 19.73819276348745, 0.059494783164626856, -2.6098294893745333, 164.74627700481898]
 
 
 class State(NamedTuple):
@@ -27,7 +32,7 @@ class State(NamedTuple):
     noise: float
 
 
-def update(mine, other, of, count, residual, prior, noise):
+def update(mine, other, of, count, residual, prior, features, noise):
     """Posterior of one side, one user or item after the other: a regression on uncertain rows.
 
     A row is ``x = [factors, 1]``, an offset ``b``: ``E[x xᵀ]`` and ``E[x b]`` have the covariances of the other side.
@@ -35,7 +40,7 @@ def update(mine, other, of, count, residual, prior, noise):
     result = Gaussians(np.zeros((count, D)), np.zeros((count, D, D)))
     for number in range(count):
         precision = np.linalg.inv(prior.covariance)
-        matrix, right = precision.copy(), precision @ prior.mean
+        matrix, right = precision.copy(), precision @ (prior.mean + prior.slopes.T @ features[number])
         for event in np.flatnonzero(mine == number):
             mean, covariance = other.mean[of[event]], other.covariance[of[event]]
             row = np.array([*mean[:-1], 1.0])
@@ -61,22 +66,31 @@ def expected_error(state, user, item, residual):
     return total
 
 
-def prior_of(side, present):
-    mean = side.mean[present].mean(0)
-    apart = side.mean[present] - mean
-    return Prior(mean, apart.T @ apart / present.sum() + side.covariance[present].mean(0) + 1e-9 * np.eye(D))
+def prior_of(side, present, features):
+    """Ridge regression of the means with a free intercept; the slopes have the prior ``N(0, covariance / ridge)``."""
+    means, columns = side.mean[present], features.shape[1]
+    rows = np.c_[np.ones(len(means)), features[present]]
+    ridge = variational.SLOPE_RIDGE * np.diag([0.0] + [1.0] * columns)
+    weights = np.linalg.solve(rows.T @ rows + ridge, rows.T @ means)
+    apart = means - rows @ weights
+    covariance = (apart.T @ apart + weights.T @ ridge @ weights) / present.sum() + side.covariance[present].mean(0)
+    return Prior(weights[0], covariance + 1e-9 * np.eye(D), weights[1:])
 
 
-def evidence_bound(state, user, item, residual, present):
-    """Lower bound of the log-evidence, up to a constant: expected log-likelihood less the two KL divergences."""
+def evidence_bound(state, user, item, residual, present, features):
+    """Lower bound of the log-evidence, up to a constant: expected log-likelihood less the two KL divergences.
 
-    def divergence(side, prior, rows):
+    Plus the logarithm of the density of the slopes, up to what does not depend on them.
+    """
+
+    def divergence(side, prior, rows, features):
         precision = np.linalg.inv(prior.covariance)
-        apart = side.mean[rows] - prior.mean
+        apart = side.mean[rows] - prior.mean - features[rows] @ prior.slopes
         quadratic = np.einsum("ni,ij,nj->n", apart, precision, apart)
         trace = np.einsum("ij,nji->n", precision, side.covariance[rows])
         logs = np.linalg.slogdet(prior.covariance)[1] - np.linalg.slogdet(side.covariance[rows])[1]
-        return 0.5 * (trace + quadratic + logs - D).sum()
+        slopes = variational.SLOPE_RIDGE * np.trace(prior.slopes @ precision @ prior.slopes.T)
+        return 0.5 * ((trace + quadratic + logs - D).sum() + slopes)
 
     likelihood = (
         -0.5 * len(user) * np.log(state.noise) - 0.5 * expected_error(state, user, item, residual) / state.noise
@@ -84,56 +98,102 @@ def evidence_bound(state, user, item, residual, present):
     everybody = np.ones(len(state.items.mean), bool)
     return (
         likelihood
-        - divergence(state.users, state.of_users, present)
-        - divergence(state.items, state.of_items, everybody)
+        - divergence(state.users, state.of_users, present, features.history)
+        - divergence(state.items, state.of_items, everybody, features.items)
     )
 
 
-@pytest.fixture(scope="module")
-def dense(data, events):
+def features_of(data, columns):
+    """Consumption features; of the items with two more columns, so that both sides have their own number."""
+    found = of_consumption(partial(chunks, data), data.num_items, columns, 0)
+    more = np.random.default_rng(4).normal(size=(data.num_items, 2 if columns else 0))
+    return found._replace(items=np.concatenate([found.items, more], 1))
+
+
+def of_users(user, item, history, count):
+    """Features of the users, event by event."""
+    summed = np.zeros((count, history.shape[1]))
+    np.add.at(summed, user, history[item])
+    return summed / (np.bincount(user, minlength=count)[:, None] + 20)
+
+
+@pytest.fixture(scope="module", params=[0, 3])
+def dense(data, events, request):
     """Six sweeps, written down event by event, with the evidence bound after every half of one."""
     user, item, grade = events
+    given = features_of(data, request.param)
     mean, _ = mean_grade(data)
     residual, count = grade - mean, data.manifest["num_users"]
     present = np.bincount(user, minlength=count) > 0
     start = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, RANK))
     noise = float(np.square(residual).mean())
-    prior = Prior(np.zeros(D), noise / 2.0 * np.eye(D))
+    features = PriorFeatures(given.items, of_users(user, item, given.history, count))
+    prior, other = (Prior(np.zeros(D), noise / 2.0 * np.eye(D), np.zeros((x.shape[1], D))) for x in features)
     items = Gaussians(np.c_[start, np.zeros(len(start))], np.zeros((len(start), D, D)))
-    state, bounds = State(None, items, prior, prior, noise), []
+    state, bounds = State(None, items, other, prior, noise), []
     for sweep in range(6):
-        users = update(user, state.items, item, count, residual, state.of_users, state.noise)
+        users = update(user, state.items, item, count, residual, state.of_users, features.history, state.noise)
         state = state._replace(users=users)
-        items = update(item, state.users, user, data.num_items, residual, state.of_items, state.noise)
+        items = update(item, state.users, user, data.num_items, residual, state.of_items, features.items, state.noise)
         state = state._replace(items=items)
-        bounds.append(evidence_bound(state, user, item, residual, present))
+        bounds.append(evidence_bound(state, user, item, residual, present, features))
         if sweep >= variational.WARM_UP:
             everybody = np.ones(data.num_items, bool)
-            state = state._replace(of_users=prior_of(users, present), of_items=prior_of(items, everybody))
+            learned = prior_of(users, present, features.history), prior_of(items, everybody, features.items)
+            state = state._replace(of_users=learned[0], of_items=learned[1])
         state = state._replace(noise=expected_error(state, user, item, residual) / len(user))
-        bounds.append(evidence_bound(state, user, item, residual, present))
-    return state, bounds
+        bounds.append(evidence_bound(state, user, item, residual, present, features))
+    return state, bounds, given
 
 
-def fitted(data, rank=RANK, sweeps=6):
+def fitted(data, features=None):
     mean, _ = mean_grade(data)
-    return mean, fit_items(data, mean, rank, FactorOptions(sweeps=sweeps), lambda _: None)
+    return mean, fit_items(data, mean, RANK, FactorOptions(sweeps=6), lambda _: None, features=features)
 
 
 def test_sweeps_are_the_dense_ones(data, dense):
-    _, fit = fitted(data)
-    state, _ = dense
+    state, _, features = dense
+    _, fit = fitted(data, features)
     np.testing.assert_allclose(fit.items.mean, state.items.mean, atol=1e-8)
     np.testing.assert_allclose(fit.items.covariance, state.items.covariance, atol=1e-8)
     np.testing.assert_allclose(fit.users.mean, state.of_users.mean, atol=1e-8)
     np.testing.assert_allclose(fit.users.covariance, state.of_users.covariance, atol=1e-8)
+    np.testing.assert_allclose(fit.users.slopes, state.of_users.slopes, atol=1e-8)
     assert fit.noise == pytest.approx(state.noise, rel=1e-9)
 
 
 def test_the_evidence_bound_never_falls(dense):
-    _, bounds = dense
+    _, bounds, _ = dense
     assert all(later >= before - 1e-6 for before, later in itertools.pairwise(bounds))
     assert bounds[-1] > bounds[0] + 1
+
+
+def test_no_features_change_no_digit(data):
+    """Of the model as it was before priors had features."""
+    model = fit_factors(data, FactorOptions(ranks=(RANK,), sweeps=6, consumption=(0,)))
+    assert not model.history_prior.any()
+    known = [model.noise, model.bias_ridge, model.facts["tried"][0]["squared_error"]]
+    known += [float(model.item_bias.double().sum()), float(model.user_factors.double().square().sum())]
+    assert known == pytest.approx(BEFORE, rel=1e-6)
+
+
+def test_a_training_user_is_the_posterior_of_the_fit_given_its_items(data, events):
+    """In the model's own units and in those of the stored factors: the same expected grades."""
+    user, item, grade = events
+    features = features_of(data, 3)
+    mean, fit = fitted(data, features)
+    model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
+    count = data.manifest["num_users"]
+    x = of_users(user, item, features.history, count)
+    # the covariance of an item's factors counts in the fit, and in the stored model its diagonal
+    exact = fit.items._replace(covariance=np.zeros_like(fit.items.covariance))
+    stored = replace(model, factor_variance=torch.zeros_like(model.factor_variance))
+    stored = variational.finish(data, stored)
+    users = update(user, exact, item, count, grade - mean, fit.users, x, fit.noise)
+    expected = mean + users.mean[:, :-1] @ fit.items.mean[:, :-1].T + users.mean[:, -1:] + fit.items.mean[:, -1]
+    here = np.unique(user)
+    np.testing.assert_allclose(stored.scores(stored.user_factors).numpy()[here], expected[here], atol=1e-4)
+    assert np.abs(model.history_prior.numpy()).max() > 0.01
 
 
 def test_moments_are_those_of_draws():
@@ -221,8 +281,13 @@ def test_little_is_known_of_items_with_few_events(planted):
 def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data):
     options = {"ranks": (1, 3), "sweeps": 4}
     model = fit_factors(data, FactorOptions(**options))
-    assert [(one["rank"], one["ridge"]) for one in model.facts["tried"]] == [(1, None), (3, None)]
-    assert model.rank == min(model.facts["tried"], key=lambda one: one["squared_error"])["rank"]
+    tried = model.facts["tried"]
+    prior = min(tried[:2], key=lambda one: one["squared_error"])["consumption"]
+    assert [(one["rank"], one["consumption"]) for one in tried] == [(1, 0), (1, 16), (3, prior)]
+    best = min(tried, key=lambda one: one["squared_error"])
+    assert model.facts["chosen"] == best
+    assert model.rank == best["rank"]
+    assert bool(model.history_prior.any()) == bool(best["consumption"])
     assert torch.equal(model.item_factors, fit_factors(data, FactorOptions(**options)).item_factors)
     assert model.lower_bound == 2.0
     without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False, lower_bound=0.0)

@@ -40,7 +40,8 @@ def make_tilted(parts, kind, root, bound=0.0):
     covariance = torch.linalg.inv(rows @ rows.mT + torch.eye(RANK + 1))
     factors = torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4
     variance = torch.rand(NUM_ITEMS, RANK, generator=generator)
-    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), variance, covariance, noise=0.1)
+    prior = torch.randn(NUM_ITEMS, RANK + 1, generator=generator)
+    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), variance, covariance, 0.1, prior)
     module = {"semantic": "semantic_id"}.get(kind, "catalog_softmax")
     class_path = f"recpo.policies.{module}.{CLASSES[kind]}"
     return policy, arguments | {"base": {"class_path": class_path, "init_args": options}}
@@ -88,6 +89,7 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, pa
         item_factors=torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4,
         item_bias=torch.randn(NUM_ITEMS, generator=generator) * 0.1,
         factor_variance=torch.rand(NUM_ITEMS, RANK, generator=generator) * 0.2,
+        history_prior=torch.randn(NUM_ITEMS, RANK + 1, generator=generator),
         ridge=2.0,
         bias_ridge=3.0,
         user_factors=None,
