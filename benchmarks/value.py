@@ -40,7 +40,7 @@ from recpo.verbs.tilt import tilt
 from recpo.verbs.tokenize import tokenize
 from recpo.verbs.train import train
 
-BASELINES = ("popularity", "factorization", "implicit_als", "ease")
+BASELINES = ("popularity", "item_rate", "factorization", "implicit_als", "ease")
 REWARD_MODEL = "factors"
 METRICS = {
     "true_reward@10": "true value",
@@ -70,8 +70,7 @@ def prepared_world(world, root, options):
     """The log, the prepared data and the factorization of a world."""
     log, prepared, factors = root / "log", root / "prepared", root / "factors"
     if not (prepared / "manifest.json").is_file():
-        size = {"users": 80, "items": 60, "events": 5000} if options.quick else {}
-        call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **size)
+        call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **options.simulation)
         call(prepare, log=log / "log", out=prepared, overwrite="true")
     if not factors.is_dir():
         call(factorize, prepared=prepared, out=factors)
@@ -140,18 +139,21 @@ def metrics_of(contender):
     return {name: np.nan if found.get(name) is None else float(found[name]) for name in names}
 
 
-def table(kind, worlds, seeds):
-    """Means over worlds and seeds; paired differences to the strongest baseline and the reward model."""
+def table(kind, worlds, seeds, columns=METRICS):
+    """Means over worlds and seeds; paired differences to the strongest baseline and the reward model.
+
+    ``columns`` has the title of every metric that is shown.
+    """
     first = next(iter(worlds.values()))
     strongest = max(BASELINES, key=lambda name: np.mean([found[name]["true_reward@10"] for found in worlds.values()]))
     shown = Table(title=f"{kind}: worlds {[world.seed for world in worlds]}, training seeds {list(seeds)}")
     references = (strongest, REWARD_MODEL)
-    for column in ("contender", *METRICS.values(), *(f"true value - {name}" for name in references)):
+    for column in ("contender", *columns.values(), *(f"true value - {name}" for name in references)):
         shown.add_column(column, justify="left" if column == "contender" else "right")
     of_runs = {name.rsplit("-", 1)[0] for name in first if name.rsplit("-", 1)[-1].isdigit()}
     for name in [*(name for name in first if name.rsplit("-", 1)[0] not in of_runs), *sorted(of_runs)]:
         members = [f"{name}-{seed}" for seed in seeds if f"{name}-{seed}" in first] if name in of_runs else [name]
-        values = {metric: [found[one][metric] for found in worlds.values() for one in members] for metric in METRICS}
+        values = {metric: [found[one][metric] for found in worlds.values() for one in members] for metric in columns}
         cells = [f"{np.mean(column):.4f}" for column in values.values()]
         for reference in references:
             against = [found[reference]["true_reward@10"] for found in worlds.values() for _ in members]
@@ -196,25 +198,40 @@ def tau(pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/value"))
-    parser.add_argument("--configs", type=Path, default=Path("configs"))
     worlds = ["default:11", "default:12", "default:13", "confounded:14", "confounded:15"]
     parser.add_argument("--worlds", type=World.parse, nargs="+", default=[World.parse(world) for world in worlds])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
+    add_arguments(parser)
+    options = parser.parse_args()
+    options.simulation = {}
+    if options.quick:
+        options.worlds, options.seeds = options.worlds[:1], options.seeds[:2]
+        options.simulation = {"users": 80, "items": 60, "events": 5000}
+    results = measured(options)
+    for kind in dict.fromkeys(world.kind for world in results):
+        table(kind, {world: found for world, found in results.items() if world.kind == kind}, options.seeds)
+
+
+def add_arguments(parser):
+    """The options that all benchmarks of true values share."""
+    parser.add_argument("--configs", type=Path, default=Path("configs"))
     parser.add_argument("--methods", nargs="*", default=[], help="further configurations: grpo, ppo, semantic_grpo...")
     parser.add_argument("--method-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of those")
     parser.add_argument("--quick", action="store_true", help="tiny worlds and one epoch, to see that it runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.worlds, options.seeds = options.worlds[:1], options.seeds[:2]
+
+
+def measured(options, more=None):
+    """The contenders of every world, one printed line each; ``more`` adds metrics to those of a world."""
     results = {}
     for world in options.worlds:
         results[world] = evaluated(world, options)
+        if more is not None:
+            more(world, results[world], options)
         for name, metrics in results[world].items():
             print(json.dumps({"world": world.kind, "seed": world.seed, "contender": name, **metrics}), flush=True)
         print(json.dumps({"world": world.kind, "seed": world.seed, **agreement(results[world])}), flush=True)
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}))
-    for kind in dict.fromkeys(world.kind for world in results):
-        table(kind, {world: found for world, found in results.items() if world.kind == kind}, options.seeds)
+    return results
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def test_value_compares_runs_of_several_seeds_with_baselines_and_the_oracle(tmp_
     lines = lines_of("value.py", "--work", str(tmp_path), "--worlds", "confounded:3")
     found = {line["contender"]: line for line in lines if "contender" in line}
     runs = {f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", "tilted") for seed in (0, 1)}
-    baselines = {"popularity", "factorization", "implicit_als", "ease"}
+    baselines = {"popularity", "item_rate", "factorization", "implicit_als", "ease"}
     assert found.keys() == runs | baselines | {"factors", "oracle", "logging policy"}
     assert max(found.values(), key=lambda line: line["true_reward@10"])["contender"] == "oracle"
     assert {(line["world"], line["seed"]) for line in found.values()} == {("confounded", 3)}

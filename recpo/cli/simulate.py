@@ -21,6 +21,8 @@ def show(verb: Simulate, simulated: Simulation) -> VerbResult:
         f"{simulated.root}: {parameters.events:,} events of {parameters.users:,} users and {parameters.items:,} items "
         f"over {parameters.days} days"
     )
+    if not (complete := simulated.truth.preferences.complete).all():
+        print(f"{int(complete.sum()):,} users have a reward for every item; the others are only in the training period")
     if parameters.lives:
         first, last = (int(simulated.truth.available(float(day)).sum()) for day in (0, parameters.days - 1))
         print(f"{simulated.items}: {first:,} items on day 0, {last:,} on day {parameters.days - 1}")

@@ -41,6 +41,7 @@ from recpo.verbs.loop_rounds import (
 )
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 from recpo.worlds.parameters import WORLDS, SimulationParameters, World
+from recpo.worlds.replay import Replayed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,6 +163,8 @@ class Loop(SimulationParameters, Verb[LoopResult]):
     """number of served days, besides round 0; a resumed loop may have more"""
     world: World = "default"
     """preset of parameters, see ``recpo.simulate``"""
+    matrix: Path | str | None = None
+    """rewards for the world replay, see ``recpo.simulate``"""
     exploration: Exploration | None = None
     """how the slates of the served days are drawn; None = the best items in order"""
     log_propensities: bool = True
@@ -194,7 +197,7 @@ class Loop(SimulationParameters, Verb[LoopResult]):
     @classmethod
     def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters of the named world."""
-        return WORLDS.get(given.get("world", "default"), {})
+        return Replayed.of(given).presets
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,6 +208,7 @@ class Loop(SimulationParameters, Verb[LoopResult]):
                 field="world",
                 code="unknown_name",
             )
+        Replayed(self.world, self.matrix).validate("loop")
         if self.seed > _MAX_SEED:
             raise RecpoError(
                 f"loop: seed is {self.seed}, expected at most {_MAX_SEED}", code="out_of_range", field="seed"
@@ -223,6 +227,7 @@ class Loop(SimulationParameters, Verb[LoopResult]):
         del parameters["seed"]
         shared = RoundOptions(
             world=self.world,
+            matrix=None if self.matrix is None else str(self.matrix),
             parameters=parameters,
             seed=self.seed,
             exploration=self.exploration,

@@ -151,6 +151,7 @@ class RoundOptions:
     """The options that all rounds share; see ``recpo.verbs.loop.Loop``."""
 
     world: World
+    matrix: str | None
     parameters: Mapping[str, Any]
     seed: int
     exploration: Exploration | None
@@ -210,7 +211,7 @@ def _log(
         return Simulation.open(out)
     if before is None:
         parameters = {**options.parameters, "seed": options.seed}
-        return simulate(out, world=options.world, progress=progress, **parameters)
+        return simulate(out, world=options.world, matrix=options.matrix, progress=progress, **parameters)
     bundle = Bundle.open(before / BUNDLE)
     return simulate(
         out,

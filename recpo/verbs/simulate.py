@@ -29,6 +29,7 @@ from recpo.worlds.log import Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
 from recpo.worlds.parameters import WORLDS, SimulationParameters, World
 from recpo.worlds.preferences import IntArray, Preferences
+from recpo.worlds.replay import Replayed, RewardMatrix
 from recpo.worlds.truth import Truth
 
 BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in order, each with propensity 1 / n
@@ -41,7 +42,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
     later. Equal arguments give equal bytes. In the world ``living``, ``out/items.parquet`` and ``out/users.parquet``
-    are the item table (each item from its birth on) and the user table.
+    are the item table (each item from its birth on) and the user table. The world ``replay`` has the users, the items
+    and the true rewards of ``matrix`` (docs/evaluation.md).
 
     With ``policy`` and ``after``, a bundle replaces the simulator's own logging policy and serves the users of an
     existing world on the days after its log. ``out`` then also has ``served.json``: the true value of these days, of
@@ -49,19 +51,28 @@ class Simulate(SimulationParameters, Verb[Simulation]):
 
     Raises:
         RecpoError: ``out`` exists and ``overwrite`` is False, the world is unknown or a parameter is out of range. With
-            a policy: ``after`` is not a simulation or not consecutive days of one world, the bundle has another catalog
+            a matrix: rewards that are not in [0, 1], duplicates, missing values, or no user with all rewards. With a
+            policy: ``after`` is not a simulation or not consecutive days of one world, the bundle has another catalog
             or lists too few items.
     """
 
-    first_day: ClassVar = ("out", "world", "users", "items", "events", "days", "seed", "policy", "after")
+    first_day: ClassVar = ("out", "world", "users", "items", "events", "days", "seed", "matrix", "policy", "after")
 
     out: Path | str
     """output directory"""
     _: KW_ONLY
     world: World = "default"
     """preset of parameters: default, confounded (popularity is independent of quality, more clickbait), skewed
-    (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and fade; tables
-    of items and users beside the log). Parameters override the preset"""
+    (little exploration), small (20,000 events of 500 users on 5,000 items), living (items are born and fade; tables
+    of items and users beside the log), sparse (40 events of each of 1,500 users on 2,600 items, personal tastes) or
+    replay (the rewards of ``matrix``). Parameters override the preset"""
+    matrix: Path | str | None = None
+    """Parquet file with the columns user_id, item_id (whole numbers) and reward (from 0 to 1), for the world replay.
+    Its rewards are the true ones. Users without a reward for every item are only trained on"""
+    item_table: Path | str | None = None
+    """Parquet file with the column item_id and features of the items, of which the world replay keeps a copy"""
+    user_table: Path | str | None = None
+    """Parquet file with the column user_id and features of the users, of which the world replay keeps a copy"""
     policy: Path | str | Bundle | None = None
     """bundle that serves, or the directory of one; it was trained on logs of this world"""
     after: Path | str | Simulation | Sequence[Path | str | Simulation] | None = None
@@ -86,7 +97,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
         """The parameters of the named world, or of the world that continues."""
         after = given.get("after")
         if after is None:
-            return WORLDS.get(given.get("world", "default"), {})
+            return Replayed.of(given).presets
         parameters = dataclasses.asdict(_opened(after)[0].truth.preferences.parameters)
         return {**parameters, "days": 1, "seed": 0}
 
@@ -108,13 +119,21 @@ class Simulate(SimulationParameters, Verb[Simulation]):
                     field=name,
                     code="missing_option",
                 )
-        preferences = Preferences.draw(self.part(SimulationParameters))
+        replayed, parameters = Replayed.of(vars(self)), self.part(SimulationParameters)
+        replayed.validate("simulate")
+        matrix = None if self.matrix is None else RewardMatrix.read(self.matrix)
         return write_simulation(
-            preferences, Path(self.out), world=self.world, overwrite=self.overwrite, progress=self.progress
+            Preferences.draw(parameters) if matrix is None else matrix.preferences(parameters),
+            Path(self.out),
+            world=self.world,
+            tables=replayed.tables,
+            overwrite=self.overwrite,
+            progress=self.progress,
         )
 
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         self._validate_world(worlds[0])
+        Replayed.of({**vars(self), "world": "default"}).validate("simulate")  # the world that continues has its files
         bundle = policy if isinstance(policy, Bundle) else Bundle.open(policy)
         users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
         service = BundleService(bundle, self.exploration, users)

@@ -6,6 +6,7 @@ Results of days on which a policy served the simulated users, as in ``served.jso
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -158,6 +159,7 @@ PAUSE_MS = (200, 2_000)  # pause between two exposures of a session
 _SKIP_SECONDS = (0.3, 3.0)
 _MAX_WATCH_RATIO = 5.0
 _FULL_WATCH = 0.2, 1.0  # watch ratio if not skipped: offset + slope * affinity, at the median duration
+_DAYS_OF_COMPLETE_USERS: Final = 3
 _WAKING_HOURS = (6.0, 20.0, 23.5)  # sessions start between the first and the last, most often at the middle one
 
 
@@ -182,8 +184,8 @@ class Simulation(Artifact):
     """A simulated log and its truth, on disk.
 
     Attributes:
-        root: the directory with ``log/part-*.parquet`` and ``truth/``, and for a living world ``items.parquet`` and
-            ``users.parquet``.
+        root: the directory with ``log/part-*.parquet`` and ``truth/``, and ``items.parquet`` and ``users.parquet`` if
+            the world is living or replays rewards with tables.
         truth: true rewards and exposure probabilities.
         served: the policy and the results of days that another policy served; None = the simulator's own logging policy
             made the log.
@@ -226,13 +228,13 @@ class Simulation(Artifact):
 
     @property
     def items(self) -> Path | None:
-        """Table of the items that were born by the last day; None = the catalog is fixed."""
-        return self.root / ITEM_TABLE if self.truth.lives else None
+        """Table of the items, in a living world of those born by the last day; None = this world has none."""
+        return _if_written(self.root / ITEM_TABLE)
 
     @property
     def users(self) -> Path | None:
         """Table of the users' attributes; None = this world has none."""
-        return self.root / USER_TABLE if self.truth.lives else None
+        return _if_written(self.root / USER_TABLE)
 
     def to_pandas(self) -> pd.DataFrame:
         """The full log in memory, sorted by user and time."""
@@ -243,10 +245,10 @@ class Simulation(Artifact):
 
         Args:
             k: length of the lists, at most the size of the catalog.
-            users: number of users, from the first on, to average over.
+            users: number of users, from the first on, to average over; only those with known rewards count.
         """
         truth, day = self.truth, float(self.days[-1])
-        sample, k = truth.user_ids[:users], min(k, int(truth.available(day).sum()))
+        sample, k = truth.user_ids[truth.preferences.complete][:users], min(k, int(truth.available(day).sum()))
         values = {
             "uniform": truth.uniform_value(sample, day),
             "logging policy": truth.logging_value(sample, day),
@@ -255,17 +257,39 @@ class Simulation(Artifact):
         return {name: float(np.mean(value)) for name, value in values.items()}
 
 
+def _if_written(file: Path) -> Path | None:
+    return file if file.is_file() else None
+
+
+class Tables(NamedTuple):
+    """Tables that a simulation has copies of, as ``items.parquet`` and ``users.parquet``; None = no such table."""
+
+    items: Path | None = None
+    users: Path | None = None
+
+    def copy_to(self, directory: Path) -> None:
+        """Copies them."""
+        for file, name in ((self.items, ITEM_TABLE), (self.users, USER_TABLE)):
+            if file is not None:
+                shutil.copyfile(file, directory / name)
+
+
+NO_TABLES: Final = Tables()
+
+
 def write_simulation(
     preferences: Preferences,
     out: Path,
     *,
     world: World = "default",
+    tables: Tables = NO_TABLES,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Simulation:
     """Writes ``out/log/part-*.parquet`` and ``out/truth/``, completely or not at all.
 
-    A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.worlds.preferences``.
+    A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.worlds.preferences``; a world
+    that replays rewards has copies of those that are given.
 
     Rows are sorted by user and time. The feedback of a row depends on the day on which its session was planned.
     ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not (a
@@ -276,6 +300,7 @@ def write_simulation(
         preferences: users, items and all parameters.
         out: output directory.
         world: name of the world that the parameters are based on, for ``truth.json``.
+        tables: tables of the items and the users to copy.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
 
@@ -286,6 +311,7 @@ def write_simulation(
     with output_directory(out, kind="simulation", overwrite=overwrite, sealed=Simulation.sealed) as partial:
         truth.save(partial / "truth")
         write_side_information(preferences, partial, preferences.parameters.days - 1)
+        tables.copy_to(partial)
         write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
     return Simulation(Path(out), truth)
 
@@ -367,14 +393,22 @@ def _draw_exposures(
 
 
 def draw_sessions(preferences: Preferences, user_rows: IntArray, rng: np.random.Generator) -> Sessions:
-    """Cuts each user's exposures into sessions of geometric length on uniformly drawn days, and those into requests."""
+    """Cuts each user's exposures into sessions of geometric length on uniformly drawn days, and those into requests.
+
+    Where rewards are replayed, users with unknown rewards have none on the last three days: the default test and
+    validation day, and a day on which a session that began late may end.
+    """
     parameters = preferences.parameters
     size = len(user_rows)
     opens_user = np.concatenate([[True], user_rows[1:] != user_rows[:-1]])
     opens_session = opens_user | (rng.random(size) < 1 / parameters.session_length)
     first = np.flatnonzero(opens_session)
     hour = rng.triangular(*_WAKING_HOURS, size=len(first))
-    start = rng.integers(0, parameters.days, len(first)) * MILLISECONDS_PER_DAY + np.rint(hour * 3_600_000)
+    last: int | IntArray = parameters.days
+    if preferences.replays:
+        early = max(1, parameters.days - _DAYS_OF_COMPLETE_USERS)
+        last = np.where(preferences.complete[user_rows[first]], parameters.days, early)
+    start = rng.integers(0, last, len(first)) * MILLISECONDS_PER_DAY + np.rint(hour * 3_600_000)
     start = start.astype(np.int64)
     start = start[np.lexsort((start, user_rows[first]))]
     session = np.cumsum(opens_session) - 1

@@ -30,6 +30,7 @@ from recpo.worlds.log import (
     DayReport,
     ServedDays,
     Simulation,
+    Tables,
     draw_sessions,
     draw_watch_time,
     write_parts,
@@ -166,6 +167,8 @@ def write_next_days(
         )
         truth.save(partial / "truth")
         write_side_information(truth.preferences, partial, numbers[-1])
+        if truth.preferences.replays:
+            Tables(worlds[0].items, worlds[0].users).copy_to(partial)
         write_parts([events], partial / LOG, events.num_rows, progress=False)
         served = ServedDays(policy, exploration, seed, tuple(reports), repeat_after)
         served.save(partial)
@@ -180,7 +183,7 @@ def validate_worlds(worlds: Sequence[Simulation]) -> int:
     """
     parameters, day = worlds[0].truth.preferences.parameters, 0
     for world in worlds:
-        if world.truth.preferences.parameters != parameters:
+        if world.truth.preferences.parameters != parameters or not _same_rewards(world.truth, worlds[0].truth):
             raise RecpoError(
                 f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world",
                 code="mismatch",
@@ -195,6 +198,13 @@ def validate_worlds(worlds: Sequence[Simulation]) -> int:
             )
         day = world.days[-1] + 1
     return day
+
+
+def _same_rewards(one: Truth, other: Truth) -> bool:
+    own, others = one.preferences.users.rewards, other.preferences.users.rewards
+    if own is None or others is None:
+        return own is others
+    return np.array_equal(own, others, equal_nan=True)
 
 
 def serve_days(
@@ -243,9 +253,11 @@ def serve_days(
 def plan_day(preferences: Preferences, day: int, generator: np.random.Generator) -> Requests:
     """The requests of a day: users, times and numbers of items."""
     parameters, users, _ = preferences
-    events = max(1, round(parameters.events / parameters.days))
+    # users with unknown rewards are in the log only
+    activity = np.where(preferences.complete, users.activity.astype(np.float64), 0.0)
+    share = activity.sum() / users.activity.astype(np.float64).sum()
+    events = max(1, round(parameters.events * share / parameters.days))
     one_day = preferences._replace(parameters=dataclasses.replace(parameters, events=events, days=1))
-    activity = users.activity.astype(np.float64)
     counts = generator.multinomial(events, activity / activity.sum())
     user_rows = np.repeat(np.arange(len(counts)), counts)
     sessions = draw_sessions(one_day, user_rows, generator)

@@ -85,7 +85,7 @@ MILLISECONDS_PER_DAY = 86_400_000
 # Beyond this, the most active user (ten times the mean) would watch for more than 24 hours a day.
 MAX_EVENTS_PER_USER_DAY = 200
 
-World = Literal["default", "confounded", "skewed", "small", "living"]
+World = Literal["default", "confounded", "skewed", "small", "living", "sparse", "replay"]
 WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
     {
         "default": {},
@@ -97,6 +97,41 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
         "small": {"users": 500, "items": 5_000, "events": 20_000},
         # 5 % more items every day, of which only the features are known; all items fade
         "living": {"items": 2_000, "births": 0.05},
+        # 40 events a user over thousands of items; what is good for one user is not for another, the exposures know a
+        # part of it, watch times are noisy and dislikes are rare
+        "sparse": {
+            "users": 1_500,
+            "items": 2_600,
+            "events": 60_000,
+            "days": 28,
+            "latent_dim": 32,
+            "topics": 48,
+            "taste_scale": 9.0,
+            "quality_scale": 0.5,
+            "affinity_bias": -3.0,
+            "topic_sharpness": 8.0,
+            "drift": 0.01,
+            "activity_spread": 0.4,
+            "watch_noise": 0.8,
+            "skip_share": 0.5,
+            "dislike_base": 0.01,
+            "clickbait_share": 0.05,
+            "clickbait_dislike": 0.05,
+        },
+        # the rewards of a given matrix (recpo.worlds.replay): equally active users in many short sessions, so that most
+        # come back on the last day, and a logging policy that knows little of their tastes
+        "replay": {
+            "days": 7,
+            "drift": 0.0,
+            "activity_spread": 0.0,
+            "session_length": 4.0,
+            "clickbait_share": 0.0,
+            "clickbait_dislike": 0.0,
+            "popularity_spread": 0.5,
+            "popularity_quality": 0.25,
+            "topic_sharpness": 2.0,
+            "topic_noise": 0.5,
+        },
     }
 )
 """Named worlds: the parameters of ``SimulationParameters`` in which each differs from the defaults."""

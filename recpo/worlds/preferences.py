@@ -83,6 +83,8 @@ class Users(NamedTuple):
         rate: ``[U]`` float32, radians per day.
         activity: ``[U]`` float32, the user's weight in the number of events.
         topic_logit: ``[U, T]`` float32, the logging policy's estimate of the user: noisy, and from day 0.
+        rewards: ``[U, V]`` float64, the true rewards of a world that replays them, nan = not known; they replace
+            tastes. None = rewards follow from tastes.
     """
 
     user_id: IntArray
@@ -91,6 +93,7 @@ class Users(NamedTuple):
     rate: FloatArray
     activity: FloatArray
     topic_logit: FloatArray
+    rewards: FloatArray | None = None
 
 
 def topic_centers(parameters: SimulationParameters) -> FloatArray:
@@ -107,7 +110,7 @@ def draw_items(parameters: SimulationParameters) -> Items:
     own = _unit(rng.standard_normal((size, parameters.latent_dim)))
     share = parameters.topic_share
     clickbait = rng.random(size) < parameters.clickbait_share
-    duration = parameters.duration_median * np.exp(parameters.duration_spread * rng.standard_normal(size))
+    duration = draw_durations(parameters, rng)
     quality = rng.standard_normal(size)
     popularity = parameters.popularity_spread * rng.standard_normal(size) + parameters.popularity_quality * quality
     born = None
@@ -120,7 +123,7 @@ def draw_items(parameters: SimulationParameters) -> Items:
         latent=(np.sqrt(share) * topic_centers(parameters)[topic] + np.sqrt(1 - share) * own).astype(np.float32),
         quality=quality.astype(np.float32),
         clickbait=clickbait,
-        duration=np.clip(duration, _MIN_DURATION, _MAX_DURATION).round(3).astype(np.float32),
+        duration=duration,
         popularity=(popularity + parameters.clickbait_boost * clickbait).astype(np.float32),
         born=born,
     )
@@ -135,15 +138,27 @@ def draw_users(parameters: SimulationParameters) -> Users:
     other = _draw_tastes(rng, centers, size)
     orthogonal = other - np.sum(other * taste, axis=1, keepdims=True) * taste
     believed = taste @ centers.T + parameters.topic_noise * rng.standard_normal((size, len(centers)))
-    activity = np.exp(parameters.activity_spread * rng.standard_normal(size))
+    activity = draw_activity(parameters, rng)
     return Users(
         user_id=_identifiers(rng, size),
         taste=taste.astype(np.float32),
         direction=_unit(orthogonal).astype(np.float32),
         rate=(parameters.drift * rng.uniform(0.5, 1.5, size)).astype(np.float32),
-        activity=np.minimum(activity, _MAX_ACTIVITY).astype(np.float32),
+        activity=activity,
         topic_logit=(parameters.topic_sharpness * believed).astype(np.float32),
     )
+
+
+def draw_durations(parameters: SimulationParameters, rng: np.random.Generator) -> FloatArray:
+    """Durations of the items, seconds: log-normal, cut at both ends."""
+    duration = parameters.duration_median * np.exp(parameters.duration_spread * rng.standard_normal(parameters.items))
+    return np.clip(duration, _MIN_DURATION, _MAX_DURATION).round(3).astype(np.float32)
+
+
+def draw_activity(parameters: SimulationParameters, rng: np.random.Generator) -> FloatArray:
+    """Weights of the users in the number of events: log-normal, cut at the top."""
+    activity = np.exp(parameters.activity_spread * rng.standard_normal(parameters.users))
+    return np.minimum(activity, _MAX_ACTIVITY).astype(np.float32)
 
 
 class Preferences(NamedTuple):
@@ -163,6 +178,17 @@ class Preferences(NamedTuple):
     def draw(cls, parameters: SimulationParameters) -> Preferences:
         """The population and the catalog of these parameters."""
         return cls(parameters, draw_users(parameters), draw_items(parameters))
+
+    @property
+    def replays(self) -> bool:
+        """Whether the rewards are given, and do not follow from tastes."""
+        return self.users.rewards is not None
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """Which users ``[U]`` have a known reward for every item; where rewards follow from tastes, all."""
+        rewards = self.users.rewards
+        return np.full(len(self.users.user_id), True) if rewards is None else ~np.asarray(np.isnan(rewards).any(axis=1))
 
     def taste(self, user_rows: IntArray, day: ArrayLike) -> FloatArray:
         """Tastes ``[N, d]`` float64 of users ``[N]`` on ``day`` (a number, or ``[N]``)."""
@@ -184,13 +210,17 @@ class Preferences(NamedTuple):
         return np.exp2(-np.maximum(day - born[item_rows], 0.0) / self.parameters.half_life)
 
     def affinity(self, user_rows: IntArray, item_rows: IntArray, day: ArrayLike) -> FloatArray:
-        """Affinities ``[N, k]`` of users ``[N]`` for items ``[N, k]``."""
+        """Affinities ``[N, k]`` of users ``[N]`` for items ``[N, k]``; nan where a replayed reward is not known."""
+        if self.users.rewards is not None:
+            return self._from_rewards(self.users.rewards[user_rows[:, None], item_rows])
         taste = self.taste(user_rows, day)
         match = np.einsum("nd,nkd->nk", taste, self.items.latent[item_rows].astype(np.float64))
         return self._from_match(match, item_rows, day)
 
     def affinity_to_all(self, user_rows: IntArray, day: ArrayLike) -> FloatArray:
-        """Affinities ``[N, V]`` of users ``[N]`` for the whole catalog."""
+        """Affinities ``[N, V]`` of users ``[N]`` for the whole catalog; nan as in ``affinity``."""
+        if self.users.rewards is not None:
+            return self._from_rewards(self.users.rewards[user_rows])
         match = self.taste(user_rows, day) @ self.items.latent.T.astype(np.float64)
         return self._from_match(match, np.arange(len(self.items.item_id)), day)
 
@@ -202,6 +232,11 @@ class Preferences(NamedTuple):
     def reward(self, affinity: FloatArray, clickbait: NDArray[np.bool_]) -> FloatArray:
         """Expected reward, in (-dislike_cost, 1)."""
         return affinity - self.parameters.dislike_cost * self.dislike_probability(affinity, clickbait)
+
+    def _from_rewards(self, rewards: FloatArray) -> FloatArray:
+        """The affinities with which ``reward`` gives these rewards of ordinary items (``recpo.worlds.replay``)."""
+        lost, cost = 1 - rewards, self.parameters.dislike_cost * self.parameters.dislike_base
+        return np.asarray(1 - 2 * lost / (1 + np.sqrt(1 + 4 * cost * lost)))
 
     def _from_match(self, match: FloatArray, item_rows: IntArray, day: ArrayLike) -> FloatArray:
         scale, quality_scale = self.parameters.taste_scale, self.parameters.quality_scale
@@ -251,6 +286,8 @@ class LoggingPolicy(NamedTuple):
         by_topic: ``[A]`` rows of the items that can be shown, grouped by topic.
         topic_end: ``[T]`` where each topic ends in ``by_topic``.
         cumulative: ``[A]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
+        known: ``[U, V]`` bool, the items that can be shown to each user of a world that replays rewards: those whose
+            reward is known. Uniformly random exposures are over them too. None = the same items for all users.
     """
 
     random_share: float
@@ -262,6 +299,7 @@ class LoggingPolicy(NamedTuple):
     by_topic: IntArray
     topic_end: IntArray
     cumulative: FloatArray
+    known: NDArray[np.bool_] | None = None
 
     @classmethod
     def of(cls, preferences: Preferences, day: int = 0) -> LoggingPolicy:
@@ -292,25 +330,42 @@ class LoggingPolicy(NamedTuple):
             by_topic=by_topic,
             topic_end=end,
             cumulative=topic[by_topic] + np.minimum(total - before, 1.0),
+            known=None if users.rewards is None else ~np.isnan(users.rewards),
         )
 
     def propensity(self, user_rows: IntArray, item_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, k]`` of items ``[N, k]`` under both parts of the mixture."""
         chosen = self.topic_probability[user_rows[:, None], self.topic[item_rows]] * self.share_of_topic[item_rows]
-        return self.uniform[item_rows] + (1 - self.random_share) * chosen
+        if self.known is None:
+            return self.uniform[item_rows] + (1 - self.random_share) * chosen
+        size = self.known[user_rows].sum(axis=1)[:, None]
+        uniform = self.random_share * self.known[user_rows[:, None], item_rows] / size
+        return np.asarray(uniform + (1 - self.random_share) * chosen)
 
     def propensity_of_all(self, user_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, V]`` of the whole catalog; every row sums to 1."""
         chosen = self.topic_probability[user_rows][:, self.topic] * self.share_of_topic
-        return self.uniform + (1 - self.random_share) * chosen
+        if self.known is None:
+            return self.uniform + (1 - self.random_share) * chosen
+        known = self.known[user_rows]
+        return np.asarray(self.random_share * known / known.sum(axis=1)[:, None] + (1 - self.random_share) * chosen)
 
     def sample(self, user_rows: IntArray, rng: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
         """One independent exposure for each of ``user_rows [N]``: item rows ``[N]`` and whether they are random."""
         size = len(user_rows)
         is_random = rng.random(size) < self.random_share
-        uniform = self.available[rng.integers(0, len(self.available), size)]
+        uniform = self._sample_uniform(user_rows, rng)
         chosen = self._within_topic(self._sample_topic(user_rows, rng.random(size)), rng.random(size))
         return np.where(is_random, uniform, chosen), is_random
+
+    def _sample_uniform(self, user_rows: IntArray, rng: np.random.Generator) -> IntArray:
+        if self.known is None:
+            return self.available[rng.integers(0, len(self.available), len(user_rows))]
+        rows, position = np.unique(user_rows, return_inverse=True)
+        known = self.known[rows]
+        size = known.sum(axis=1)
+        place = (np.cumsum(size) - size)[position] + rng.integers(0, size[position])
+        return np.asarray(np.nonzero(known)[1][place])
 
     def _sample_topic(self, user_rows: IntArray, uniform: FloatArray) -> IntArray:
         # Inverse transform for all rows in one search: row r of the cumulative table is in [r, r + 1].

@@ -31,7 +31,8 @@ class Truth:
     The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
     of user, item and day (see ``recpo.worlds.preferences``). ``day`` counts from the log's first day, may have a
     fraction and may be after the log; it is one number or one per user. In a living world, an item that is not yet born
-    on that day cannot be shown: its reward is 0, and it is not disliked.
+    on that day cannot be shown: its reward is 0, and it is not disliked. Where rewards are replayed, they are those of
+    the matrix, and everything about a user with unknown rewards is nan.
 
     Args:
         preferences: users, items and all parameters.
@@ -44,6 +45,7 @@ class Truth:
         self.preferences = preferences
         self.logging_policy = logging_policy
         self.world = world
+        self._unknown = ~preferences.complete
         self._policies: dict[int, LoggingPolicy] = {}
 
     @classmethod
@@ -95,9 +97,9 @@ class Truth:
         """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
         parameters, users, items = self.preferences
         directory.mkdir(parents=True)
-        _write_arrays(directory / "users.parquet", users._asdict())
-        columns = {name: values for name, values in items._asdict().items() if values is not None}
-        _write_arrays(directory / "items.parquet", columns)
+        for file, part in (("users.parquet", users), ("items.parquet", items)):
+            columns = {name: values for name, values in part._asdict().items() if values is not None}
+            _write_arrays(directory / file, columns)
         described = {"world": self.world, "parameters": parameters.as_json()}
         write_json(directory / "truth.json", {"format_version": FORMAT_VERSION, **described})
 
@@ -257,6 +259,7 @@ class Truth:
             affinity = self.preferences.affinity(users[part], items[part], days[part])
             values = formula(affinity, self.preferences.items.clickbait[items[part]])
             result[part] = np.where(self.preferences.exists(items[part], days[part][:, None]), values, 0.0)
+        result[self._unknown[users]] = np.nan
         return result
 
     def _reward_to_all(
@@ -267,6 +270,7 @@ class Truth:
         for part in _parts(len(users), len(self.item_ids)):
             affinity = self.preferences.affinity_to_all(users[part], days[part])
             reward = self.preferences.reward(affinity, self.preferences.items.clickbait)
+            reward[self._unknown[users[part]]] = np.nan
             yield part, days[part], reward, self.available(days[part])
 
     def _available_at_least(self, days: FloatArray) -> int:
