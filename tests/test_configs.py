@@ -160,7 +160,8 @@ def test_the_header_holds_the_command_that_runs_it(config):
         assert f"\nout: runs/{config.stem}\n" in config.read_text()
     else:
         assert re.search(
-            rf"--config configs/{config.name} --data\.prepared demo/fit/prepared .*--out runs/{config.stem}( |$)", header
+            rf"--config configs/{config.name} --data\.prepared demo/fit/prepared .*--out runs/{config.stem}( |$)",
+            header,
         )
 
 

@@ -23,7 +23,7 @@ _METRICS: Final = ("AUC_mixed", "AUC_unseen", "NDCG@k")
 _LEAST_USERS: Final = 30
 
 
-class Judged(NamedTuple):
+class Measured(NamedTuple):
     """A contender on the validation period: its name, whether it is a baseline, and what one pass found."""
 
     name: str
@@ -42,7 +42,7 @@ class Criterion:
     metric: str
 
     @classmethod
-    def of(cls, judged: Sequence[Judged], k: int) -> Criterion:
+    def of(cls, measured: Sequence[Measured], k: int) -> Criterion:
         """The first criterion that enough users have for every contender.
 
         ``AUC_mixed`` needs exposures that were not liked; a log of positives alone has ``AUC_unseen``. A period in
@@ -50,19 +50,19 @@ class Criterion:
         """
         for metric in _METRICS:
             name = metric.replace("@k", f"@{k}")
-            if all(_users(one, name) >= _LEAST_USERS for one in judged):
+            if all(_users(one, name) >= _LEAST_USERS for one in measured):
                 return cls(name)
         return cls(f"NDCG@{k}")
 
-    def value(self, one: Judged) -> Estimate:
+    def value(self, one: Measured) -> Estimate:
         """Mean over users, with its 95 % interval."""
         return one.found.contender.result.estimate(self.metric)
 
-    def difference(self, one: Judged, other: Judged) -> Estimate:
+    def difference(self, one: Measured, other: Measured) -> Estimate:
         """Mean of ``one - other`` over the same users, with its 95 % interval."""
         return one.found.contender.result.difference(other.found.contender.result, self.metric)
 
-    def differences(self, one: Judged, other: Judged) -> Tensor:
+    def differences(self, one: Measured, other: Measured) -> Tensor:
         """``one - other`` of every user, ``[U]``; nan for a user without a value."""
         mine, theirs = (each.found.contender.result.per_user[self.metric].double() for each in (one, other))
         return mine - theirs
@@ -80,7 +80,7 @@ class Criterion:
         return "agreement with the logged positives: the period has too little to compare value"
 
 
-def _users(one: Judged, metric: str) -> int:
+def _users(one: Measured, metric: str) -> int:
     values = one.found.contender.result.per_user.get(metric)
     return 0 if values is None else estimate(values).n
 
@@ -131,10 +131,10 @@ class Choice(NamedTuple):
     standings: tuple[Standing, ...]
 
 
-def leaderboard(judged: Sequence[Judged], criterion: Criterion) -> tuple[Standing, ...]:
+def leaderboard(measured: Sequence[Measured], criterion: Criterion) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""
-    values = {one.name: criterion.value(one) for one in judged}
-    ranked = sorted(judged, key=lambda one: -_known(values[one.name].mean))
+    values = {one.name: criterion.value(one) for one in measured}
+    ranked = sorted(measured, key=lambda one: -_known(values[one.name].mean))
     leader, rows = ranked[0], []
     for one in ranked:
         behind = criterion.difference(leader, one)
@@ -144,7 +144,7 @@ def leaderboard(judged: Sequence[Judged], criterion: Criterion) -> tuple[Standin
     return tuple(rows)
 
 
-def choose(judged: Sequence[Judged], criterion: Criterion) -> Choice:
+def choose(measured: Sequence[Measured], criterion: Criterion) -> Choice:
     """The contender that ships: the best policy if it beats the strongest baseline beyond doubt, else that baseline.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
@@ -153,7 +153,7 @@ def choose(judged: Sequence[Judged], criterion: Criterion) -> Choice:
     Raises:
         RecpoError: there is no baseline.
     """
-    standings, by_name = leaderboard(judged, criterion), {one.name: one for one in judged}
+    standings, by_name = leaderboard(measured, criterion), {one.name: one for one in measured}
     baselines = [row for row in standings if row.is_baseline]
     policies = [row for row in standings if not row.is_baseline and math.isfinite(row.value)]
     if not baselines:

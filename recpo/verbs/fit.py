@@ -66,7 +66,7 @@ _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _TILTED: Final = "tilted"
-_RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of judging so far
+_RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ class Fit(Verb[Decision]):
             road = Road(root, options)
             understood, truth = self._prepare(road)
             names = self._contenders(road)
-            judged = [road.judge(name) for name in names]
-            criterion = Criterion.of(judged, min(self.k, road.data.num_items))
-            choice = choose(judged, criterion)
+            measured = [road.measure(name) for name in names]
+            criterion = Criterion.of(measured, min(self.k, road.data.num_items))
+            choice = choose(measured, criterion)
             road.say(choice.reason)
             self._finish(road, choice, truth)
             facts = self._facts(road, criterion, choice, understood)
@@ -287,19 +287,19 @@ class Fit(Verb[Decision]):
         if counts["disliked"] or counts["skipped"]:
             wanted += [GBPO, VALUE_DPO]
         for name in names:
-            road.judge(name)
+            road.measure(name)
         road.decide_effort(wanted)
         for name in road.plan.recipes:
             road.train(name, RECIPES[name])
-            road.judge(name)
+            road.measure(name)
             names.append(name)
             if road.graded and name in (PRETRAIN, MPO):
                 names += self._tilted(road, name)
-        found = search(road, reserve=_RESERVE * road.judging_seconds)
+        found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
         if road.graded and found:
-            criterion = Criterion.of(road.judged, min(self.k, road.data.num_items))
-            names += self._tilted(road, max(found, key=lambda name: criterion.value(road.judge(name)).mean))
+            criterion = Criterion.of(road.measured, min(self.k, road.data.num_items))
+            names += self._tilted(road, max(found, key=lambda name: criterion.value(road.measure(name)).mean))
         return names
 
     @staticmethod
@@ -308,7 +308,7 @@ class Fit(Verb[Decision]):
         road.tilt(name, base)
         if not road.finished(name):
             return []
-        road.judge(name)
+        road.measure(name)
         return [name]
 
     def _finish(self, road: Road, choice: Choice, truth: Path | str | None) -> None:

@@ -1,4 +1,4 @@
-"""The steps of ``fit`` from prepared data to judged contenders, within a budget of time.
+"""The steps of ``fit`` from prepared data to measured contenders, within a budget of time.
 
 Every step is a verb with options, so its command repeats it by hand. A step whose output is complete is not repeated.
 What depends on the clock (how long to train, how much to search) is decided once and kept in ``plan.json``, so a fit
@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts import read_json, write_json
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
-from recpo.evaluation.decision import Criterion, Judged
+from recpo.evaluation.decision import Criterion, Measured
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.inspection import LogCounts, sizes_of
 from recpo.log.prepared import Prepared
@@ -137,10 +137,10 @@ class Road:
     def __init__(self, root: Path, options: RoadOptions) -> None:
         self.root, self.options, self.plan = root, options, Plan.open(root)
         self._began = time.monotonic() - self.plan.spent
-        self._judged: dict[str, Judged] = {}
+        self._measured: dict[str, Measured] = {}
         self._prepared: Prepared | None = None
         self._pass: HeldOutPass | None = None
-        self.judging_seconds = 0.0
+        self.measuring_seconds = 0.0
 
     @property
     def data(self) -> Prepared:
@@ -236,23 +236,23 @@ class Road:
         work = partial(tilt, run, factors, self.data, out=out, k=self.options.k, lower_bound=_LOWER_BOUND)
         self.step(words, out / FINISHED, work)
 
-    def judge(self, name: str) -> Judged:
+    def measure(self, name: str) -> Measured:
         """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
-        if name not in self._judged:
+        if name not in self._measured:
             began = time.monotonic()
             contender = self._contender(name)
             is_baseline = contender.kind == "baseline"
-            self._judged[name] = Judged(name, is_baseline, self._validation.evaluate(contender))
-            self.judging_seconds += time.monotonic() - began
-            criterion = Criterion.of([self._judged[name]], self.options.k)
-            value = criterion.value(self._judged[name])
+            self._measured[name] = Measured(name, is_baseline, self._validation.evaluate(contender))
+            self.measuring_seconds += time.monotonic() - began
+            criterion = Criterion.of([self._measured[name]], self.options.k)
+            value = criterion.value(self._measured[name])
             self.say(f"{name}: {criterion.metric} {value.mean:.4f} ± {value.half_width:.4f}")
-        return self._judged[name]
+        return self._measured[name]
 
     @property
-    def judged(self) -> list[Judged]:
+    def measured(self) -> list[Measured]:
         """All contenders so far."""
-        return list(self._judged.values())
+        return list(self._measured.values())
 
     def path_of(self, name: str) -> Path | str:
         """The directory of a contender, or the name of a baseline."""

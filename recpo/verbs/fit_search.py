@@ -95,7 +95,7 @@ def search(road: Road, reserve: float) -> list[str]:
 
 def _leading_recipe(road: Road) -> str | None:
     """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
-    ranked = leaderboard(road.judged, _criterion(road))
+    ranked = leaderboard(road.measured, _criterion(road))
     for row in ranked:
         recipe = row.name.removeprefix("tilted-")
         if recipe in road.plan.recipes:
@@ -105,11 +105,11 @@ def _leading_recipe(road: Road) -> str | None:
 
 
 def _criterion(road: Road) -> Criterion:
-    return Criterion.of(road.judged, min(road.options.k, road.data.num_items))
+    return Criterion.of(road.measured, min(road.options.k, road.data.num_items))
 
 
 def _value(road: Road, leading: str, name: str) -> float:
-    one = road.judge(name)
+    one = road.measure(name)
     value = _criterion(road).value(one).mean
     return value if math.isfinite(value) else 0.0
 

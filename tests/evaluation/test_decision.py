@@ -9,7 +9,7 @@ import torch
 from scipy.stats import norm
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.decision import Criterion, Judged, choose, leaderboard
+from recpo.evaluation.decision import Criterion, Measured, choose, leaderboard
 from recpo.evaluation.document import ContenderResult
 from recpo.evaluation.estimates import best_p_value
 from recpo.evaluation.held_out_pass import Evaluated
@@ -18,11 +18,11 @@ from tests.refusals import refused
 USERS = 400
 
 
-def judged(name, values, *, baseline=False, metric="AUC_mixed", **others):
+def measured(name, values, *, baseline=False, metric="AUC_mixed", **others):
     per_user = {metric: values, **others}
     result = RankingResult(torch.arange(len(values)), per_user, {}, {}, {}, {})
     kind = "baseline" if baseline else "run"
-    return Judged(name, baseline, Evaluated(ContenderResult(name, kind, result, []), None, 1, {}))
+    return Measured(name, baseline, Evaluated(ContenderResult(name, kind, result, []), None, 1, {}))
 
 
 def noisy(mean, seed, spread=0.1):
@@ -32,10 +32,10 @@ def noisy(mean, seed, spread=0.1):
 def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
     found = choose(
         [
-            judged("popularity", noisy(0.5, 0), baseline=True),
-            judged("als", noisy(0.7, 1), baseline=True),
-            judged("mpo", noisy(0.75, 2)),
-            judged("gbpo", noisy(0.72, 3)),
+            measured("popularity", noisy(0.5, 0), baseline=True),
+            measured("als", noisy(0.7, 1), baseline=True),
+            measured("mpo", noisy(0.75, 2)),
+            measured("gbpo", noisy(0.72, 3)),
         ],
         Criterion("AUC_mixed"),
     )
@@ -47,26 +47,26 @@ def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
 
 def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
     shared = noisy(0.7, 1)
-    policies = [judged(f"run-{seed}", shared + noisy(0.002, seed + 5)) for seed in range(8)]
-    found = choose([judged("als", shared, baseline=True), *policies], Criterion("AUC_mixed"))
+    policies = [measured(f"run-{seed}", shared + noisy(0.002, seed + 5)) for seed in range(8)]
+    found = choose([measured("als", shared, baseline=True), *policies], Criterion("AUC_mixed"))
     assert found.name == "als"
     assert found.policy.startswith("run-")
     assert "no policy beats" in found.reason
-    assert choose([judged("als", shared, baseline=True)], Criterion("AUC_mixed")).name == "als"
+    assert choose([measured("als", shared, baseline=True)], Criterion("AUC_mixed")).name == "als"
 
 
 def test_a_decision_needs_a_baseline():
     with refused("empty", "contenders"):
-        choose([judged("run", noisy(0.5, 0))], Criterion("AUC_mixed"))
+        choose([measured("run", noisy(0.5, 0))], Criterion("AUC_mixed"))
 
 
 def test_the_leaderboard_is_paired_and_says_who_has_lost():
     base = noisy(0.5, 0, spread=1.0)  # users differ much, contenders hardly
     rows = leaderboard(
         [
-            judged("b", base - 0.01, baseline=True),
-            judged("a", base + noisy(0.0, 1, 0.001)),
-            judged("c", base * math.nan),
+            measured("b", base - 0.01, baseline=True),
+            measured("a", base + noisy(0.0, 1, 0.001)),
+            measured("c", base * math.nan),
         ],
         Criterion("AUC_mixed"),
     )
@@ -79,10 +79,10 @@ def test_the_leaderboard_is_paired_and_says_who_has_lost():
 def test_the_criterion_is_the_first_that_enough_users_have():
     nothing = torch.full((USERS,), math.nan)
     full = {"AUC_unseen": noisy(0.5, 1), "NDCG@10": noisy(0.1, 2)}
-    assert Criterion.of([judged("a", noisy(0.5, 0), **full)], 10).metric == "AUC_mixed"
-    assert Criterion.of([judged("a", nothing, **full)], 10).metric == "AUC_unseen"
-    lacking = judged("b", nothing, AUC_unseen=nothing, **{"NDCG@10": noisy(0.1, 2)})
-    assert Criterion.of([judged("a", noisy(0.5, 0), **full), lacking], 10).metric == "NDCG@10"
+    assert Criterion.of([measured("a", noisy(0.5, 0), **full)], 10).metric == "AUC_mixed"
+    assert Criterion.of([measured("a", nothing, **full)], 10).metric == "AUC_unseen"
+    lacking = measured("b", nothing, AUC_unseen=nothing, **{"NDCG@10": noisy(0.1, 2)})
+    assert Criterion.of([measured("a", noisy(0.5, 0), **full), lacking], 10).metric == "NDCG@10"
 
 
 def test_of_a_single_contender_the_p_value_is_the_normal_one():
