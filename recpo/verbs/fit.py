@@ -251,7 +251,8 @@ class Fit(Verb[Decision]):
             road.use(given)
             return [f"prepared data in {given.root}"], truth
         if isinstance(given, Simulation):
-            truth, log = truth or given.root, [str(given.log)]
+            truth = truth or given.root
+            log = [str(one) for one in (given.log, given.items) if one is not None]
         elif isinstance(given, str | Path):
             log = [str(given)]
         elif isinstance(given, Sequence) and not isinstance(given, pa.Table):
@@ -261,8 +262,11 @@ class Fit(Verb[Decision]):
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         files = write_preparation(found, road.root)
         out = road.root / PREPARED
-        work = partial(prepare, out=out, progress=self.progress, **preparation_of(found))
-        road.step(["prepare", "--config", files["prepare"]], out, work)
+        options = preparation_of(found)
+        options |= {"items": found.tables["item"]} if "item" in found.tables else {}
+        work = partial(prepare, out=out, progress=self.progress, **options)
+        words = ["--items", options["items"]] if "items" in options else []
+        road.step(["prepare", "--config", files["prepare"], *words], out, work)
         road.use(Prepared.open(out))
         return _understood(found), truth
 
@@ -290,7 +294,8 @@ class Fit(Verb[Decision]):
             road.measure(name)
         road.decide_effort(wanted)
         for name in road.plan.recipes:
-            road.train(name, RECIPES[name])
+            if not road.train(name, RECIPES[name]):
+                continue
             road.measure(name)
             names.append(name)
             if road.graded and name in (PRETRAIN, MPO):
@@ -362,7 +367,10 @@ class Fit(Verb[Decision]):
             "p_value": choice.p_value,
             "leaderboard": rows,
             "understood": understood,
-            "warnings": Evaluation.open(road.root / _EVALUATION).warnings,
+            "warnings": [
+                *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
+                *Evaluation.open(road.root / _EVALUATION).warnings,
+            ],
             "minutes": self.minutes,
             "seconds": road.plan.spent,
             "effort": road.plan.effort,
@@ -384,7 +392,9 @@ def _understood(found: Inspection) -> list[str]:
     size = f"{counts.events:,} events of {counts.users:,} users on {counts.items:,} items"
     columns = ", ".join(f"{one.role} = {one.source}" for one in found.findings)
     said = [size if counts.is_whole else f"about {size}", columns, f"label: {found.label.why}"]
-    said += [f"not used: the table of {side}s {file}; prepare it yourself" for side, file in found.tables.items()]
+    for side, file in found.tables.items():
+        used = "its columns are features of the items" if side == "item" else "not used; prepare it yourself"
+        said.append(f"the table of {side}s {file}: {used}")
     return [*said, *found.doubts]
 
 

@@ -21,6 +21,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts import read_json, write_json
+from recpo.base.errors import RecpoError
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import Criterion, Measured
@@ -48,6 +49,7 @@ MPO: Final = "mpo"
 GBPO: Final = "gbpo"
 VALUE_DPO: Final = "value_dpo"
 
+_WITH_FEATURES: Final = "features_pretrain"
 _EASE_ITEMS: Final = 3_000  # a larger catalog takes minutes, for lists like those of implicit ALS
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
 _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
@@ -75,6 +77,7 @@ class Plan:
         effort: share of the recommended training steps; None = not decided yet.
         recipes: the recipes that are trained, in order.
         trials: number of trials of the search; None = not decided yet.
+        failed: runs that diverged or collapsed, and why.
         steps: the finished steps.
     """
 
@@ -82,6 +85,7 @@ class Plan:
     effort: float | None = None
     recipes: list[str] = field(default_factory=list)
     trials: int | None = None
+    failed: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
 
     @classmethod
@@ -213,18 +217,32 @@ class Road:
         words = ["factorize", "--prepared", self.data.root, "--out", out, "--seed", seed]
         self.step(words, out, partial(factorize, self.data, out, seed=seed, progress=progress))
 
-    def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> None:
+    def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
 
         Args:
             name: of the run.
             recipe: its configurations.
             changed: options that differ from them, by dotted name.
+
+        Returns:
+            False if its training diverged or collapsed: it is no contender then.
         """
+        if name in self.plan.failed or (recipe.after is not None and recipe.after in self.plan.failed):
+            return False
         out, files = self.root / RUNS / name, self._files(recipe)
         options = {**self._options(recipe), **self._sized(recipe), **(changed or {})}
         words = ["train", *(word for file in files for word in ("--config", file)), *_flags(options), "--out", out]
-        self.step(words, out / FINISHED, partial(self._train, out, files, options))
+        try:
+            self.step(words, out / FINISHED, partial(self._train, out, files, options))
+        except RecpoError as error:
+            if error.code != "diverged":
+                raise
+            self.plan.failed[name] = str(error).partition(". ")[0]
+            self.say(f"{name} is left out: {self.plan.failed[name]}")
+            self.save()
+            return False
+        return True
 
     def tilt(self, name: str, base: str) -> None:
         """Tilts a run by the reward model; nothing is written if no temperature is better than the run itself."""
@@ -335,7 +353,11 @@ class Road:
         return counts_of(self.data)
 
     def _files(self, recipe: Recipe) -> list[Path]:
-        return [configurations() / f"{name}.yaml" for name in recipe.configs]
+        """The configurations; where the data have features of the items, pre-training reads them."""
+        names = list(recipe.configs)
+        if recipe.after is None and self.data.feature_schema.item:
+            names.append(_WITH_FEATURES)
+        return [configurations() / f"{name}.yaml" for name in names]
 
     def _options(self, recipe: Recipe, start: Path | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}

@@ -74,8 +74,9 @@ def search(road: Road, reserve: float) -> list[str]:
     sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
     study, space = optuna.create_study(direction="maximize", sampler=sampler), _space(leading)
     defaults = {one.option: one.default for one in SPACES[leading]}
-    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading, leading)))
+    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
     found: list[str] = []
+    done = 0
     longest = max((step.seconds for step in road.plan.steps if f"/{leading}" in step.command.split()[-1]), default=0.0)
     for number in range(1, _MOST_TRIALS + 1):
         if road.plan.trials is None and road.left - reserve < 1.2 * longest:
@@ -84,11 +85,15 @@ def search(road: Road, reserve: float) -> list[str]:
             break
         began, trial = time.monotonic(), study.ask(space)
         name = f"{leading}-{number}"
-        road.train(name, RECIPES[leading], {option: _rounded(value) for option, value in trial.params.items()})
-        study.tell(trial, _value(road, leading, name))
+        changed = {option: _rounded(value) for option, value in trial.params.items()}
+        if road.train(name, RECIPES[leading], changed):
+            study.tell(trial, _value(road, name))
+            found.append(name)
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
         longest = max(longest, time.monotonic() - began)
-        found.append(name)
-    road.plan.trials = len(found)
+        done = number
+    road.plan.trials = done
     road.save()
     return found
 
@@ -99,8 +104,9 @@ def _leading_recipe(road: Road) -> str | None:
     for row in ranked:
         recipe = row.name.removeprefix("tilted-")
         if recipe in road.plan.recipes:
-            grown = recipe == PRETRAIN and MPO in road.plan.recipes
-            return MPO if grown else recipe  # what is above a tilted pre-trained policy is the reward, as of MPO
+            # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
+            by_reward = recipe == PRETRAIN and MPO in road.plan.recipes and MPO not in road.plan.failed
+            return MPO if by_reward else recipe
     return None
 
 
@@ -108,7 +114,7 @@ def _criterion(road: Road) -> Criterion:
     return Criterion.of(road.measured, min(road.options.k, road.data.num_items))
 
 
-def _value(road: Road, leading: str, name: str) -> float:
+def _value(road: Road, name: str) -> float:
     one = road.measure(name)
     value = _criterion(road).value(one).mean
     return value if math.isfinite(value) else 0.0

@@ -11,10 +11,11 @@ import pyarrow.dataset as ds
 import pytest
 
 import recpo
+from recpo.base.errors import RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
 from recpo.log.prepared import Prepared
-from recpo.verbs.fit_road import PLAN, Plan, counts_of
+from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, counts_of
 from tests.refusals import refused
 
 MINUTES = 0.2  # what must be done takes longer; training is as short as it gets
@@ -129,8 +130,64 @@ def test_the_size_of_prepared_data_is_that_of_the_log(prepared):
     assert counts.events_per_user >= 5000 / 80 * 0.7
 
 
+def road_of(prepared, root, on_step=lambda text: None):
+    options = RoadOptions(minutes=1.0, k=5, seed=0, device="cpu", progress=False, on_step=on_step)
+    road = Road(root, options)
+    road.use(Prepared.open(prepared))
+    return road
+
+
+def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp_path, monkeypatch):
+    calls, said = [], []
+
+    def collapse(self, out, files, options, callbacks=()):
+        calls.append(out.name)
+        raise RecpoError("the policy has collapsed: entropy fell. Lower the learning rate", code="diverged")
+
+    monkeypatch.setattr(Road, "_train", collapse)
+    road = road_of(prepared, tmp_path, said.append)
+    assert not road.train("mpo", RECIPES["mpo"])
+    assert road.plan.failed == {"mpo": "the policy has collapsed: entropy fell"}
+    assert any("mpo is left out" in text for text in said)
+    again = road_of(prepared, tmp_path)
+    assert not again.train("mpo", RECIPES["mpo"])
+    assert calls == ["mpo"]
+    again.plan.failed["pretrain"] = "diverged"
+    assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
+
+
+def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch):
+    def refuse(self, out, files, options, callbacks=()):
+        raise RecpoError("no space", code="resources")
+
+    monkeypatch.setattr(Road, "_train", refuse)
+    with refused("resources"):
+        road_of(prepared, tmp_path).train("pretrain", RECIPES["pretrain"])
+
+
+@pytest.mark.parametrize(
+    ("costs", "recipes", "effort"),
+    [
+        ({"pretrain": 5, "mpo": 10, "gbpo": 5, "value_dpo": 5}, ["pretrain", "mpo", "gbpo", "value_dpo"], 1.0),
+        ({"pretrain": 10, "mpo": 20, "gbpo": 10, "value_dpo": 20}, ["pretrain", "mpo", "gbpo", "value_dpo"], 0.5),
+        ({"pretrain": 10, "mpo": 20, "gbpo": 30, "value_dpo": 90}, ["pretrain", "mpo", "gbpo"], 0.5),
+        ({"pretrain": 100, "mpo": 100, "gbpo": 1, "value_dpo": 1}, ["pretrain", "mpo"], 0.125),
+        ({"pretrain": 1e5, "mpo": 1e5}, ["pretrain", "mpo"], 1 / 32),
+    ],
+)
+def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, monkeypatch, costs, recipes, effort):
+    road = road_of(prepared, tmp_path)
+    monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
+    road.decide_effort(list(costs))  # of 60 seconds, 36 are for training
+    assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
+    again = road_of(prepared, tmp_path)
+    monkeypatch.setattr(Road, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
+    again.decide_effort(list(costs))
+    assert again.plan.effort == effort
+
+
 def test_a_plan_survives_its_file(tmp_path):
-    plan = Plan(spent=3.5, effort=0.25, recipes=["pretrain"], trials=None)
+    plan = Plan(spent=3.5, effort=0.25, recipes=["pretrain"], trials=None, failed={"mpo": "collapsed"})
     plan.save(tmp_path)
     assert Plan.open(tmp_path) == plan
     assert json.loads((tmp_path / PLAN).read_text())["effort"] == 0.25
