@@ -34,18 +34,19 @@ PRIORS = {
 COLUMNS = ("world", "prior", "validation error", "mean: value", "dislikes", "bound: value", "dislikes", "items", "s")
 
 
-def data_of(root, kind, seed):
+def data_of(root, kind, seed, quick):
     """The simulation and its prepared data."""
-    world = recpo.simulate(root / "world", world=kind, seed=seed, overwrite=True)
+    size = {"users": 150, "items": 300, "events": 5000} if quick else {}
+    world = recpo.simulate(root / "world", world=kind, seed=seed, overwrite=True, **size)
     if kind != "living":
         return world, recpo.prepare(world.log, root / "prepared", overwrite=True)
     table = {"items": world.items, "catalog": "items", "features": FeatureColumns(available_from="available_from")}
     return world, recpo.prepare(world.log, root / "prepared", overwrite=True, **table)
 
 
-def measured(root, kind, seed):
+def measured(root, kind, seed, quick):
     """The models of a world: prior -> numbers."""
-    world, data = data_of(root, kind, seed)
+    world, data = data_of(root, kind, seed, quick)
     found = {}
     for name, options in PRIORS.items():
         if options.get("item_features") and not data.feature_schema.item:
@@ -84,11 +85,13 @@ def main():
     kinds = ("default", "confounded", "small", "living")
     worlds = [f"{kind}:{seed}" for kind in kinds for seed in range(3 if kind in ("default", "small") else 2)]
     parser.add_argument("--worlds", nargs="+", default=worlds)
+    parser.add_argument("--quick", action="store_true", help="one tiny world, to see that it runs")
     options = parser.parse_args()
+    options.worlds = ["living:0"] if options.quick else options.worlds
     table = Table(*COLUMNS, title="factorizations by their prior means")
     for name in options.worlds:
         kind, _, seed = name.partition(":")
-        for prior, one in measured(options.work / f"{kind}-{seed}", kind, int(seed)).items():
+        for prior, one in measured(options.work / f"{kind}-{seed}", kind, int(seed), options.quick).items():
             print(json.dumps({"world": name, "prior": prior, **one}), flush=True)
             values = (f"{one[f'{how}_{what}']:.4f}" for how in ("mean", "bound") for what in ("value", "dislikes"))
             error, items, seconds = f"{one['squared_error']:.5f}", str(one["bound_items"]), f"{one['seconds']:.1f}"

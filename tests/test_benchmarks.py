@@ -55,6 +55,14 @@ def test_alignment_compares_every_method_from_the_same_policies(tmp_path):
         assert -1 < line["true value"] < 1
 
 
+def test_priors_compares_factorizations_by_what_their_prior_means_come_from(tmp_path):
+    lines = {line["prior"]: line for line in lines_of("priors.py", "--work", str(tmp_path))}
+    assert list(lines) == ["none", "consumption", "item features", "both", "chosen"]
+    smallest = min(line["squared_error"] for line in lines.values())
+    assert lines["chosen"]["squared_error"] < lines["none"]["squared_error"] < 1.5 * smallest
+    assert all(-1 < line["bound_value"] < 1 for line in lines.values())
+
+
 def test_cold_start_values_new_items_for_policies_with_and_without_features(tmp_path):
     (line,) = lines_of("cold_start.py", "--work", str(tmp_path))
     assert line["new_items"] >= 5

@@ -62,28 +62,32 @@ def fit_factors(
     ) as bar:
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
-        trials = [fit(*first, *priors[0])]
-        errors, targets = validation_errors(data, [trials[0].model]) if options.period == "train" else ([], 0)
+        best = fit(*first, *priors[0])
+        errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
             raise RecpoError(
                 f"{data.root}: no validation event has a grade, so nothing says which of {asked} models is best: give "
                 "one rank and one number of consumption features, and with the method als one ridge",
                 code="empty",
             )
+        best = best._replace(error=errors[0] if targets else None)
+        tried = [best.facts]
+
+        def improved(settings: list[tuple[int, float | None, int, bool]]) -> _Trial:
+            """The best of the models so far and further ones; the others leave memory."""
+            trials = [fit(*one) for one in settings]
+            errors, _ = validation_errors(data, [trial.model for trial in trials])
+            trials = [trial._replace(error=error) for trial, error in zip(trials, errors, strict=True)]
+            tried.extend(trial.facts for trial in trials)
+            return min(best, *trials, key=lambda trial: trial.error or 0.0)
+
         if targets and len(priors) > 1:
-            trials += [fit(*first, *prior) for prior in priors[1:]]
-            errors += validation_errors(data, [trial.model for trial in trials[1:]])[0]
+            best = improved([(*first, *prior) for prior in priors[1:]])
         if others:
-            best = trials[errors.index(min(errors))]
-            further = [fit(*other, best.consumption, best.item_features) for other in others]
-            errors += validation_errors(data, [trial.model for trial in further])[0]
-            trials += further
-        chosen = errors.index(min(errors)) if targets else 0
-        factors = trials[chosen].finish(bar.update)
-    known = errors if targets else [None] * len(trials)
-    tried = [trial.facts(error) for trial, error in zip(trials, known, strict=True)]
+            best = improved([(*other, best.consumption, best.item_features) for other in others])
+        factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
-    return replace(factors, facts=facts | {"chosen": tried[chosen]})
+    return replace(factors, facts=facts | {"chosen": best.facts})
 
 
 class _Trial(NamedTuple):
@@ -95,11 +99,13 @@ class _Trial(NamedTuple):
     item_features: bool
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
+    error: float | None = None
 
-    def facts(self, error: float | None) -> dict[str, Any]:
-        """What was tried, and the error on the validation period."""
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was tried, and the squared error on the validation period; None = unknown."""
         names = ("rank", "ridge", "consumption", "item_features")
-        return {name: getattr(self, name) for name in names} | {"squared_error": error}
+        return {name: getattr(self, name) for name in names} | {"squared_error": self.error}
 
 
 class _Fitting:
