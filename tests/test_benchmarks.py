@@ -247,6 +247,34 @@ def test_value_compares_runs_of_several_seeds_with_baselines_and_the_oracle(tmp_
     assert [-1 <= line["kendall_tau"]["SNIPS"] <= 1 for line in lines if "kendall_tau" in line] == [True]
 
 
+def test_real_truth_replays_the_ratings_of_a_file(tmp_path):
+    rng = np.random.default_rng(0)
+    ratings = rng.uniform(-10, 10, (70, 30)).round(2)
+    ratings[40:][rng.random((30, 30)) < 0.4] = 99.0
+    rated = (ratings != 99.0).sum(1)
+    np.savetxt(tmp_path / "ratings.csv", np.column_stack([rated, ratings]), delimiter=",")
+    flags = ("--ratings", str(tmp_path / "ratings.csv"), "--work", str(tmp_path / "work"), "--events_per_user", "15")
+    found = {line["contender"]: line for line in lines_of("real_truth.py", *flags) if "contender" in line}
+    assert {
+        "popularity",
+        "item_rate",
+        "implicit_als",
+        "factors",
+        "gbpo-0",
+        "mpo-0",
+        "tilted-0",
+        "oracle",
+    } <= found.keys()
+    assert max(found.values(), key=lambda line: line["true_reward@10"])["contender"] == "oracle"
+    for name in set(found) - {"oracle", "logging policy"}:
+        assert 0 <= found[name]["bad"] <= 1
+        assert 10 <= found[name]["distinct"] <= 30
+    matrix = pq.read_table(tmp_path / "work" / "matrix.parquet").to_pandas()
+    assert len(matrix) == rated.sum()
+    first = matrix.set_index(["user_id", "item_id"])["reward"].loc[(1, 1)]
+    assert math.isclose(first, (ratings[0, 0] + 10) / 20)
+
+
 def test_values_of_explored_logs_have_intervals_that_can_be_counted():
     lines = lines_of("coverage.py")
     assert len({line["logging"] for line in lines}) * 4 == len(lines) == 16

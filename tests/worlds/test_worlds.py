@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import recpo
 from recpo.worlds.log import write_simulation
 from recpo.worlds.parameters import WORLDS, SimulationParameters
 from recpo.worlds.preferences import LoggingPolicy, Preferences
@@ -48,6 +49,34 @@ def test_in_the_skewed_world_exposures_are_concentrated_on_a_users_topics():
     assert effective_items("skewed") < 0.75 * effective_items("default")
     smallest = LoggingPolicy.of(drawn("skewed")).propensity_of_all(np.arange(300)).min()
     assert smallest < 2 * 0.01 / 1000  # elsewhere the tenth that is random would keep it above .0001
+
+
+def test_in_the_sparse_world_tastes_differ_and_exposures_know_them():
+    preferences = Preferences.draw(SimulationParameters(**WORLDS["sparse"]))
+    parameters, users = preferences.parameters, np.arange(300)
+    assert parameters.events == 40 * parameters.users
+    affinity = preferences.affinity_to_all(users, 0.0)
+    centered = affinity - affinity.mean(1, keepdims=True)
+    assert centered.mean(0).var() < 0.25 * centered.var()  # of the variance within a user, that between items
+    shown = (LoggingPolicy.of(preferences).propensity_of_all(users) * affinity).sum(1).mean()
+    assert shown > 2 * affinity.mean()
+    dislikes = preferences.dislike_probability(affinity, preferences.items.clickbait)
+    assert dislikes.mean() < 0.02
+
+
+@pytest.mark.slow
+def test_in_the_sparse_world_who_chose_what_is_worth_more_than_grades(tmp_path):
+    world = recpo.simulate(tmp_path / "world", world="sparse")
+    data = recpo.prepare(world.log, tmp_path / "prepared")
+    factors = recpo.factorize(data, tmp_path / "factors")
+    contenders = ["item_rate", "factorization", "implicit_als", factors]
+    done = recpo.evaluate(
+        data, contenders, truth=world.root, ks=[10], segments=False, out=tmp_path / "evaluation", overwrite=True
+    )
+    value = {one["name"]: one["metrics"]["true_reward@10"]["mean"] for one in done.document["contenders"]}
+    graded = max(value["factorization"], value["factors"])
+    assert value["item_rate"] < graded
+    assert graded + 0.02 < value["implicit_als"] < 0.7 * value["oracle"]
 
 
 def test_the_truth_remembers_its_world(tmp_path):
