@@ -9,7 +9,7 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
 from recpo.verbs.demo import Demo
-from recpo.verbs.fit import Decision, Fit
+from recpo.verbs.fit import Decision, Fit, tested_metrics
 
 
 def watch(verb: Fit | Demo) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def show_decision(done: Decision) -> None:
 
 def _table(done: Decision) -> Table:
     metric, rows = done.facts["criterion"]["metric"], done.facts["leaderboard"]
-    tested = sorted({name for row in rows for name in row["test"]}, key=lambda name: name != metric)
+    tested = tested_metrics(done.facts)
     table = Table(title="contenders, the best first", title_justify="left", caption="± half of the 95 % interval")
     table.add_column("contender")
     for heading in (f"{metric}, validation", "behind the best", *(f"{name}, test" for name in tested)):

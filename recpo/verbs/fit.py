@@ -66,6 +66,7 @@ _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _TILTED: Final = "tilted"
+_METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -348,8 +349,7 @@ class Fit(Verb[Decision]):
 
     def _facts(self, road: Road, criterion: Criterion, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
-        metrics = ("true_reward", "true_dislike", "NDCG", "disliked")
-        wanted = [criterion.metric, *(f"{name}@{min(self.k, road.data.num_items)}" for name in metrics)]
+        wanted = [criterion.metric, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
@@ -426,6 +426,13 @@ def decision_report(facts: Mapping[str, Any]) -> str:
     )
 
 
+def tested_metrics(facts: Mapping[str, Any]) -> list[str]:
+    """The metrics of the test period, in the order in which they are read: the criterion, true values, the others."""
+    known = {name for row in facts["leaderboard"] for name in row["test"]}
+    first = [facts["criterion"]["metric"], *_METRICS]
+    return sorted(known, key=lambda name: first.index(name) if name in first else first.index(name.partition("@")[0]))
+
+
 def _ends(value: float | None, half_width: float | None) -> tuple[float | None, float | None]:
     return (None, None) if value is None or half_width is None else (value - half_width, value + half_width)
 
@@ -436,7 +443,7 @@ def _style(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 def _leaderboard_table(facts: Mapping[str, Any]) -> Table:
     metric = facts["criterion"]["metric"]
-    tested = sorted({name for row in facts["leaderboard"] for name in row["test"]}, key=lambda name: name != metric)
+    tested = tested_metrics(facts)
     rows = []
     for row in facts["leaderboard"]:
         behind = row["behind"]
@@ -448,9 +455,8 @@ def _leaderboard_table(facts: Mapping[str, Any]) -> Table:
         blank = [Cell(""), Cell(""), Cell("")]
         rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
     head = ["contender", f"{metric}, validation", "behind the best", "lost", *(f"{name}, test" for name in tested)]
-    return Table(
-        "all contenders; lost = behind the best beyond doubt, and not evaluated on the test period", head, rows
-    )
+    said = "lost = behind the best beyond doubt; such policies are not evaluated on the test period"
+    return Table(said, head, rows)
 
 
 def _measured(value: Mapping[str, Any] | None) -> Cell:
