@@ -129,7 +129,7 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
             "clickbait_dislike": 0.0,
             "popularity_spread": 0.5,
             "popularity_quality": 0.25,
-            "topic_sharpness": 2.0,
+            "topic_sharpness": 1.0,
             "topic_noise": 0.5,
         },
     }
