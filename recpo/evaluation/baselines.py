@@ -27,6 +27,9 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 
+_MILLISECONDS_PER_DAY: Final = 86_400_000
+_RATE_EVENTS: Final = 10.0
+
 
 class Popularity:
     """The items with the highest counts, equal for all users except for excluded items. Ties are ordered by item id.
@@ -105,6 +108,47 @@ def decayed_counts(
     """
     weight = np.exp2((timestamp - end) / half_life)
     return np.bincount(item_index, weight, minlength=num_items + 1)[1:]
+
+
+def item_scores(name: str, data: Prepared, half_life_days: float | None = None) -> np.ndarray:
+    """Scores ``[V]`` of a baseline that ranks the same way for every user.
+
+    ``item_rate`` is the share of positives among an item's events, shrunk toward that of all items as if ten more
+    events had been seen: ``(positives + 10 rate) / (events + 10)``.
+
+    Args:
+        name: popularity, positives, item_rate or recency.
+        data: prepared data.
+        half_life_days: of recency; None = a tenth of the training period.
+    """
+    if name == "recency":
+        return recent_counts(data, half_life_days)
+    counts = data.item_counts("train_count")
+    if name == "popularity":
+        return counts
+    positives = data.item_counts("train_positives")
+    if name == "positives":
+        return positives
+    rate = positives.sum() / max(1, counts.sum())
+    shrunk: np.ndarray = (positives + _RATE_EVENTS * rate) / (counts + _RATE_EVENTS)
+    return shrunk
+
+
+def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
+    """Training events of the items 1..V, weighted by recency (``decayed_counts``): ``[V]``.
+
+    Two passes with one piece in memory at a time; the first one finds the start and the end of the training period.
+    """
+    first, last = np.inf, -np.inf
+    for columns in data.train_columns(["timestamp"]):
+        time = columns["timestamp"]
+        if len(time):
+            first, last = min(first, float(time.min())), max(last, float(time.max()))
+    half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * _MILLISECONDS_PER_DAY
+    counts = np.zeros(data.num_items)
+    for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
+        counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
+    return counts
 
 
 class EventChunk(NamedTuple):

@@ -37,9 +37,9 @@ from recpo.evaluation.baselines import (
     Popularity,
     Recipe,
     UniformlyRandom,
-    decayed_counts,
     factors_recommender,
     first_allowed,
+    item_scores,
     neighbors_of,
     of_items,
     recommender_of,
@@ -74,9 +74,6 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 #: The default baselines. The factorization is included only if there are grades to fit and select it.
 DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "cooccurrence", "factorization", "random")
-
-_MILLISECONDS_PER_DAY = 86_400_000
-_RATE_EVENTS = 10.0
 
 
 class Loaded(NamedTuple):
@@ -195,32 +192,8 @@ def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> 
         recent = options.cooccurrence.recent_events
         counts = torch.from_numpy(data.item_counts())
         return Loaded(Recommender(CooccurrenceBaseline(neighbors, counts, recent).recommend, name=name), recent)
-    popularity = Popularity(torch.from_numpy(item_scores(name, data, options)))
+    popularity = Popularity(torch.from_numpy(item_scores(name, data, options.recency_half_life)))
     return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
-
-
-def item_scores(name: Baseline, data: Prepared, options: BaselineOptions = BaselineOptions()) -> np.ndarray:
-    """Scores ``[V]`` of a baseline that ranks the same way for every user.
-
-    ``item_rate`` is the share of positives among an item's events, shrunk toward that of all items as if ten more
-    events had been seen: ``(positives + 10 rate) / (events + 10)``.
-
-    Args:
-        name: popularity, positives, item_rate or recency.
-        data: prepared data.
-        options: the half-life of recency.
-    """
-    if name == "recency":
-        return recent_counts(data, options.recency_half_life)
-    counts = data.item_counts("train_count")
-    if name == "popularity":
-        return counts
-    positives = data.item_counts("train_positives")
-    if name == "positives":
-        return positives
-    rate = positives.sum() / max(1, counts.sum())
-    shrunk: np.ndarray = (positives + _RATE_EVENTS * rate) / (counts + _RATE_EVENTS)
-    return shrunk
 
 
 def _load_fitted(
@@ -257,23 +230,6 @@ def fitted_model(
 def _training_events(data: Prepared) -> Iterator[EventChunk]:
     for columns in data.train_columns(["user_index", "item_index"]):
         yield EventChunk(*columns.values())
-
-
-def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
-    """Training events of the items 1..V, weighted by recency (``decayed_counts``): ``[V]``.
-
-    Two passes with one piece in memory at a time; the first one finds the start and the end of the training period.
-    """
-    first, last = np.inf, -np.inf
-    for columns in data.train_columns(["timestamp"]):
-        time = columns["timestamp"]
-        if len(time):
-            first, last = min(first, float(time.min())), max(last, float(time.max()))
-    half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * _MILLISECONDS_PER_DAY
-    counts = np.zeros(data.num_items)
-    for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
-        counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
-    return counts
 
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"

@@ -12,191 +12,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
-from recpo.base.feedback import GRADES
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 from recpo.ops.kernels import take_rows
-from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
+from recpo.policies.grade_factors import HISTORIES_AT_ONCE, GradeFactors, prefixes, validate_temperature
 from recpo.policies.sampling import shared_states
-
-
-class GradeFactors(nn.Module):
-    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the expected grade of an item (``recpo.base.feedback.GRADES``).
-
-    ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
-    of their items, as in ``recpo.rewards.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
-    by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
-    ``recpo.rewards.graded`` written as a dot product.
-
-    Args:
-        num_items: V.
-        rank: r.
-        mean: mean grade.
-        ridge: weight of ``|p - c|^2``; above 0.
-        bias_ridge: weight of ``(b - d)^2``; above 0.
-        max_history: number of most recent events that ``fold_in`` reads; at least 1.
-        lower_bound: standard deviations, at least 0.
-
-    Attributes:
-        item_factors: ``[V + 1, r]``, ``q``; row 0 is zero and not an item.
-        item_bias: ``[V + 1]``.
-        factor_variance: ``[V + 1, r]``, variance of the factors; 0 if they are treated as exact.
-        history_prior: ``[V + 1, r + 1]``; its damped mean over a history is ``(c, d)``, the prior mean of ``(p, b)``.
-        item_variances: ``[V + 1, rooted]``, ``t``.
-        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
-    """
-
-    item_factors: Tensor
-    item_bias: Tensor
-    factor_variance: Tensor
-    history_prior: Tensor
-    item_variances: Tensor
-    _grades: Tensor
-
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        rank: int,
-        mean: float,
-        ridge: float,
-        bias_ridge: float,
-        max_history: int,
-        lower_bound: float = 0.0,
-    ) -> None:
-        if rank < 1 or not 0 < min(ridge, bias_ridge) <= max(ridge, bias_ridge) < float("inf"):
-            raise RecpoError(
-                f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}",
-                code="out_of_range",
-                field="rank" if rank < 1 else "bias_ridge" if 0 < ridge < float("inf") else "ridge",
-            )
-        if max_history < 1:
-            raise RecpoError(
-                f"max_history of the factors is {max_history}; it is at least 1",
-                code="out_of_range",
-                field="max_history",
-            )
-        if not 0 <= lower_bound < float("inf"):
-            raise RecpoError(
-                f"lower_bound is {lower_bound}; it is at least 0", code="out_of_range", field="lower_bound"
-            )
-        super().__init__()
-        self.mean, self.ridge, self.bias_ridge, self.lower_bound = mean, ridge, bias_ridge, lower_bound
-        self.max_history = max_history
-        self.rooted = (rank + 1) * (rank + 2) if lower_bound else 0
-        self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
-        self.register_buffer("item_bias", torch.zeros(num_items + 1))
-        self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
-        self.register_buffer("history_prior", torch.zeros(num_items + 1, rank + 1))
-        # nothing to store without a bound
-        self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
-        # the value for an unknown level is arbitrary: such an event has weight 0
-        self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
-
-    def assign(
-        self,
-        item_factors: Tensor,
-        item_bias: Tensor,
-        factor_variance: Tensor,
-        item_covariance: Tensor | None = None,
-        noise: float = 0.0,
-        history_prior: Tensor | None = None,
-    ) -> None:
-        """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
-
-        Args:
-            item_factors: ``q``.
-            item_bias: ``b_i``.
-            factor_variance: ``[V, r]``.
-            item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
-            noise: variance of the noise.
-            history_prior: ``[V, r + 1]``; None = 0.
-
-        Raises:
-            RecpoError: wrong sizes, or missing covariances although there is a bound.
-        """
-        expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
-        if item_factors.shape != expected or item_bias.shape != expected[:1]:
-            raise RecpoError(
-                f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
-                f"expected {expected} and {expected[:1]}: take factors of the same items",
-                code="wrong_shape",
-                field="item_factors",
-            )
-        self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
-        if history_prior is not None:
-            self.history_prior[1:] = history_prior
-        if self.rooted and item_covariance is None:
-            raise RecpoError(
-                "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
-                "lower_bound to 0",
-                code="missing_value",
-                field="lower_bound",
-            )
-        if self.rooted and item_covariance is not None:
-            self.item_variances[1:] = noise * item_forms(item_factors, item_covariance)
-
-    def fold_in(self, histories: Histories) -> Tensor:
-        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
-
-        ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
-        (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
-        result is zero if no event has a grade. Positions after ``lengths`` are ignored.
-        """
-        item_ids, feedback = histories.item_ids, histories.feedback
-        if feedback is None:
-            feedback = torch.zeros_like(item_ids)
-        place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        lengths = histories.lengths[:, None]
-        known = (place < lengths) & (place >= lengths - self.max_history) & (feedback > 0) & (item_ids > 0)
-        rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
-        targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
-        variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
-        prior = F.pad(torch.full_like(variance, self.ridge), (0, 1), value=self.bias_ridge)
-        pull = prior * damped_mean(self.history_prior[item_ids], known)
-        system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
-        if not self.rooted:
-            return solve_positive_definite(system.matrix, system.right).float()
-        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
-        solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
-        weights = solved[..., 0].float()
-        variances = self.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
-        return torch.cat([weights, variances], 1)
-
-    def tilt(self, users: Tensor, temperature: float) -> Tensor:
-        """``[p / t, 1 / t, s / t^2]`` of folded-in users at the temperature t: the factor of ``item_vectors``.
-
-        The part that all items share (``mean + b``) is left out.
-        """
-        rank = self.item_factors.shape[1]
-        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
-        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
-
-    def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
-        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
-        columns = [self.item_factors, self.item_bias[:, None], *([self.item_variances] if self.rooted else [])]
-        return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
-
-    def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
-        """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""
-        rank = self.item_factors.shape[1]
-        products = (self.item_factors[item_ids] @ users[:, :rank, None]).squeeze(-1) + self.item_bias[item_ids]
-        if not self.rooted:
-            return products
-        variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
-        return products - variance.clamp_min(0.0).sqrt()
-
-
-# Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
-_AT_ONCE = 1 << 10
 
 
 class _OnBase(Policy):
@@ -511,7 +339,7 @@ class RerankedPolicy(_OnBase):
         ranked = _Ranked(*(torch.cat(column) for column in zip(*found, strict=True)))
         parts = [
             self._log_prob_of(slates.item_ids.reshape(-1)[some], of_state, ranked, batch.histories, rows[of_state])
-            for some, of_state in zip(positions.split(_AT_ONCE), state.split(_AT_ONCE), strict=True)
+            for some, of_state in zip(positions.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
         logp = torch.cat(parts)
         return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
@@ -590,19 +418,3 @@ class _Ranked(NamedTuple):
     base: Tensor
     scores: Tensor
     lse: Tensor
-
-
-def validate_temperature(temperature: float) -> None:
-    """Raises ``RecpoError`` unless ``temperature`` is a number above 0."""
-    if not 0 < temperature < float("inf"):
-        raise RecpoError(
-            f"temperature is {temperature}, expected a number above 0: small follows the factors, large the policy",
-            code="out_of_range",
-            field="temperature",
-        )
-
-
-def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
-    """The first ``visible [N]`` events of the histories ``context [N]``, a few histories at a time."""
-    for rows, lengths in zip(context.split(_AT_ONCE), visible.split(_AT_ONCE), strict=True):
-        yield histories.rows(rows).up_to(lengths)

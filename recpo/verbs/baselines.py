@@ -9,8 +9,8 @@ import torch
 
 from recpo.artifacts import kind_of
 from recpo.base.errors import RecpoError
-from recpo.evaluation.baselines import BaselineCache
-from recpo.evaluation.contenders import Baseline, BaselineOptions, fitted_model, item_scores
+from recpo.evaluation.baselines import BaselineCache, item_scores
+from recpo.evaluation.contenders import Baseline, BaselineOptions, fitted_model
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
 from recpo.rewards.ease import EASE
@@ -82,8 +82,8 @@ def served_baseline(
 def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache) -> ServedBaseline:
     made: dict[str, Any]
     if name not in ("factorization", "implicit_als", "ease"):
-        popular = PopularityPolicy(data.num_items)
-        popular.item_scores.copy_(torch.from_numpy(item_scores(name, data, options)).double().add(1e-9).log())
+        popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
+        popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
         return ServedBaseline(name, popular, {})
     model = fitted_model(name, data, options, cache)
     if isinstance(model, Factors):

@@ -36,7 +36,7 @@ from recpo.evaluation.true_rewards import ORACLE
 from recpo.lists.exploration import Exploration, Pool
 from recpo.log.prepared import Prepared
 from recpo.log.splits import TemporalSplit
-from recpo.policies.tilted import validate_temperature
+from recpo.policies.grade_factors import validate_temperature
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle

@@ -16,7 +16,8 @@ from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_temperature
+from recpo.policies.grade_factors import validate_temperature
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training.learned_reward import Checkpoint

@@ -17,8 +17,8 @@ from recpo.evaluation.baselines import (
     EventChunk,
     decayed_counts,
     neighbors_of,
+    recent_counts,
 )
-from recpo.evaluation.contenders import recent_counts
 
 ITEMS = 30
 

@@ -19,8 +19,9 @@ from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from tests.refusals import refused
 
