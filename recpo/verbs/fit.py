@@ -22,7 +22,7 @@ from recpo.artifacts import (
     validate_output_directory,
 )
 from recpo.artifacts.artifact import Artifact
-from recpo.base.errors import RecpoError
+from recpo.base.errors import Interrupted, RecpoError
 from recpo.base.frames import Frame, to_arrow
 from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
 from recpo.evaluation.decision import Choice, Criterion, choose
@@ -218,6 +218,9 @@ class Fit(Verb[Decision]):
             try:
                 self.write_resolved(root / RESOLVED)
                 yield
+            except Interrupted as error:
+                message = f"stopped; {root} continues with the same options and --resume true"
+                raise Interrupted(message, error.status) from error
             except RecpoError:
                 if not again and not (root / PLAN).exists():  # the log was refused: nothing is worth keeping
                     shutil.rmtree(root, ignore_errors=True)
@@ -282,7 +285,7 @@ class Fit(Verb[Decision]):
 
     def _contenders(self, road: Road) -> list[str]:
         """Fits, trains, tilts and searches; returns the names of all contenders."""
-        names: list[str] = list(road.baselines())
+        names: list[str] = list(road.baselines)
         wanted = [PRETRAIN]
         counts = road.data.feedback_counts["train"]
         if road.graded:

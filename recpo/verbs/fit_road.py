@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -193,13 +193,14 @@ class Road:
 
     # contenders
 
+    @cached_property
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
         found: list[Baseline] = ["popularity", "item_rate", "implicit_als"]
         found += ["ease"] if self.data.num_items <= _EASE_ITEMS else []
         return [*found, "factorization"] if self.graded else found
 
-    @property
+    @cached_property
     def graded(self) -> bool:
         """Whether the log has graded feedback to fit and select a reward model with."""
         counts = self.data.feedback_counts["train"]
@@ -274,17 +275,13 @@ class Road:
 
     def path_of(self, name: str) -> Path | str:
         """The directory of a contender, or the name of a baseline."""
-        if name in self.baselines():
+        if name in self.baselines:
             return name
         return self.root / FACTORS if name == FACTORS else self.root / RUNS / name
 
     def finished(self, name: str) -> bool:
         """Whether the run of this name was written."""
         return (self.root / RUNS / name / FINISHED).is_file()
-
-    def contenders(self, names: Sequence[str]) -> list[Contender]:
-        """Contenders of an evaluation."""
-        return [self._contender(name) for name in names]
 
     def _contender(self, name: str) -> Contender:
         made = partial(baseline, data=self.data, options=BaselineOptions(), cache=self.baseline_cache)
@@ -296,7 +293,8 @@ class Road:
     def _validation(self) -> HeldOutPass:
         if self._pass is None:
             ks = [min(self.options.k, self.data.num_items)]
-            options = RankingOptions(split="valid", ks=ks, segments=False, progress=self.options.progress)
+            shown = self.options.progress
+            options = RankingOptions(split="valid", ks=ks, off_policy=None, segments=False, progress=shown)
             self._pass = HeldOutPass.of(self.data, options, compute_device(self.options.device))
         return self._pass
 

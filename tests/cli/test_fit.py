@@ -11,7 +11,7 @@ import pyarrow.dataset as ds
 import pytest
 
 import recpo
-from recpo.base.errors import RecpoError
+from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
 from recpo.log.prepared import Prepared
@@ -154,6 +154,18 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
     assert calls == ["mpo"]
     again.plan.failed["pretrain"] = "diverged"
     assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
+
+
+def test_an_interrupted_training_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
+    def stop(self, out, files, options, callbacks=()):
+        raise Interrupted("the run continues with --resume true", 143)
+
+    monkeypatch.setattr(Road, "_train", stop)
+    with pytest.raises(Interrupted) as stopped:
+        recpo.fit(prepared, tmp_path / "fit", minutes=MINUTES)
+    assert str(tmp_path / "fit") in str(stopped.value)
+    assert stopped.value.status == 143
+    assert (tmp_path / "fit" / "factors").is_dir()  # what was done is kept
 
 
 def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch):
