@@ -77,7 +77,7 @@ class Plan:
         effort: share of the recommended training steps; None = not decided yet.
         recipes: the recipes that are trained, in order.
         trials: number of trials of the search; None = not decided yet.
-        failed: runs that diverged or collapsed, and why.
+        failed: runs that diverged or collapsed, or the search, and why.
         steps: the finished steps.
     """
 

@@ -13,6 +13,7 @@ from recpo.verbs.fit_road import GBPO, MPO, PRETRAIN, RECIPES, VALUE_DPO, Road
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
+_SEARCH: Final = "the search"
 _MOST_TRIALS: Final = 20
 _STARTUP_TRIALS: Final = 4  # drawn at random before the sampler has a model
 _DIGITS: Final = 3
@@ -68,8 +69,10 @@ def search(road: Road, reserve: float) -> list[str]:
     try:
         import optuna
     except ImportError:
-        road.say("no search: Optuna is not installed (pip install 'recpo[search]')")
+        road.plan.failed[_SEARCH] = "Optuna is not installed (pip install 'recpo[search]')"
+        road.say(f"no search: {road.plan.failed[_SEARCH]}")
         return []
+    road.plan.failed.pop(_SEARCH, None)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
     study, space = optuna.create_study(direction="maximize", sampler=sampler), _space(leading)

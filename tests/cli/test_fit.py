@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 
 import pandas as pd
 import pyarrow.dataset as ds
@@ -15,6 +16,7 @@ from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
 from recpo.log.prepared import Prepared
+from recpo.verbs import fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, counts_of
 from tests.refusals import refused
 
@@ -154,6 +156,14 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
     assert calls == ["mpo"]
     again.plan.failed["pretrain"] = "diverged"
     assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
+
+
+def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: "mpo")
+    road = road_of(prepared, tmp_path)
+    assert fit_search.search(road, reserve=0.0) == []
+    assert "recpo[search]" in road.plan.failed["the search"]
 
 
 def test_an_interrupted_training_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
