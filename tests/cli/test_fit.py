@@ -15,9 +15,12 @@ import recpo
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
+from recpo.log.inspection import inspect_log
+from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.verbs import fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, counts_of
+from recpo.verbs.init import preparation_of, write_preparation
 from tests.refusals import refused
 
 MINUTES = 0.2  # what must be done takes longer; training is as short as it gets
@@ -156,6 +159,40 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
     assert calls == ["mpo"]
     again.plan.failed["pretrain"] = "diverged"
     assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
+
+
+DAY = 86_400_000
+N = 400
+EVENTS = {
+    "user_id": [n % 20 for n in range(N)],
+    "item_id": [n * 7 % 50 for n in range(N)],
+    "timestamp": [1_700_000_000_000 + n * DAY // 20 for n in range(N)],
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rating": [1 + n % 5 for n in range(N)]},
+        {"opinion": [("up", "down")[n % 3 == 0] for n in range(N)]},
+        {"watch_time": [1.0 + n % 30 for n in range(N)]},
+        {
+            "watch_time": [1.0 + n % 30 for n in range(N)],
+            "duration": [30.0] * N,
+            "dislike": [n % 11 == 0 for n in range(N)],
+        },
+    ],
+    ids=["events", "ratings", "opinions", "watch times", "watch times and durations"],
+)
+def test_prepare_yaml_and_the_preparation_in_python_are_the_same(more, tmp_path):
+    pd.DataFrame({**EVENTS, **more}).to_parquet(tmp_path / "log.parquet")
+    found = inspect_log([str(tmp_path / "log.parquet")])
+    file = write_preparation(found, tmp_path)["prepare"]
+    options = preparation_of(found)
+    parsed = parse(verb_class("prepare"), ["--config", str(file)])
+    assert [parsed.log] == [options.pop("log")]
+    assert parsed.part(Preparation) == Preparation(**options)
 
 
 def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monkeypatch):
