@@ -62,9 +62,9 @@ def test_the_wheel_runs_where_nothing_else_of_recpo_is(wheel, tmp_path):
     assert place.startswith(str(site))
     command = home / "bin" / "recpo"
     assert "usage: recpo VERB" in run(command, "--help", where=tmp_path)
-    small = ("--users", 100, "--items", 60, "--events", 6000, "--epochs", 1, "--seeds", 2)
+    small = ("--users", 100, "--items", 60, "--events", 6000, "--minutes", 0.2)
     printed = run(command, "demo", *small, where=tmp_path, OMP_NUM_THREADS="1")
-    assert "next: recpo init YOUR_LOG" in printed
-    assert (tmp_path / "demo" / "bundle" / "README.md").is_file()
+    assert "next: recpo fit YOUR_LOG" in printed
+    assert (tmp_path / "demo" / "fit" / "bundle" / "README.md").is_file()
     run(command, "init", tmp_path / "demo" / "log" / "log", "--out", "own", where=tmp_path)
     assert {file.name for file in (tmp_path / "own").iterdir()} >= {"prepare.yaml", "pretrain.yaml", "mpo.yaml"}

@@ -68,7 +68,7 @@ def test_in_the_sparse_world_tastes_differ_and_exposures_know_them():
 def test_in_the_sparse_world_who_chose_what_is_worth_more_than_grades(tmp_path):
     world = recpo.simulate(tmp_path / "world", world="sparse")
     data = recpo.prepare(world.log, tmp_path / "prepared")
-    factors = recpo.factorize(data, tmp_path / "factors")
+    factors = recpo.factorize(data, tmp_path / "factors", consumption=[0])
     contenders = ["item_rate", "factorization", "implicit_als", factors]
     done = recpo.evaluate(
         data, contenders, truth=world.root, ks=[10], segments=False, out=tmp_path / "evaluation", overwrite=True
