@@ -65,12 +65,7 @@ class BaselinePolicy(Policy):
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``."""
-        if not 1 <= k <= self.num_items:
-            raise RecpoError(
-                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
-                code="out_of_range",
-                field="k",
-            )
+        catalog_search.validate_list_length(k, self.num_items)
         if torch.compiler.is_exporting():
             return self._best(histories, k, exclude)
         size, lists = sampling.contexts_at_once(self.num_items), []

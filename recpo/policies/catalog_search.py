@@ -341,6 +341,14 @@ def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
     return (scores - largest[:, None]).exp().sum(1).log() + largest
 
 
+def validate_list_length(k: int, num_items: int) -> None:
+    """Raises ``RecpoError`` unless lists of ``k`` items can be made of the catalog."""
+    if not 1 <= k <= num_items:
+        raise RecpoError(
+            f"k must be between 1 and the {num_items} items of the catalog, got {k}", code="out_of_range", field="k"
+        )
+
+
 def validate_precision(precision: object) -> None:
     """Raises ``RecpoError`` if the precision is unknown."""
     if precision not in get_args(Precision):

@@ -14,6 +14,7 @@ from recpo.base.types import FeedbackBatch, Histories, Recommendations, Sampling
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.blocks import BlockFactory, SASRecBlock
+from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
@@ -225,12 +226,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
-        if not 1 <= k <= self.num_items:
-            raise RecpoError(
-                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
-                code="out_of_range",
-                field="k",
-            )
+        validate_list_length(k, self.num_items)
         return self._output.top_k(self.last_states(histories), k, exclude, cosine=self._cosine)
 
     @torch.no_grad()

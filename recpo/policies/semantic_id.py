@@ -18,6 +18,7 @@ from recpo.base.types import FeedbackBatch, Histories, Recommendations, Sampling
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
 from recpo.policies.blocks import BlockFactory, SASRecBlock
+from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
@@ -279,12 +280,7 @@ class SemanticIdPolicy(FeaturePolicy):
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; a beam search, exact if the beams hold every prefix of the catalog."""
-        if not 1 <= k <= self.num_items:
-            raise RecpoError(
-                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
-                code="out_of_range",
-                field="k",
-            )
+        validate_list_length(k, self.num_items)
         states, width = self.encode(histories), max(self.beam_width, k)
         if torch.compiler.is_exporting():
             return self._beam_search(states, histories.lengths, k, width, exclude)

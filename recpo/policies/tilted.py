@@ -165,12 +165,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
-        if not 1 <= k <= self.num_items:
-            raise RecpoError(
-                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
-                code="out_of_range",
-                field="k",
-            )
+        catalog_search.validate_list_length(k, self.num_items)
         states, rooted = self.last_states(histories), self.factors.rooted
         return catalog_search.top_k(states, self.output_vectors(), k, exclude, rooted)
 
@@ -346,12 +341,7 @@ class RerankedPolicy(_OnBase):
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
-        if not 1 <= k <= self.num_items:
-            raise RecpoError(
-                f"k must be between 1 and the {self.num_items} items of the catalog, got {k}",
-                code="out_of_range",
-                field="k",
-            )
+        catalog_search.validate_list_length(k, self.num_items)
         ranked = self._ranked(histories, max(self.candidates, k), exclude)
         # ordered by id, so that equal scores stay in this order
         ids, order = ranked.item_ids.sort(1)

@@ -28,17 +28,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.base.errors import RecpoError, validate_seed
-from recpo.base.feedback import HIGHEST
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
+from recpo.policies.baseline import LEAST_POSITIVE_LEVEL
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.rewards.factors import ModelInOneFile, plain
 from recpo.rewards.graded import Chunk, Equations, chunks_of, no_equations, normal_matrices
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
 
 _K: Final = 10
-_LEAST_LEVEL: Final = HIGHEST - 1
 
 
 class HistoryRecommender(Protocol):
@@ -80,7 +79,7 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
     place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
     lengths = histories.lengths[:, None]
     known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
-    known &= histories.feedback >= _LEAST_LEVEL
+    known &= histories.feedback >= LEAST_POSITIVE_LEVEL
     return first_places(histories.item_ids, known)
 
 

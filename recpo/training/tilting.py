@@ -31,6 +31,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, chunks
@@ -147,7 +148,13 @@ def tilted(
         policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
     else:
         policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
-    policy.factors.assign(
+    assign_factors(policy.factors, factors)
+    return policy.eval()
+
+
+def assign_factors(module: GradeFactors, factors: Factors) -> None:
+    """Gives the module of a policy the tensors of a factor model."""
+    module.assign(
         factors.item_factors,
         factors.item_bias,
         factors.factor_variance,
@@ -155,7 +162,6 @@ def tilted(
         factors.noise,
         factors.history_prior,
     )
-    return policy.eval()
 
 
 def chosen_temperature(trials: Sequence[TiltTrial]) -> float:

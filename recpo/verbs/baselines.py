@@ -17,6 +17,7 @@ from recpo.rewards.ease import EASE
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import ImplicitALS
 from recpo.serving.export import PolicyFacts
+from recpo.training.tilting import assign_factors
 
 _NOT_SERVED: Final = ("cooccurrence", "random")
 #: Names of the baselines that a bundle can serve.
@@ -104,12 +105,5 @@ def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: Ba
 def _of_factors(name: str, factors: Factors) -> ServedBaseline:
     made = {one: getattr(factors, one) for one in ("rank", "mean", "ridge", "bias_ridge", "max_history", "lower_bound")}
     policy = FactorPolicy(factors.num_items, **made)
-    policy.factors.assign(
-        factors.item_factors,
-        factors.item_bias,
-        factors.factor_variance,
-        factors.item_covariance,
-        factors.noise,
-        factors.history_prior,
-    )
+    assign_factors(policy.factors, factors)
     return ServedBaseline(name, policy, made)
