@@ -3,6 +3,7 @@
 # make test    the tests (without the slow ones, which .ci/run adds)
 # make lint    ruff and mypy
 # make docs    the documentation site, build/site/index.html; warnings are errors
+# make examples  environments of Airflow and Dagster, in which the tests run examples/daily
 
 DEVICE ?= cpu
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(DEVICE)
 SHIM := $(if $(filter cpu,$(DEVICE)),./requirements/shim-fbgemm-gpu)
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test lint docs examples clean
 
 setup: $(INSTALLED)
 
@@ -40,5 +41,12 @@ docs: setup .venv-docs/.installed
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.lock
 	touch $@
 
+examples: .venv-airflow/.installed .venv-dagster/.installed
+
+.venv-%/.installed: examples/daily/requirements-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 clean:
-	rm -rf .venv .venv-docs demo build *.egg-info
+	rm -rf .venv .venv-docs .venv-airflow .venv-dagster demo build *.egg-info

@@ -1,4 +1,5 @@
-"""The wheel in a separate environment: the command, its short demo and ``recpo init``, without the repository."""
+"""The wheel in separate environments: the command, its short demo and ``recpo init``, without the repository; and the
+server, where nothing is installed but what it needs."""
 
 import os
 import shutil
@@ -9,17 +10,26 @@ import venv
 import zipfile
 from pathlib import Path
 
+import httpx
+import pyarrow.parquet as pq
 import pytest
+
+from tests.server.conftest import bundles, process, request  # noqa: F401  `bundles` is a fixture
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = {"sharding", "serve", "spark", "notebooks"}
 
 
+def clean_environment():
+    """The variables of this process without those that put the repository on a path."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
 def run(*words, where, **environment):
     """Runs a command without the repository on its path."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    given = clean_environment() | environment
     done = subprocess.run(
-        [str(word) for word in words], cwd=where, env=clean | environment, capture_output=True, text=True, check=False
+        [str(word) for word in words], cwd=where, env=given, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -29,7 +39,7 @@ def run(*words, where, **environment):
 def wheel(tmp_path_factory):
     """The wheel of the tracked files; building in the repository would leave a ``build`` behind."""
     source, out = tmp_path_factory.mktemp("source") / "recpo", tmp_path_factory.mktemp("dist")
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs", "demo", ".*_cache")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "__pycache__", "runs", "demo", ".*_cache")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     run(*pip, "-w", out, source, where=out)
@@ -68,3 +78,37 @@ def test_the_wheel_runs_where_nothing_else_of_recpo_is(wheel, tmp_path):
     assert (tmp_path / "demo" / "fit" / "bundle" / "README.md").is_file()
     run(command, "init", tmp_path / "demo" / "log" / "log", "--out", "own", where=tmp_path)
     assert {file.name for file in (tmp_path / "own").iterdir()} >= {"prepare.yaml", "pretrain.yaml", "mpo.yaml"}
+
+
+def pins(name):
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def test_the_server_is_pinned_as_everything_else():
+    assert pins("serve.lock") < pins("cpu.lock")
+
+
+@pytest.mark.slow
+def test_a_bundle_is_served_where_only_the_packages_of_the_server_are(wheel, bundles, tmp_path):  # noqa: F811
+    """The steps of examples/deployment/Dockerfile, then a request with exploration and re-ranking, and its log."""
+    home, log = tmp_path / "environment", tmp_path / "impressions"
+    venv.create(home, with_pip=False, symlinks=True)
+    install = (sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--quiet", "--no-deps")
+    run(*install, "--requirement", ROOT / "requirements" / "serve.lock", where=tmp_path)
+    run(*install, "--no-index", wheel, where=tmp_path)
+    absent = "torch", "lightning", "ibis", "duckdb", "scipy", "sklearn"
+    code = f"from importlib.util import find_spec; print([name for name in {absent} if find_spec(name)])"
+    assert run(home / "bin" / "python", "-c", code, where=tmp_path) == "[]\n"
+    flags = ["--log", log, "--publish_on_stop", "true", "--exploration.temperature", 1, "--exploration.shortlist", 10]
+    flags += ["--rerank", "MaximalMarginalRelevance", "--rerank_options.shortlist", 10]
+    with process(bundles[0], *flags, program=[home / "bin" / "recpo"], environment=clean_environment()) as server:
+        shown = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60).json()
+        feedback = {"request_id": shown["request_id"], "outcomes": [{"item_id": shown["items"][0]["item_id"]}]}
+        feedback["outcomes"][0] |= {"watch_time": 6.0, "duration": 9.0}
+        assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
+        assert "recpo_impressions_total 1.0" in httpx.get(f"{server.url}/metrics").text
+    assert server.process.returncode == 0
+    rows = pq.read_table(log).to_pylist()
+    assert [row["item_id"] for row in rows] == [item["item_id"] for item in shown["items"]]
+    assert [row["watch_time"] for row in rows if row["watch_time"] is not None] == [6.0]
