@@ -24,7 +24,7 @@ from scipy.stats import kendalltau
 import recpo
 
 WEIGHTS = (1.0, 0.75, 0.6, 0.5, 0.4, 0.0)
-ESTIMATORS = ("SNIPS", "DR", "SNDR")
+ESTIMATORS = ("SNIPS", "DR", "SNDR", "beta-IPS", "combined")
 
 
 def criteria_of(contender: dict[str, Any], k: int) -> dict[str, float | None]:
@@ -77,6 +77,8 @@ def _add_sums(values: list[dict[str, float | None]]) -> None:
 def one_world(world: str, seed: int, options: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
     """Simulates, fits and judges."""
     sizes = {name: value for name in ("users", "items", "events") if (value := getattr(options, name)) is not None}
+    if world == "replay":
+        sizes["matrix"] = options.matrix
     simulation = recpo.simulate(root / "world", world=world, seed=seed, **sizes)
     decision = recpo.fit(simulation, root / "fit", minutes=options.minutes, k=options.k, on_step=say)
     runs = [
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--matrix", type=Path, default=None, help="rewards of world replay (real_truth.py writes them)")
     for name in ("users", "items", "events"):
         parser.add_argument(f"--{name}", type=int, default=None, help="null = as in the world's preset")
     options = parser.parse_args()

@@ -21,6 +21,7 @@ from .base.feedback import FeedbackRule as FeedbackRule
 from .batches.preference_lists import PreferenceListLayout as PreferenceListLayout
 from .batches.slates import ImpressionLayout as ImpressionLayout
 from .batches.slates import SequenceLayout as SequenceLayout
+from .evaluation import off_policy as off_policy
 from .evaluation.candidates import CandidateTable as CandidateTable
 from .evaluation.comparison import Comparison as Comparison
 from .evaluation.contenders import Lists as Lists

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
+from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
@@ -23,7 +23,7 @@ from recpo.evaluation.measures import (
     exposure_auc,
     held_out_targets,
     unseen_auc,
-    unseen_items,
+    with_unseen,
 )
 from recpo.evaluation.segments import ItemSegment, UserSegment
 from recpo.ops.ranking import (
@@ -174,7 +174,7 @@ def evaluate_ranking(
             past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
             lists = recommender.lists(batch, size, past, absent)
-            scored = _with_unseen(batch, ranking.num_items, absent)
+            scored = with_unseen(batch, ranking.num_items, absent)
             logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
             scores = recommender.score(scored) if recommender.score else None
             validate_answer(recommender, lists, past, logp, scored.slates.mask)
@@ -193,15 +193,6 @@ def evaluate_ranking(
             logp, scores = (None if part is None else part[:, :logged] for part in (logp, scores))
             collected.add(Observed(batch, lists, targets, logp, scores, absent, new, unseen))
     return collected.result()
-
-
-def _with_unseen(batch: EvaluationBatch, num_items: int, absent: Tensor | None) -> FeedbackBatch:
-    """The held-out slates with items behind them that the user never saw, to score both in one pass."""
-    drawn = unseen_items(batch, num_items, absent)
-    slates, lengths = batch.feedback.slates, batch.feedback.histories.lengths[:, None]
-    logged, unseen = (slates.item_ids, slates.visible, slates.mask), (drawn, lengths.expand_as(drawn), drawn > 0)
-    parts = zip(logged, unseen, strict=True)
-    return batch.feedback._replace(slates=Slates(*(torch.cat([own, more], 1) for own, more in parts)))
 
 
 def _new_lists(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.ops.ranking import first_places, is_member
 
 #: Number of items that are drawn per user for ``AUC_unseen``.
@@ -281,6 +281,15 @@ def unseen_items(batch: EvaluationBatch, num_items: int, unavailable: Tensor | N
     seen += [] if unavailable is None else [unavailable]
     kept = first_places(drawn, ~is_member(drawn, torch.cat([part.long() for part in seen], 1)))
     return drawn.masked_fill(~kept, 0)
+
+
+def with_unseen(batch: EvaluationBatch, num_items: int, unavailable: Tensor | None = None) -> FeedbackBatch:
+    """The held-out slates with items behind them that the user never saw, to score both in one pass."""
+    drawn = unseen_items(batch, num_items, unavailable)
+    slates, lengths = batch.feedback.slates, batch.feedback.histories.lengths[:, None]
+    logged, unseen = (slates.item_ids, slates.visible, slates.mask), (drawn, lengths.expand_as(drawn), drawn > 0)
+    parts = zip(logged, unseen, strict=True)
+    return batch.feedback._replace(slates=Slates(*(torch.cat([own, more], 1) for own, more in parts)))
 
 
 def _mixed_bits(values: Tensor) -> Tensor:

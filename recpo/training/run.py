@@ -54,6 +54,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
+from recpo.training.curves import advice
 from recpo.training.options import PolicyFactory
 
 FORMAT_VERSION = 5
@@ -201,6 +202,12 @@ class Run(Artifact):
     def monitor(self) -> str | None:
         """The metric that selected the best checkpoint."""
         return self.facts.monitor
+
+    @property
+    def advice(self) -> list[str]:
+        """What went wrong in the training, as sentences that name the option to change (``recpo.training.curves``)."""
+        on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
+        return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
 
     @property
     def num_items(self) -> int:

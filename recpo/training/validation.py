@@ -1,4 +1,4 @@
-"""Metrics of the validation period, the monitor among them, and the curves of a run.
+"""Metrics of the validation period, the monitor among them.
 
 Metrics are those of rankings of the full catalog, or of the scores of a reward model. The monitor is the one that early
 stopping, ``best.ckpt`` and the final report follow. NDCG on logged positives rewards agreement with the logging policy,
@@ -8,12 +8,8 @@ held-out feedback.
 
 from __future__ import annotations
 
-import csv
-import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +20,7 @@ from recpo.base.contracts import Objective, Policy, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
 from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, popularity_bins
-from recpo.evaluation.measures import Targets, exposure_auc, held_out_targets
+from recpo.evaluation.measures import Targets, exposure_auc, held_out_targets, unseen_auc, with_unseen
 from recpo.log.prepared import Prepared
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.preference import PreferenceObjective
@@ -35,6 +31,7 @@ from recpo.training.networks import item_scores
 from recpo.training.options import LearningOptions, Monitor
 
 OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")
+"""Metrics of the held-out exposures that every validation has, where the log allows."""
 MAX_WEIGHT = 100.0
 """Bound on the importance weights of SNIPS. Clipping them biases the estimate toward the logging policy."""
 
@@ -55,17 +52,16 @@ class ValidationMetrics:
     catalog on at least one list. With ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
     positives outside and inside the tail of the catalog (``tail_items``).
 
-    Metrics of the held-out exposures, which do not depend on the lists: ``AUC_other``, ``pair_loss`` and ``SNIPS``
-    (``exposure_sums``). With ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events.
-    Each of these four metrics is left out if it cannot be computed (no user with both kinds of exposures, no
-    propensity).
+    Metrics of the held-out exposures, which do not depend on the lists: ``of_exposures`` (``exposure_sums``). With
+    ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events. Each of these
+    metrics is left out if it cannot be computed (no user with both kinds of exposures, no propensity).
 
     Args:
         k: length of the lists, limited by a smaller catalog; the names of the metrics keep k.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
         reward: reward of the lists.
-        pair_loss: include this metric.
+        of_exposures: names of the metrics of held-out exposures.
     """
 
     def __init__(
@@ -74,13 +70,13 @@ class ValidationMetrics:
         num_items: int,
         item_counts: Tensor | None = None,
         reward: RewardFunction | None = None,
-        pair_loss: bool = True,
+        of_exposures: Sequence[str] = OF_EXPOSURES,
     ) -> None:
         self._asked, self._k, self._reward = k, min(k, num_items), reward
         self._tail = None if item_counts is None else tail_items(item_counts)
         means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
         self._names = [f"{name}@{k}" for name in means]
-        self._of_exposures = [name for name in OF_EXPOSURES if pair_loss or name != "pair_loss"]
+        self._of_exposures, self._num_items = list(of_exposures), num_items
         self._optional = self._of_exposures + [f"reward@{k}"] * (reward is not None)
         size = len(self._names) + len(self._optional)
         self._sums = torch.zeros(size, 2, dtype=torch.float64)  # (numerator, denominator) of each metric
@@ -106,7 +102,7 @@ class ValidationMetrics:
         per_user = torch.cat(columns, 1).T.cpu().double()
         known = per_user.isfinite()
         sums = [torch.stack([per_user.nan_to_num(0.0).sum(1), known.sum(1).double()], 1)]
-        sums.append(exposure_sums(policy, batch, self._of_exposures))
+        sums.append(exposure_sums(policy, batch, self._of_exposures, self._num_items))
         if self._reward is not None:
             sums.append(_list_reward(self._reward, batch.feedback, items))
         self._sums += torch.cat(sums)
@@ -123,13 +119,14 @@ class ValidationMetrics:
         return known | {f"coverage@{self._asked}": (shown[1:] > 0).double().mean().float()}
 
 
-def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str] = OF_EXPOSURES) -> Tensor:
+def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str], num_items: int) -> Tensor:
     """Numerators and denominators ``[len(names), 2]`` float64, on the CPU, of ``names`` over a batch of users.
 
     Let ``l(i)`` be the log-probability of an item at the start of the period, P a user's positives and N the other or
     disliked exposures (``held_out_targets``), each item once:
 
     - ``AUC_other``: the mean over users of ``exposure_auc``, against the other exposures without the disliked ones.
+    - ``AUC_mixed``: the mean over users of ``unseen_auc``. It scores 50 more items per user.
     - ``pair_loss``: the mean over users of the mean over ``P x N`` of ``-log sigmoid(l(p) - l(n))``.
     - ``SNIPS``: ``sum w r / sum w`` over exposures with a propensity ``p0`` and a grade or a dislike, with ``w =
       min(exp(l) / p0, MAX_WEIGHT)``, where ``r`` is the grade, minus 1 for a dislike: the mean logged reward of the
@@ -143,12 +140,19 @@ def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str] =
         reward, behavior = slates.grade.nan_to_num(0.0) - dislike.float(), slates.logp_behavior
         rewarded = slates.mask & behavior.isfinite() & (dislike | ~slates.grade.isnan())
     needed = targets.positive | targets.other | targets.disliked | rewarded
-    logp = policy.log_prob(batch.feedback, needed).sum(-1)
+    scored, logged = batch.feedback, slates.item_ids.shape[1]
+    if "AUC_mixed" in names:
+        scored = with_unseen(batch, num_items)
+        needed = torch.cat([needed, scored.slates.mask[:, logged:]], 1)
+    logp, of_unseen = policy.log_prob(scored, needed).sum(-1).tensor_split([logged], 1)
     weight = (logp - behavior)[rewarded].double().exp().clamp(max=MAX_WEIGHT)
     sums = {
         "AUC_other": _over_users(exposure_auc(logp, targets)["AUC_other"].double()),
         "SNIPS": torch.stack([(weight * reward[rewarded].double()).sum(), weight.sum()]),
     }
+    if "AUC_mixed" in names:
+        mixed = unseen_auc(logp, of_unseen, targets, scored.slates.item_ids[:, logged:])["AUC_mixed"]
+        sums["AUC_mixed"] = _over_users(mixed.double())
     if "pair_loss" in names:
         sums["pair_loss"] = _over_users(exposure_pair_loss(logp, targets))
     return torch.stack([sums[name] for name in names]).cpu()
@@ -292,6 +296,12 @@ def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:
     return "NDCG"
 
 
+def metrics_of_exposures(options: LearningOptions) -> list[str]:
+    """The metrics of held-out exposures for these options; ``AUC_mixed`` only as the monitor, as it takes longer."""
+    names = [name for name in OF_EXPOSURES if name != "pair_loss" or has_pair_loss(options.objective)]
+    return names + ["AUC_mixed"] * (options.monitor == "AUC_mixed")
+
+
 def has_pair_loss(objective: Objective) -> bool:
     """Whether ``pair_loss`` is meaningful for a policy that the objective trains.
 
@@ -340,53 +350,10 @@ def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutF
             code="conflicting_options",
             field="monitor",
         )
-    if monitor in ("AUC_other", "pair_loss") and not facts.comparing_users:
+    if monitor in ("AUC_other", "AUC_mixed", "pair_loss") and not facts.comparing_users:
         raise RecpoError(
             f"monitor: {monitor} compares a user's positive events with the user's others, and no user of the "
             "validation period has both: set monitor to NDCG, or prepare the log with a longer validation period",
             code="empty",
             field="monitor",
         )
-
-
-_SHOWN = ("train/loss", "val/")
-_MOST_POINTS = 200
-
-#: Metric to its points ``[step, value]``.
-Curves = dict[str, list[list[float]]]
-
-
-def training_curves(run: Path) -> Curves:
-    """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
-
-    A resumed run logs into another file, which continues where the first one ended. Empty where the run has no CSV log.
-
-    Raises:
-        RecpoError: a log is no table of numbers.
-    """
-    curves: dict[str, dict[float, float]] = defaultdict(dict)
-    for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda file: _number(file.parent.name)):
-        try:
-            with file.open(encoding="utf-8", newline="") as handle:
-                for row in csv.DictReader(handle):
-                    for name, text in row.items():
-                        if text and name.startswith(_SHOWN) and math.isfinite(float(text)):
-                            curves[name][float(row["step"])] = float(text)
-        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-            raise RecpoError(
-                f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
-                "its curves need",
-                code="damaged",
-                field=file.name,
-            ) from error
-    return {name: _thinned([list(point) for point in sorted(points.items())]) for name, points in curves.items()}
-
-
-def _number(directory: str) -> int:
-    digits = directory.removeprefix("version_")
-    return int(digits) if digits.isdigit() else -1
-
-
-def _thinned(points: list[list[float]]) -> list[list[float]]:
-    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
-    return points[::stride] if (len(points) - 1) % stride == 0 else [*points[::stride], points[-1]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recpo.training.validation import training_curves
+from recpo.training.curves import advice, training_curves
 from tests.refusals import refused
 
 
@@ -11,6 +11,55 @@ def test_the_points_of_a_log(tmp_path):
     log.parent.mkdir(parents=True)
     log.write_text("step,train/loss,other\n1,2.5,9\n2,,9\n3,1.5,9\n", encoding="utf-8")
     assert training_curves(tmp_path) == {"train/loss": [[1.0, 2.5], [3.0, 1.5]]}
+
+
+def run_with(tmp_path, **columns):
+    """A run directory whose log has these columns, by step."""
+    log = tmp_path / "logs" / "version_0" / "metrics.csv"
+    log.parent.mkdir(parents=True)
+    names = [name.replace("__", "/").replace("_at_", "@") for name in columns]
+    rows = zip(range(len(next(iter(columns.values())))), *columns.values(), strict=True)
+    log.write_text("\n".join(",".join(map(str, row)) for row in [("step", *names), *rows]) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def told(run, monitor=None, *, num_items=1000, lower_is_better=False, on_policy=True):
+    return advice(run, monitor, num_items=num_items, lower_is_better=lower_is_better, on_policy=on_policy)
+
+
+GOOD = {
+    "train__zero_group_share": [0.9, 0.9, 0.1, 0.1],
+    "train__step_skipped": [1.0, 1.0, 0.0, 0.0],
+    "train__clip_fraction": [0.5, 0.2, 0.2, 0.1],
+    "val__NDCG_at_10": [0.1, 0.2, 0.3, 0.29],
+    "val__coverage_at_10": [0.001, 0.1, 0.2, 0.2],
+}
+BAD = {
+    "constant": ({"train__zero_group_share": [0.0, 0.0, 0.9, 0.7]}, "80% of the groups"),
+    "skipped": ({"train__step_skipped": [0.0, 0.0, 0.0, 1.0]}, "50% of the late steps"),
+    "clipped": ({"train__clip_fraction": [0.0, 0.0, 0.4, 0.4]}, "40% of the late ratios"),
+    "first": ({"val__NDCG_at_10": [0.4, 0.2, 0.3, 0.29]}, "best at the first of 4"),
+    "last": ({"val__NDCG_at_10": [0.1, 0.2, 0.3, 0.35]}, "still improving at the last of 4"),
+    "alike": ({"val__coverage_at_10": [0.1, 0.1, 0.1, 0.015]}, "come from 15 of 1,000 items"),
+}
+
+
+def test_a_training_without_faults_gets_no_advice(tmp_path):
+    assert told(run_with(tmp_path, **GOOD), "val/NDCG@10") == []
+    assert told(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_advice_names_the_fault(tmp_path, fault):
+    columns, expected = BAD[fault]
+    (sentence,) = told(run_with(tmp_path, **GOOD | columns), "val/NDCG@10")
+    assert expected in sentence
+
+
+def test_advice_knows_directions_logged_slates_and_small_catalogs(tmp_path):
+    run = run_with(tmp_path, **GOOD | BAD["first"][0] | BAD["constant"][0] | BAD["alike"][0])
+    said = told(run, "val/NDCG@10", num_items=90, lower_is_better=True, on_policy=False)
+    assert said == []  # .2 is the best of a loss, a logged slate is no group, and ten lists fill a small catalog
 
 
 BROKEN = [b"step,train/loss\n1,\xff\xfe\n", b"step,train/loss\n1,high\n", b"train/loss\n1\n"]

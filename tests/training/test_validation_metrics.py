@@ -10,7 +10,8 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.types import SlateTraits
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
-from recpo.evaluation.measures import held_out_targets
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.measures import Recommender, held_out_targets
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward, SoftmaxDPO
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -23,6 +24,7 @@ from recpo.training.validation import (
     ValidationMetrics,
     default_monitor,
     held_out_facts,
+    metrics_of_exposures,
     tail_items,
     validate_monitor,
 )
@@ -122,6 +124,27 @@ def test_metrics_of_exposures_equal_loops_over_users(held_out):
     assert found["SNIPS"].item() == pytest.approx(weighed / total, rel=1e-4)
     assert found["AUC_other"].item() == pytest.approx(sum(areas) / len(areas), rel=1e-4)
     assert found["pair_loss"].item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+def test_the_mixed_area_of_a_validation_is_that_of_an_evaluation(held_out):
+    policy, batches = held_out
+    metrics = ValidationMetrics(10, policy.num_items, of_exposures=["AUC_mixed", "AUC_other"])
+    for batch in batches:
+        metrics.update(policy, batch)
+    found = metrics.compute(lambda value: value)
+    every = Ranking(num_items=policy.num_items, ks=[10], exclude_past=False)
+    ranking = evaluate_ranking(Recommender(policy.recommend, policy.log_prob), iter(batches), every)
+    for name in ("AUC_mixed", "AUC_other"):
+        assert found[name].item() == pytest.approx(ranking.estimate(name).mean, rel=1e-5)
+    assert found["AUC_mixed"] != found["AUC_other"]
+
+
+def test_the_mixed_area_is_computed_as_the_monitor_only():
+    assert "AUC_mixed" in metrics_of_exposures(LearningOptions(monitor="AUC_mixed"))
+    assert "AUC_mixed" not in metrics_of_exposures(LearningOptions())
+    validate_monitor("AUC_mixed", LearningOptions(), KNOWN)
+    with refused("empty", "monitor"):
+        validate_monitor("AUC_mixed", LearningOptions(), KNOWN._replace(comparing_users=0))
 
 
 @pytest.mark.parametrize("objective", [DPO(), SoftmaxDPO(), DPO(variant="simpo")], ids=str)

@@ -6,7 +6,8 @@ policy ``pi`` had chosen the items. All estimators here are sums of ratios of su
 
     V = sum_j (sum_i numerator_ij) / (sum_i denominator_ij),
 
-so a log is read in chunks, and only the sums are kept; for intervals, per user.
+so a log is read in chunks, and only the sums are kept; for intervals and the coefficients of control variates, per
+user.
 
 For logs with a reward for each of several positions, ``SlateEstimator`` estimates the value of whole slates, ``V =
 E[sum_s position_weight_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption
@@ -32,6 +33,8 @@ from torch import Tensor
 from recpo.base.errors import RecpoError
 
 FloatArray = NDArray[np.floating]
+
+_USERS_PER_CONTROL = 10
 
 
 class Rows(NamedTuple):
@@ -86,10 +89,13 @@ class Estimator(ABC):
         reads_model: whether it needs ``q_hat`` and ``v_hat``.
         self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
         num_ratios: number of ratios, J.
+        num_controls: how many of them, the last ones, are control variates: their expectation is 0, and each is
+            subtracted with the coefficient that minimizes the variance over users (``with_coefficients``).
     """
 
     name: ClassVar[str]
     num_ratios: ClassVar[int] = 1
+    num_controls: ClassVar[int] = 0
     reads_weights: ClassVar[bool] = True
     reads_model: ClassVar[bool] = False
     self_normalized: ClassVar[bool] = False
@@ -100,8 +106,27 @@ class Estimator(ABC):
 
     def __call__(self, rows: Rows) -> float:
         """The estimate over ``rows``; nan without rows, or for a self-normalized estimator if all weights are 0."""
-        terms = self.terms(rows)
-        return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
+        sums = self.with_coefficients(np.concatenate(self.terms(rows), axis=1))
+        return float(sum_of_ratios(sums.sum(0)))
+
+    def with_coefficients(self, sums: FloatArray) -> FloatArray:
+        """The sums ``[U, 2 J]`` of users with each control variate times its negated coefficient.
+
+        The coefficients are the least-squares regression of the users' influences on the estimate on those on the
+        control variates, so the estimate is the one of least variance among all with the same expectation. They are
+        estimated on the same users, which biases the estimate by the order of 1/U. With fewer than ``10 num_controls``
+        users they are 0.
+        """
+        if not self.num_controls:
+            return sums
+        first = self.num_ratios - self.num_controls
+        numerator, denominator = np.split(sums, 2, axis=1)
+        coefficients = np.zeros(self.num_controls)
+        if len(sums) >= _USERS_PER_CONTROL * self.num_controls:
+            own = influences_of(sums)
+            coefficients = np.linalg.lstsq(own[:, first:], own[:, :first].sum(1), rcond=None)[0]
+        numerator = np.concatenate([numerator[:, :first], -coefficients * numerator[:, first:]], axis=1)
+        return np.concatenate([numerator, denominator], axis=1)
 
 
 @dataclass(frozen=True)
@@ -152,6 +177,44 @@ class SNIPS(Estimator):
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
         return _terms((rows.weight * rows.reward, rows.weight))
+
+
+@dataclass(frozen=True)
+class BaselineIPS(Estimator):
+    """IPS with the best additive baseline, ``mean(w (r - beta)) + beta`` (Jeunen and Gupta, 2026, arXiv 2602.14914).
+
+    ``w - 1`` has expectation 0. SNIPS is asymptotically this estimator with ``beta`` = the value itself, which is not
+    the coefficient of least variance.
+    """
+
+    name: ClassVar[str] = "beta-IPS"
+    num_ratios: ClassVar[int] = 2
+    num_controls: ClassVar[int] = 1
+
+    def terms(self, rows: Rows) -> Terms:
+        """See ``Estimator``."""
+        weight = rows.weight
+        return _terms((weight * rows.reward, None), (weight - 1, None))
+
+
+@dataclass(frozen=True)
+class CombinedIPS(Estimator):
+    """The linear combination of IPS, beta-IPS and DR of least variance.
+
+    ``mean(w r - beta (w - 1) - gamma (w q_hat - v_hat))``: IPS has ``beta = gamma = 0`` and DR ``gamma = 1``. Every
+    combination of these with weights that sum to 1 has this form, so it is their best linear unbiased estimate (Jeunen,
+    RecSys 2025, arXiv 2508.07914), whose coefficients need no covariances of estimators.
+    """
+
+    name: ClassVar[str] = "combined"
+    num_ratios: ClassVar[int] = 3
+    num_controls: ClassVar[int] = 2
+    reads_model: ClassVar[bool] = True
+
+    def terms(self, rows: Rows) -> Terms:
+        """See ``Estimator``."""
+        weight = rows.weight
+        return _terms((weight * rows.reward, None), (weight - 1, None), (weight * _q_hat(rows) - _v_hat(rows), None))
 
 
 @dataclass(frozen=True)
@@ -257,6 +320,14 @@ def sum_of_ratios(totals: FloatArray) -> FloatArray:
     return np.asarray(ratio.sum(-1))
 
 
+def influences_of(sums: FloatArray) -> FloatArray:
+    """How much each user moves each of the J ratios of ``sums [U, 2 J]``: ``[U, J]``, by the delta method."""
+    numerator, denominator = np.split(sums, 2, axis=1)
+    total = denominator.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray((numerator - numerator.sum(0) / total * denominator) / total)
+
+
 def _terms(*ratios: tuple[FloatArray, FloatArray | None]) -> Terms:
     """Stacks ratios; a denominator of None counts the rows."""
     numerators = [np.asarray(numerator, np.float64) for numerator, _ in ratios]
@@ -270,10 +341,14 @@ def _v_hat(rows: Rows) -> FloatArray:
     return rows.v_hat
 
 
-def _corrections(rows: Rows) -> FloatArray:
+def _q_hat(rows: Rows) -> FloatArray:
     if rows.q_hat is None:
         raise RecpoError("this estimator needs the reward model's q_hat", code="missing_value", field="q_hat")
-    return rows.weight * (rows.reward - rows.q_hat)
+    return rows.q_hat
+
+
+def _corrections(rows: Rows) -> FloatArray:
+    return rows.weight * (rows.reward - _q_hat(rows))
 
 
 class SlateRows(NamedTuple):

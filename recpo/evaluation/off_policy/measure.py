@@ -65,7 +65,7 @@ class OffPolicyMeasure(Measure):
             propensities: propensities of logged items.
             num_items: V.
             ks: list lengths, unless the options name others.
-            model: predicts rewards; None = without DM, DR, SNDR and Switch-DR.
+            model: predicts rewards; None = without the estimators that need it.
             sample: draws from the policy; None = these estimators only for lists.
         """
         self._options, self._reward, self._propensities = options, reward, propensities

@@ -21,7 +21,9 @@ from recpo.evaluation.off_policy.estimators import (
     IPS,
     SNDR,
     SNIPS,
+    BaselineIPS,
     ClippedIPS,
+    CombinedIPS,
     Estimator,
     NaiveAverage,
     SwitchDR,
@@ -166,5 +168,5 @@ class OffPolicyOptions:
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""
-        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS()]
-        return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold)] if with_model else [])
+        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS(), BaselineIPS()]
+        return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold), CombinedIPS()] if with_model else [])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,11 @@ from recpo.evaluation.off_policy.diagnostics import (
     effective_sample_size,
     warnings_of,
 )
-from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, sum_of_ratios
+from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, influences_of, sum_of_ratios
 from recpo.evaluation.off_policy.options import OffPolicyOptions, PropensitySource
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
 
@@ -39,10 +42,7 @@ def influence(sums: FloatArray) -> FloatArray:
 
     The delta method: ``sum_j (numerator_uj - ratio_j denominator_uj) / sum_u denominator_uj``.
     """
-    numerator, denominator = np.split(sums, 2, axis=1)
-    total = denominator.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(((numerator - numerator.sum(0) / total * denominator) / total).sum(1))
+    return np.asarray(influences_of(sums).sum(1))
 
 
 def normal_interval(influences: FloatArray, value: float, level: float = 0.95) -> Interval:
@@ -188,7 +188,7 @@ class TargetTotals(NamedTuple):
         users: ``[U]`` int64, ascending.
         rows: ``[U]`` int64, number of the user's rows.
         by_estimator: estimator -> its numerators and denominators ``[U, 2 J]``: sums over the user's rows, divided by
-            their number if every user has the same weight.
+            their number if every user has the same weight. Control variates have no coefficients yet.
         diagnostics: diagnostics of the weights.
     """
 
@@ -196,6 +196,11 @@ class TargetTotals(NamedTuple):
     rows: IntArray
     by_estimator: dict[Estimator, FloatArray]
     diagnostics: Diagnostics
+
+    @property
+    def estimated(self) -> dict[Estimator, FloatArray]:
+        """``by_estimator`` with the coefficients of control variates."""
+        return {estimator: estimator.with_coefficients(sums) for estimator, sums in self.by_estimator.items()}
 
 
 class TargetSums:
@@ -268,6 +273,7 @@ POLICY = "policy"
 
 IntervalKind = Literal["normal", "bootstrap", "empirical_bernstein"]
 
+_SHOWN: tuple[IntervalKind, ...] = ("normal", "bootstrap")
 _ROUNDING = 1e-6  # tolerance for float32 probabilities of nearly certain items
 _NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": NOWHERE, "empirical_bernstein": NOWHERE}
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
@@ -354,6 +360,22 @@ class OffPolicyResult:
         """The list for ``metrics.json``."""
         return [estimate.as_json() for estimate in self.estimates]
 
+    def to_pandas(self) -> pd.DataFrame:
+        """The estimates, one per row: target, estimator, value, and ends of the normal and the bootstrap interval."""
+        import pandas as pd
+
+        rows = [
+            {
+                "target": one.target,
+                "estimator": one.estimator,
+                "value": one.value,
+                **{f"{kind}_{end}": getattr(one.intervals[kind], end) for kind in _SHOWN for end in ("low", "high")},
+                "warnings": "; ".join(one.warnings),
+            }
+            for one in self.estimates
+        ]
+        return pd.DataFrame(rows)
+
     def estimate(self, target: str, estimator: str) -> OffPolicyEstimate:
         """One estimate.
 
@@ -369,7 +391,10 @@ class OffPolicyResult:
         """The difference in value to ``other``, for every common target and estimator.
 
         Both contenders weight the same rewards of the same users, so the intervals are those of the users' differences:
-        narrower than two separate intervals suggest, if the contenders agree. Targets without an estimate are omitted.
+        narrower than two separate intervals suggest, if the contenders agree. Estimators with control variates get the
+        coefficients of least variance of the difference, not of the two values (Jeunen and Ustimenko, RecSys 2024,
+        arXiv 2405.10024), so their difference is not exactly that of the two estimates. Targets
+        without an estimate are omitted.
 
         Raises:
             RecpoError: the two were not evaluated on the same rows.
@@ -386,7 +411,8 @@ class OffPolicyResult:
                     field="users",
                 )
             shared = [estimator for estimator in mine.by_estimator if estimator in theirs.by_estimator]
-            found += self._differences(target, {e: (mine.by_estimator[e], theirs.by_estimator[e]) for e in shared})
+            pairs = {e: _pair(e, mine.by_estimator[e], theirs.by_estimator[e]) for e in shared}
+            found += self._differences(target, pairs)
         return tuple(found)
 
     def over_logging_policy(self) -> tuple[OffPolicyDifference, ...]:
@@ -400,7 +426,7 @@ class OffPolicyResult:
             # a row without a propensity only counts for the logging policy
             every = np.union1d(totals.users, logged.users)
             theirs = _spread(earned, logged.users, every)
-            pairs = {e: (_spread(sums, totals.users, every), theirs) for e, sums in totals.by_estimator.items()}
+            pairs = {e: (_spread(sums, totals.users, every), theirs) for e, sums in totals.estimated.items()}
             found += self._differences(target, pairs)
         return tuple(found)
 
@@ -467,7 +493,7 @@ def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source
     for target, found in totals.items():
         supported = found.diagnostics.effective_rows > 0
         intervals = _intervals(found, options) if supported else {}
-        for estimator, sums in found.by_estimator.items():
+        for estimator, sums in found.estimated.items():
             estimates.append(
                 OffPolicyEstimate(
                     target=target,
@@ -487,9 +513,10 @@ def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source
 
 
 def _intervals(found: TargetTotals, options: OffPolicyOptions) -> dict[Estimator, dict[IntervalKind, Interval]]:
-    resampled = bootstrap_values(list(found.by_estimator.values()), options.resamples, options.seed)
+    estimated = found.estimated
+    resampled = bootstrap_values(list(estimated.values()), options.resamples, options.seed)
     intervals: dict[Estimator, dict[IntervalKind, Interval]] = {}
-    for (estimator, sums), values in zip(found.by_estimator.items(), resampled, strict=True):
+    for (estimator, sums), values in zip(estimated.items(), resampled, strict=True):
         value = float(sum_of_ratios(sums.sum(0)))
         intervals[estimator] = {
             "normal": normal_interval(influence(sums), value, options.level),
@@ -511,6 +538,16 @@ def _empirical_bernstein(
     most = found.rows.max() / rows_per_user if options.average == "exposure" else 1.0
     low, high = (estimator.limit * float(most) * bound for bound in options.reward_range)
     return empirical_bernstein_interval(sums[:, 0] / rows_per_user, min(low, 0.0), max(high, 0.0), options.level)
+
+
+def _pair(estimator: Estimator, mine: FloatArray, theirs: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The sums of two contenders, or the sums of their difference and zeros, if control variates explain it."""
+    if not estimator.num_controls:
+        return mine, theirs
+    numerator, denominator = np.split(mine, 2, axis=1)
+    between = np.concatenate([numerator - np.split(theirs, 2, axis=1)[0], denominator], axis=1)
+    nothing = np.concatenate([np.zeros_like(numerator), denominator], axis=1)
+    return estimator.with_coefficients(between), nothing
 
 
 def _spread(sums: FloatArray, users: IntArray, every: IntArray) -> FloatArray:

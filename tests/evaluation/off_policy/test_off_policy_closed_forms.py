@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.special import ndtri
 
+import recpo
 from recpo.base.types import Slates
 from recpo.evaluation.off_policy import results as ratio_intervals
 from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
@@ -20,7 +21,9 @@ from recpo.evaluation.off_policy.estimators import (
     SNDR,
     SNIPS,
     AdditiveRewardModel,
+    BaselineIPS,
     ClippedIPS,
+    CombinedIPS,
     IndependentIPS,
     LoggedMean,
     NaiveAverage,
@@ -64,9 +67,86 @@ def test_what_the_estimators_read():
     assert traits(DM()) == (1, False, True, False)
     assert traits(DR()) == traits(SwitchDR()) == (1, True, True, False)
     assert traits(SNDR()) == (2, True, True, True)
+    assert traits(BaselineIPS()) == (2, True, False, False)
+    assert traits(CombinedIPS()) == (3, True, True, False)
     assert traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False, False)
     assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
     assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
+
+
+def random_rows(rng, reward, number=400):
+    q, v = rng.random((2, number))
+    return Rows(reward, rng.random(number), rng.uniform(0.1, 1.0, number), q, v)
+
+
+def test_the_coefficients_of_control_variates_are_those_of_a_regression():
+    rng = np.random.default_rng(0)
+    rows = random_rows(rng, rng.random(400))
+    weighted, weight = rows.weight * rows.reward, rows.weight
+    beta = np.cov(weighted, weight)[0, 1] / weight.var(ddof=1)
+    assert BaselineIPS()(rows) == pytest.approx((weighted - beta * (weight - 1)).mean())
+    controls = np.stack([weight - 1, weight * rows.q_hat - rows.v_hat], 1)
+    slopes = np.linalg.lstsq(controls - controls.mean(0), weighted - weighted.mean(), rcond=None)[0]
+    assert CombinedIPS()(rows) == pytest.approx((weighted - controls @ slopes).mean())
+
+
+def test_control_variates_explain_what_they_can():
+    rng = np.random.default_rng(1)
+    constant = random_rows(rng, np.full(400, 0.7))
+    assert BaselineIPS()(constant) == pytest.approx(0.7)
+    exact = random_rows(rng, rng.random(400))
+    exact = exact._replace(reward=exact.q_hat, v_hat=np.full(400, 0.6))
+    assert CombinedIPS()(exact) == pytest.approx(0.6)
+    few = Rows(*(column[:9] for column in constant))
+    assert BaselineIPS()(few) == pytest.approx(IPS()(few))  # too few users to estimate a coefficient
+
+
+def test_a_difference_with_control_variates_is_estimated_directly():
+    rng = np.random.default_rng(2)
+    mine = random_rows(rng, rng.random(400))
+    theirs, users = mine._replace(target=rng.random(400)), np.arange(400)
+    one, other = (result_of_rows(rows, users, OffPolicyOptions(resamples=20)) for rows in (mine, theirs))
+    found = {d.estimator: d for d in one.differences(other)}
+    back = {d.estimator: d for d in other.differences(one)}
+    between, gap = (mine.weight - theirs.weight) * mine.reward, mine.weight - theirs.weight
+    beta = np.cov(between, gap)[0, 1] / gap.var(ddof=1)
+    assert found["beta-IPS"].value == pytest.approx((between - beta * gap).mean())
+    assert found["beta-IPS"].standard_error == pytest.approx((between - beta * gap).std(ddof=1) / 20)
+    for name in ("beta-IPS", "combined"):
+        assert found[name].value == pytest.approx(-back[name].value)
+        assert found[name].standard_error < found["IPS"].standard_error
+        assert {d.estimator: d.value for d in one.differences(one)}[name] == 0
+
+
+def test_the_value_of_plain_arrays_is_that_of_rows():
+    rng = np.random.default_rng(3)
+    rows, users = random_rows(rng, rng.random(400)), np.arange(400) // 4
+    arrays = (rows.reward.tolist(), torch.tensor(rows.propensity), rows.target)
+    found = recpo.off_policy.value(*arrays, users=[f"u{u:02}" for u in users], q_hat=rows.q_hat, v_hat=rows.v_hat)
+    expected = result_of_rows(rows, users, OffPolicyOptions())
+    assert found.as_json() == expected.as_json()
+    table = found.to_pandas().set_index("estimator")
+    assert table.loc["combined", "value"] == expected.estimate("policy", "combined").value
+    assert list(table.loc["IPS", ["normal_low", "normal_high"]]) == list(
+        expected.estimate("policy", "IPS").intervals["normal"]
+    )
+    assert {"DM", "DR"}.isdisjoint(recpo.off_policy.value(*arrays).to_pandas()["estimator"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "field"),
+    [
+        ({"propensities": [0.5]}, "wrong_shape", "propensities"),
+        ({"users": [[1], [2]]}, "wrong_shape", "users"),
+        ({"q_hat": [0.5, 0.5]}, "missing_value", "v_hat"),
+        ({"rewards": [1.0, math.nan]}, "bad_value", "reward"),
+        ({"propensities": [0.5, 0.0]}, "bad_value", "propensity"),
+    ],
+)
+def test_plain_arrays_that_cannot_be_are_refused(changed, code, field):
+    arrays = {"rewards": [1.0, 0.0], "propensities": [0.5, 0.5], "target_probabilities": [0.5, 0.5], **changed}
+    with refused(code, field):
+        recpo.off_policy.value(**arrays)
 
 
 @pytest.mark.parametrize("impossible", [0.0, -0.5, math.nan])

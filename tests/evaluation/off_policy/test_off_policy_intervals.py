@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.evaluation.off_policy.estimators import DR, IPS, SNDR, SNIPS, ClippedIPS, Rows, sum_of_ratios
+from recpo.evaluation.off_policy.estimators import (
+    DR,
+    IPS,
+    SNDR,
+    SNIPS,
+    BaselineIPS,
+    ClippedIPS,
+    CombinedIPS,
+    Rows,
+    sum_of_ratios,
+)
 from recpo.evaluation.off_policy.results import (
     ClusterSums,
     bootstrap_values,
@@ -18,7 +28,8 @@ from tests.reference.bandit import Bandit
 from tests.refusals import refused
 
 DATA_SETS, USERS = 500, 200
-ESTIMATORS = [IPS(), ClippedIPS(1.5), SNIPS(), DR(), SNDR()]
+ESTIMATORS = [IPS(), ClippedIPS(1.5), SNIPS(), DR(), SNDR(), BaselineIPS(), CombinedIPS()]
+WITH_INTERVALS = ["IPS", "SNIPS", "DR", "SNDR", "beta-IPS", "combined"]
 SAMPLING_ERROR = 3.3 * np.sqrt(0.95 * 0.05 / DATA_SETS)  # of a share over 500 data sets, at one in a thousand
 
 
@@ -47,7 +58,8 @@ def user_sums():
     for estimator in ESTIMATORS:
         sums = ClusterSums(2 * estimator.num_ratios)
         sums.update(owner, np.concatenate(estimator.terms(rows), axis=1))
-        found[estimator.name] = sums.compute().sums.reshape(DATA_SETS, USERS, -1)
+        of_users = sums.compute().sums.reshape(DATA_SETS, USERS, -1)
+        found[estimator.name] = np.stack([estimator.with_coefficients(one) for one in of_users])
     return found, bandit.value
 
 
@@ -55,11 +67,20 @@ def coverage(intervals, value):
     return np.mean([interval.low <= value <= interval.high for interval in intervals])
 
 
-@pytest.mark.parametrize("name", ["IPS", "SNIPS", "DR", "SNDR"])
+@pytest.mark.parametrize("name", WITH_INTERVALS)
 def test_normal_intervals_cover_at_the_nominal_rate(user_sums, name):
     sums, value = user_sums
     intervals = [normal_interval(influence(s), float(sum_of_ratios(s.sum(0)))) for s in sums[name]]
     assert coverage(intervals, value) == pytest.approx(0.95, abs=SAMPLING_ERROR)
+
+
+def test_control_variates_lower_the_variance(user_sums):
+    """beta-IPS has at most the variance of IPS and SNIPS, and the combination at most that of beta-IPS and DR."""
+    sums, value = user_sums
+    error = {name: np.mean((sum_of_ratios(of_users.sum(1)) - value) ** 2) for name, of_users in sums.items()}
+    assert error["beta-IPS"] < 0.8 * error["IPS"]
+    assert error["beta-IPS"] < 1.03 * error["SNIPS"]
+    assert error["combined"] < 1.03 * min(error["beta-IPS"], error["DR"])
 
 
 def test_intervals_that_take_rows_for_independent_cover_too_seldom(user_sums):
@@ -76,7 +97,7 @@ def test_intervals_that_take_rows_for_independent_cover_too_seldom(user_sums):
 
 def test_bootstrap_intervals_cover_at_the_nominal_rate(user_sums):
     sums, value = user_sums
-    names = ["IPS", "SNIPS", "DR", "SNDR"]
+    names = WITH_INTERVALS
     resampled = [bootstrap_values([sums[n][d] for n in names], 300, seed=d) for d in range(DATA_SETS)]
     for i, name in enumerate(names):
         share = coverage([percentile_interval(values[i]) for values in resampled], value)

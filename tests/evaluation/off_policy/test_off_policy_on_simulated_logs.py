@@ -126,7 +126,7 @@ def by_logged_reward(world):
 def test_the_true_value_is_recovered(world, name, target):
     result = world.evaluate(name, TrueReward(world.expected), level=0.999)
     value = world.true_value(name, target)
-    for estimator in ("IPS", "SNIPS"):
+    for estimator in ("IPS", "SNIPS", "beta-IPS"):
         found = result.estimate(target, estimator)
         low, high = found.intervals["normal"]
         assert low <= value <= high, f"{estimator} {found.value}"
@@ -139,7 +139,7 @@ def test_estimates_rank_policies_as_their_true_values_do(world, by_logged_reward
     for target in ("policy", f"top_{K}"):
         kept = [n for n in names if target == "policy" or n != "random"]
         truth = [world.true_value(name, target) for name in kept]
-        for estimator in ("IPS", "SNIPS", "DR", "SNDR"):
+        for estimator in ("IPS", "SNIPS", "DR", "SNDR", "beta-IPS", "combined"):
             values = [by_logged_reward[name].estimate(target, estimator).value for name in kept]
             assert kendalltau(truth, values).statistic > 0.85, (target, estimator)
 
@@ -148,12 +148,12 @@ def test_no_interval_of_a_difference_claims_the_wrong_order(world, by_logged_rew
     claimed = 0
     for one, other in combinations(world.policies, 2):
         for difference in by_logged_reward[one].differences(by_logged_reward[other]):
-            if difference.estimator in ("SNIPS", "SNDR") and difference.target == "policy":
+            if difference.estimator in ("SNIPS", "SNDR", "beta-IPS", "combined") and difference.target == "policy":
                 gain = world.true_value(one) - world.true_value(other)
                 if difference.intervals["normal"].excludes_zero and abs(gain) > 0.05:
                     claimed += 1
                     assert (difference.value > 0) == (gain > 0), (one, other)
-    assert claimed > 30, "of 56 differences"
+    assert claimed > 60, "of 112 differences"
 
 
 def test_the_naive_average_is_confounded(world, by_logged_reward):

@@ -8,7 +8,18 @@ import pytest
 
 from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import Diagnostics, WeightTail, warnings_of
-from recpo.evaluation.off_policy.estimators import DM, DR, IPS, SNDR, SNIPS, ClippedIPS, NaiveAverage, SwitchDR
+from recpo.evaluation.off_policy.estimators import (
+    DM,
+    DR,
+    IPS,
+    SNDR,
+    SNIPS,
+    BaselineIPS,
+    ClippedIPS,
+    CombinedIPS,
+    NaiveAverage,
+    SwitchDR,
+)
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from tests.refusals import refused
 
@@ -108,6 +119,7 @@ def test_defaults_and_bounds_of_the_options():
         with refused("empty" if value == () else "out_of_range", f"off_policy.{name}"):
             OffPolicyOptions(**{name: value})
     without = OffPolicyOptions(clip=7.0).estimators(with_model=False)
-    assert without == [NaiveAverage(), IPS(), ClippedIPS(7.0), SNIPS()]
-    assert OffPolicyOptions(switch_threshold=9.0).estimators(with_model=True)[4:] == [DM(), DR(), SNDR(), SwitchDR(9.0)]
+    assert without == [NaiveAverage(), IPS(), ClippedIPS(7.0), SNIPS(), BaselineIPS()]
+    with_model = OffPolicyOptions(switch_threshold=9.0).estimators(with_model=True)
+    assert with_model[5:] == [DM(), DR(), SNDR(), SwitchDR(9.0), CombinedIPS()]
     assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
