@@ -108,7 +108,7 @@ def generating_policy(trie: nn.Module, dim: int) -> SemanticIdPolicy:
     few = SemanticCodes(random_codes(256).numpy(), SIZES, "synthetic")
     with tempfile.TemporaryDirectory() as root:
         few.save(Path(root), pa.array(range(few.num_items)), {})
-        policy = SemanticIdPolicy(few.num_items, codes=Path(root), dim=dim, item_vectors=False, beam_width=K)
+        policy = SemanticIdPolicy(few.num_items, codes=Path(root), dim=dim, id_vectors=False, beam_width=K)
     policy.trie, policy.num_items = trie, trie.num_items
     return policy
 

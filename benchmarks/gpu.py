@@ -193,7 +193,7 @@ def decoding_parts(device: str, items: int, dim: int, contexts: int, k: int) -> 
     """Lists of ``k`` items: by beam search in the trie, and by scoring the whole catalog."""
     with tempfile.TemporaryDirectory() as folder:
         codes_of(items).save(Path(folder), pa.array(range(items)), {})
-        semantic = SemanticIdPolicy(items, codes=Path(folder), dim=dim, item_vectors=False, beam_width=k)
+        semantic = SemanticIdPolicy(items, codes=Path(folder), dim=dim, id_vectors=False, beam_width=k)
     softmax = CatalogSoftmaxPolicy(items, dim=dim)
     ids = torch.randint(1, items + 1, (contexts, HISTORY), device=device)
     histories = Histories(ids, torch.full((contexts,), HISTORY, device=device), ids % 6)

@@ -141,7 +141,8 @@ def python_names() -> str:
     for room, names in public_names().items():
         described = ast.get_docstring(_parsed(ROOT / "recpo" / room / "__init__.py"))
         parts.append(f"## recpo.{room}\n\n{described}")
-        options = "heading_level: 3" + (", members: false" if room in _WITHOUT_MEMBERS else "")
+        shown = ", members: false" if room in _WITHOUT_MEMBERS else ", inherited_members: true" * (room == "policies")
+        options = "heading_level: 3" + shown
         parts += [f"::: recpo.{name}\n    options: {{{options}}}" for name in names]
     parts.append(
         "## The verbs as dataclasses\n\nExcept for `train`, each verb is one frozen dataclass: "

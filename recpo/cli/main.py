@@ -98,13 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _in_words(error: ArgumentError) -> str:
     """The parser's message about an option, in a user's words."""
     raw = str(error)
-    refused = re.search(r"Not of type \w+:(?: (\S+))? does not conform to restriction v?([^\n]*)", raw)
+    ending = r"(?=\. Got value|$)"
+    refused = re.search(
+        rf"Not of type \w+:(?: (\S+))? does not conform to restriction v?(.*?){ending}", raw, re.MULTILINE
+    )
     if refused is None:
         return re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", raw)
     # the keys stand one inside the other, each indented further: off_policy, then clip
     within = len(re.search(r"[^\n]*$", raw[: refused.start()])[0])  # type: ignore[index]  # a line has a beginning
     keys: list[tuple[int, str]] = []
-    for indent, key in re.findall(r'^( *)(?:- )?Parser key "([^"]+)"', raw[: refused.start()], re.MULTILINE):
+    for indent, key in re.findall(r'^( *)(?:- |Type .*: )?Parser key "([^"]+)"', raw[: refused.start()], re.MULTILINE):
         keys = [(depth, name) for depth, name in keys if depth < len(indent)] + [(len(indent), key)]
     name = ".".join(key for depth, key in keys if depth <= within)
     given = refused[1] or (re.findall(r"Given value: (\S+)", raw) or ["another"])[-1]

@@ -1,7 +1,8 @@
 """A softmax over the complete catalog on top of a causal history encoder."""
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -10,135 +11,67 @@ from torch import Tensor
 
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveFloat, PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies.blocks import BlockFactory, SASRecBlock
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
-from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
 from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CatalogSoftmaxPolicy(FeaturePolicy):
-    """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalog.
+    """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalog."""
 
-    Args:
-        num_items: catalog size V; items are 1..V.
-        dim: width d of item vectors and states.
-        block: class of the encoder's blocks: ``SASRecBlock`` (transformer, arXiv 1808.09781), ``HSTUBlock`` (pointwise
-            attention that also reads the time between events, arXiv 2402.17152), or your own subclass of ``Block``.
-        layers: number of blocks.
-        heads: attention heads; must divide ``dim``.
-        max_history: H, the number of most recent events that the policy reads.
-        dropout: dropout probability in the encoder.
-        feedback_levels: number of levels of ``Histories.feedback`` that the encoder reads, including 0 (unknown); 0 =
-            none.
-        attention_length: the blocks read only this many recent events of a longer history; None = all events. Slates
-            are then scored only after the complete history (data.layout ImpressionLayout, or a history_length up to
-            this value).
-        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``). It represents
-            long-term taste at a cost that is linear in the history.
-        fold_in: add to every state a ridge regression of all feedback on this many projections of the item vectors
-            (``recpo.policies.encoder.FoldIn``), as a factorization folds users in; 0 = none.
-        similarity: "dot" or "cosine". With "cosine", states and vectors have length 1, so the length of a vector cannot
-            encode popularity. Use it with a temperature of about 0.05.
-        temperature: divides the scores.
-        tie_weights: use the input vectors of the items as output vectors too; False = a second table.
-        sparse: lookups give sparse gradients. Useful with ``normalizer="sampled"`` and a large catalog; requires an
-            optimizer that supports them.
-        normalizer: "full" is exact. "sampled" estimates the normalizer from ``num_negatives`` shared items during
-            training; in evaluation mode, log-probabilities are exact in both cases.
-        num_negatives: K, sampled items per batch.
-        proposal: distribution of the sampled items: "uniform", or "popularity", which is ``(count + 1)^0.75`` with the
-            counts given to ``set_item_counts``.
-        item_features: add the features of the items to their vectors; null = ids only.
-        user_features: add the features of the user to the states.
-        context_features: add the features of the requests to the events and to the states.
-        behaviors: add the user's other actions (``like``, ``follow``, ...) to the events.
-        time_gaps: add the time since the previous event to each event.
-    """
+    attention_length: PositiveInt | None = None
+    """the blocks read only this many recent events of a longer history; None = all events. Slates are then scored only
+    after the complete history (data.layout ImpressionLayout, or a history_length up to this value)."""
+    similarity: Literal["dot", "cosine"] = "dot"
+    """"dot" or "cosine". With "cosine", states and vectors have length 1, so the length of a vector cannot encode
+    popularity. Use it with a temperature of about 0.05."""
+    temperature: PositiveFloat = 1.0
+    """divides the scores"""
+    tie_weights: bool = True
+    """use the input vectors of the items as output vectors too; False = a second table"""
+    sparse: bool = False
+    """lookups give sparse gradients. Useful with ``normalizer="sampled"`` and a large catalog; requires an optimizer
+    that supports them."""
+    normalizer: Literal["full", "sampled"] = "full"
+    """"full" is exact. "sampled" estimates the normalizer from ``num_negatives`` shared items during training; in
+    evaluation mode, log-probabilities are exact in both cases."""
+    num_negatives: PositiveInt = 1024
+    """K, sampled items per batch"""
+    proposal: Literal["uniform", "popularity"] = "uniform"
+    """distribution of the sampled items: "uniform", or "popularity", which is ``(count + 1)^0.75`` with the counts
+    given to ``set_item_counts``"""
+    cdf: Tensor | None = field(init=False)
+    _step_seed: int | None = field(default=None, init=False)
 
-    cdf: Tensor | None
-    _step_seed: int | None = None
-
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        dim: int = 64,
-        block: BlockFactory = SASRecBlock,
-        layers: int = 2,
-        heads: int = 2,
-        max_history: int = 50,
-        dropout: float = 0.2,
-        feedback_levels: int = 6,
-        attention_length: int | None = None,
-        profile: bool = False,
-        fold_in: int = 0,
-        similarity: Literal["dot", "cosine"] = "dot",
-        temperature: float = 1.0,
-        tie_weights: bool = True,
-        sparse: bool = False,
-        normalizer: Literal["full", "sampled"] = "full",
-        num_negatives: int = 1024,
-        proposal: Literal["uniform", "popularity"] = "uniform",
-        item_features: ItemFeatureOptions | None = None,
-        user_features: bool = False,
-        context_features: bool = False,
-        behaviors: bool = False,
-        time_gaps: bool = False,
-    ) -> None:
-        if dim < 1 or not temperature > 0:
-            raise RecpoError(
-                f"policy.dim must be at least 1 and policy.temperature above 0, got {dim} and {temperature}",
-                code="out_of_range",
-                field="policy.dim",
-            )
-        super().__init__()
-        if num_items < 1:
-            raise RecpoError(
-                f"the catalog is empty (num_items = {num_items}): a policy needs at least one item",
-                code="empty",
-                field="num_items",
-            )
-        if sparse and normalizer == "full":
+    def __post_init__(self) -> None:
+        """Creates the modules."""
+        super().__post_init__()
+        exact = self.has_exact_log_prob = self.normalizer == "full"
+        if self.sparse and exact:
             raise RecpoError(
                 "policy.sparse: the exact softmax (policy.normalizer: full) gives every item a gradient, so none is "
                 "sparse: set policy.normalizer to sampled, or policy.sparse to false",
                 code="conflicting_options",
                 field="policy.sparse",
             )
-        self.num_items, self.max_history, self.dim = num_items, max_history, dim
-        self.similarity, self.temperature = similarity, temperature
-        self.normalizer, self.num_negatives = normalizer, num_negatives
-        self.has_exact_log_prob = normalizer == "full"
-        scored: TableUse = "softmax" if normalizer == "full" else "lookup"
-        self.item_table = ItemTable(num_items, dim, sparse=sparse, use=scored if tie_weights else "lookup")
-        self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse, use=scored)
-        self.encoder = HistoryEncoder(
-            dim,
-            block=block,
-            layers=layers,
-            heads=heads,
-            max_history=max_history,
-            dropout=dropout,
-            feedback_levels=feedback_levels,
-            attention_length=attention_length,
-            profile=profile,
-            fold_in=fold_in,
+        scored: TableUse = "softmax" if exact else "lookup"
+        use: TableUse = scored if self.tie_weights else "lookup"
+        self.item_table = ItemTable(self.num_items, self.dim, sparse=self.sparse, use=use)
+        self.output_table = (
+            None if self.tie_weights else ItemTable(self.num_items, self.dim, sparse=self.sparse, use=scored)
         )
-        self._read_features(
-            item_features,
-            user_features=user_features,
-            context_features=context_features,
-            behaviors=behaviors,
-            time_gaps=time_gaps,
-        )
+        self.encoder = HistoryEncoder(self, attention_length=self.attention_length)
+        self._read_features()
         # a buffer, so that checkpoints contain the proposal; zero until the counts are set
-        unset = torch.zeros(num_items + 1, dtype=torch.float64) if proposal == "popularity" else None
+        popular = self.proposal == "popularity"
+        unset = torch.zeros(self.num_items + 1, dtype=torch.float64) if popular else None
         self.register_buffer("cdf", unset)
 
     def set_item_counts(self, counts: Tensor) -> None:

@@ -1,6 +1,8 @@
 """The causal history encoder: events in, one state per number of visible events out."""
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, HIGHEST
+from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EventPlaces, Histories
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
@@ -114,6 +117,37 @@ class FoldIn(nn.Module):
         return folded
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class EncoderOptions:
+    """The options of a history encoder. A policy with an encoder has them as its own."""
+
+    dim: PositiveInt = 64
+    """width d of item vectors and states"""
+    block: BlockFactory = SASRecBlock
+    """class of the encoder's blocks: ``SASRecBlock`` (transformer, arXiv 1808.09781), ``HSTUBlock`` (pointwise
+    attention that also reads the time between events, arXiv 2402.17152), or your own subclass of ``Block``"""
+    layers: int = 2
+    """number of blocks"""
+    heads: PositiveInt = 2
+    """attention heads per block; must divide ``dim``"""
+    max_history: PositiveInt = 50
+    """H, the number of most recent events that the policy reads"""
+    dropout: float = 0.2
+    """dropout probability, on the summed inputs and in the blocks"""
+    feedback_levels: int = 6
+    """number of levels of ``Histories.feedback`` that the encoder reads, including 0 (unknown); 0 = none"""
+    profile: bool = False
+    """add to every state a profile of all events (``recpo.policies.encoder.Profile``). It represents long-term taste at
+    a cost that is linear in the history."""
+    fold_in: NonNegativeInt = 0
+    """add to every state a ridge regression of all feedback on this many projections of the item vectors
+    (``recpo.policies.encoder.FoldIn``), as a factorization folds users in; 0 = none"""
+
+    def __post_init__(self) -> None:
+        """Validates the ranges of the options, and of those that a subclass adds."""
+        validate_ranges(self, "policy.")
+
+
 class HistoryEncoder(nn.Module):
     """Sums item vector, position, feedback level and further parts of every event and runs causal blocks over them.
 
@@ -124,40 +158,22 @@ class HistoryEncoder(nn.Module):
     the cost of a long history is that of a short one, and only the state after all of it is computed.
 
     Args:
-        dim: d.
-        block: class of the blocks, derived from ``Block``.
-        layers: number of blocks.
-        heads: attention heads per block.
-        max_history: the most events of a history.
-        dropout: probability, on the summed inputs and in the blocks.
-        feedback_levels: number of feedback levels, 0 (unknown) included; 0 = feedback is not an input.
-        attention_length: the most events that the blocks read; None = ``max_history``, which caps it.
-        profile: add a ``Profile`` of all events to every state.
-        fold_in: rank of a ``FoldIn`` of all events to add to every state; 0 = none.
+        options: the options of the policy that it belongs to.
+        attention_length: number of most recent events that the blocks read; None = ``max_history``, which caps it.
+
+    Raises:
+        RecpoError: options that contradict each other.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        block: BlockFactory = SASRecBlock,
-        layers: int,
-        heads: int,
-        max_history: int,
-        dropout: float,
-        feedback_levels: int,
-        attention_length: int | None = None,
-        profile: bool = False,
-        fold_in: int = 0,
-    ) -> None:
+    def __init__(self, options: EncoderOptions, *, attention_length: int | None = None) -> None:
         super().__init__()
+        dim, heads, layers, max_history = options.dim, options.heads, options.layers, options.max_history
+        feedback_levels, block, dropout = options.feedback_levels, options.block, options.dropout
         if dim % heads:
-            raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}", code="mismatch", field="heads")
-        if attention_length is not None and attention_length < 1:
             raise RecpoError(
-                f"attention_length must be at least 1, got {attention_length}",
-                code="out_of_range",
-                field="attention_length",
+                f"policy.dim must be divisible by policy.heads, got {dim} and {heads}",
+                code="mismatch",
+                field="policy.heads",
             )
         if feedback_levels != 0 and feedback_levels <= HIGHEST:
             raise RecpoError(
@@ -166,12 +182,12 @@ class HistoryEncoder(nn.Module):
                 code="out_of_range",
                 field="policy.feedback_levels",
             )
-        if fold_in < 0 or (fold_in and feedback_levels < 2):
+        if options.fold_in and feedback_levels < 2:
             raise RecpoError(
-                f"fold_in is {fold_in} and feedback_levels {feedback_levels}: a fold-in is a regression of feedback, "
-                "so its rank is above 0 only with feedback_levels of at least 2; 0 = none",
+                f"policy.fold_in is {options.fold_in} and feedback_levels {feedback_levels}: a fold-in is a "
+                "regression of feedback, so its rank is above 0 only with feedback_levels of at least 2; 0 = none",
                 code="out_of_range",
-                field="fold_in",
+                field="policy.fold_in",
             )
         self.attention_length = max_history if attention_length is None else min(attention_length, max_history)
         # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
@@ -190,13 +206,13 @@ class HistoryEncoder(nn.Module):
             raise RecpoError(
                 f"an encoder has at least one block, each derived from recpo.Block; got {list(self.blocks)}",
                 code="wrong_class" if layers > 0 else "out_of_range",
-                field="block" if layers > 0 else "layers",
+                field="policy.block" if layers > 0 else "policy.layers",
             )
         self.reads_time = any(one.reads_time for one in made)
         self.skips_padding = all(one.skips_padding for one in made)
         self.norm = nn.LayerNorm(dim)
-        self.profile = Profile(dim, feedback_levels) if profile else None
-        self.fold_in = FoldIn(dim, fold_in, feedback_levels) if fold_in else None
+        self.profile = Profile(dim, feedback_levels) if options.profile else None
+        self.fold_in = FoldIn(dim, options.fold_in, feedback_levels) if options.fold_in else None
 
     def forward(
         self,

@@ -3,10 +3,11 @@
 Its inputs beyond items and feedback are behaviors, time gaps, request features and user features.
 """
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, Histories
 from recpo.policies.blocks import TIME_BUCKETS, Linear
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 from recpo.policies.item_features import FeatureEncoder, ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
 
@@ -162,47 +163,63 @@ def _given(values: _T | None, name: str) -> _T:
     return values
 
 
-class FeaturePolicy(StatePolicy):
-    """A ``StatePolicy`` that may read features. ``_read_features`` stores at construction what it reads.
+@dataclass(eq=False, repr=False, kw_only=True)
+class FeaturePolicy(StatePolicy, EncoderOptions):
+    """A ``StatePolicy`` that may read features. Its options are fields, from which a subclass builds its modules.
 
-    ``set_schema`` creates the layers that read features, because the schema determines their sizes.
+    A subclass is a dataclass too. Its ``__post_init__`` begins with that of this class, creates item tables and
+    encoder, and ends with ``_read_features``. ``set_schema`` creates the layers that read features, because the schema
+    determines their sizes.
 
     Attributes:
         encoder: the history encoder.
         history_features: what the encoder reads beyond items and feedback; None = nothing.
     """
 
-    encoder: HistoryEncoder
-    history_features: HistoryFeatures | None
-    _item_options: ItemFeatureOptions | None
-    _schema_missing: bool
+    num_items: int = field(kw_only=False)
+    """catalog size V; items are 1..V"""
+    item_features: ItemFeatureOptions | None = None
+    """add the features of the items to their vectors; null = ids only"""
+    user_features: bool = False
+    """add the features of the user to the states"""
+    context_features: bool = False
+    """add the features of the requests to the events and to the states"""
+    behaviors: bool = False
+    """add the user's other actions (``like``, ``follow``, ...) to the events"""
+    time_gaps: bool = False
+    """add the time since the previous event to each event"""
+    encoder: HistoryEncoder = field(init=False)
+    history_features: HistoryFeatures | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Validates the ranges of the options."""
+        nn.Module.__init__(self)  # the constructor of a dataclass calls no other
+        super().__post_init__()
+        if self.num_items < 1:
+            raise RecpoError(
+                f"the catalog is empty (num_items = {self.num_items}): a policy needs at least one item",
+                code="empty",
+                field="num_items",
+            )
 
     @abstractmethod
     def item_tables(self) -> tuple[ItemTable, ...]:
         """The tables of item vectors."""
 
-    def _read_features(
-        self,
-        item_features: ItemFeatureOptions | None,
-        *,
-        user_features: bool,
-        context_features: bool,
-        behaviors: bool,
-        time_gaps: bool,
-    ) -> None:
-        """Stores the options. The constructor calls it after it has created the encoder."""
-        self._item_options, self.history_features = item_features, None
-        self.reads_item_features = item_features is not None
-        self.reads_user, self.reads_context, self.reads_behaviors = user_features, context_features, behaviors
-        self._time_gaps = time_gaps
-        self.reads_timestamps = self.encoder.reads_time or time_gaps
-        self._schema_missing = self.reads_item_features or user_features or context_features or behaviors
-        if time_gaps and not self._schema_missing:  # no schema describes them
+    def _read_features(self) -> None:
+        """Sets what batches must contain. A subclass calls it after it has created the encoder."""
+        self.history_features = None
+        self.reads_item_features = self.item_features is not None
+        self.reads_user, self.reads_context = self.user_features, self.context_features
+        self.reads_behaviors = self.behaviors
+        self.reads_timestamps = self.encoder.reads_time or self.time_gaps
+        self._schema_missing = self.reads_item_features or any(self.reads)
+        if self.time_gaps and not self._schema_missing:  # no schema describes them
             self.set_schema(FeatureSchema())
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
         """See ``Policy.set_schema``."""
-        if self._item_options is not None:
+        if self.item_features is not None:
             if not schema.item:
                 raise RecpoError(
                     "policy.item_features is set and the prepared log has no item features: prepare it with --items, "
@@ -211,15 +228,15 @@ class FeaturePolicy(StatePolicy):
                     field="policy.item_features",
                 )
             for table in self.item_tables():
-                table.features = ItemFeatures(schema.item, self.num_items, table.dim, self._item_options)
+                table.features = ItemFeatures(schema.item, self.num_items, table.dim, self.item_features)
         self.history_features = history_features(
             self.dim,
             schema,
             behaviors,
-            reads_behaviors=self.reads_behaviors,
-            time_gaps=self._time_gaps,
-            user=self.reads_user,
-            context=self.reads_context,
+            reads_behaviors=self.behaviors,
+            time_gaps=self.time_gaps,
+            user=self.user_features,
+            context=self.context_features,
         )
         self._schema_missing = False
 
@@ -249,7 +266,7 @@ class FeaturePolicy(StatePolicy):
                 table.features.eval()
                 table.weight = nn.Parameter(table.vectors(), requires_grad=table.weight.requires_grad)
                 table.features, table.training = None, training
-        self._item_options, self.reads_item_features = None, False
+        self.item_features, self.reads_item_features = None, False
 
     def encoded(self, vectors: Tensor, histories: Histories) -> Tensor:
         """States ``[B, H + 1, d]`` of histories with item vectors ``[B, H, d]``."""

@@ -1,9 +1,10 @@
 """A policy that generates the codes of an item one by one, restricted to the trie of real items."""
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,14 +15,13 @@ from torch import Tensor
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
-from recpo.policies.blocks import BlockFactory, SASRecBlock
 from recpo.policies.catalog_search import validate_list_length
-from recpo.policies.encoder import HistoryEncoder, readable_ids
+from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
-from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
 from recpo.policies.semantic_search import Trie
@@ -61,168 +61,80 @@ class SemanticNetwork(NamedTuple):
     decoder: LazyDecoder
 
 
-def semantic_network(
-    num_items: int,
-    codebook_sizes: tuple[int, ...],
-    *,
-    dim: int,
-    block: BlockFactory = SASRecBlock,
-    layers: int,
-    heads: int,
-    decoder_layers: int,
-    kv_groups: int,
-    kv_layers: int,
-    max_history: int,
-    dropout: float,
-    feedback_levels: int,
-    item_vectors: bool,
-    sparse: bool = False,
-    profile: bool = False,
-    fold_in: int = 0,
-) -> SemanticNetwork:
-    """Creates the modules. They depend on no codes, so ``recpo plan`` can count parameters before codes exist.
+@dataclass(eq=False, repr=False, kw_only=True)
+class SemanticNetworkOptions(EncoderOptions):
+    """The options that the modules of a ``SemanticIdPolicy`` depend on."""
 
-    For the arguments see ``SemanticIdPolicy``.
-    """
+    decoder_layers: PositiveInt = 2
+    """number of layers of the decoder"""
+    kv_groups: PositiveInt = 1
+    """groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``"""
+    kv_layers: int = 1
+    """number of sets of keys and values that the decoder's layers share"""
+    id_vectors: bool = True
+    """the encoder also reads a vector per item id, not only those of its codes. Without it, the number of parameters
+    does not depend on the catalog."""
+    sparse: bool = False
+    """lookups of item and code vectors give sparse gradients; needs an optimizer that accepts them"""
+
+
+def semantic_network(
+    num_items: int, codebook_sizes: tuple[int, ...], options: SemanticNetworkOptions
+) -> SemanticNetwork:
+    """Creates the modules. They depend on no codes, so ``recpo plan`` can count parameters before codes exist."""
     return SemanticNetwork(
-        ItemTable(num_items, dim, sparse=sparse) if item_vectors else None,
-        ItemTable(sum(codebook_sizes), dim, sparse=sparse),
-        HistoryEncoder(
-            dim,
-            block=block,
-            layers=layers,
-            heads=heads,
-            max_history=max_history,
-            dropout=dropout,
-            feedback_levels=feedback_levels,
-            profile=profile,
-            fold_in=fold_in,
-        ),
+        ItemTable(num_items, options.dim, sparse=options.sparse) if options.id_vectors else None,
+        ItemTable(sum(codebook_sizes), options.dim, sparse=options.sparse),
+        HistoryEncoder(options),
         LazyDecoder(
-            dim,
+            options.dim,
             codebook_sizes,
-            layers=decoder_layers,
-            heads=heads,
-            kv_groups=kv_groups,
-            kv_layers=kv_layers,
-            dropout=dropout,
+            layers=options.decoder_layers,
+            heads=options.heads,
+            kv_groups=options.kv_groups,
+            kv_layers=options.kv_layers,
+            dropout=options.dropout,
         ),
     )
 
 
-class SemanticIdPolicy(FeaturePolicy):
+@dataclass(eq=False, repr=False, kw_only=True)
+class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
     """``pi(item | history) = prod_t pi(code_t | codes before it, history)``, every factor a softmax over a codebook.
 
     A causal history encoder reads items and their codes. A lazy decoder (``recpo.policies.lazy_decoder``) attends to
     its states and generates the codes, so the cost of the output does not grow with the catalog. Search and sampling
     follow the trie of the catalog, so only code tuples of real items are generated.
-
-    Args:
-        num_items: catalog size V; items are 1..V.
-        codes: directory written by ``recpo tokenize`` for the same prepared data.
-        dim: width d of vectors, states and decoder.
-        block: class of the encoder's blocks: ``SASRecBlock`` (arXiv 1808.09781), ``HSTUBlock`` (reads the time between
-            events, arXiv 2402.17152), or your own subclass of ``Block``.
-        layers: number of blocks of the history encoder.
-        heads: attention heads of encoder and decoder; divides ``dim``.
-        decoder_layers: number of layers of the decoder.
-        kv_groups: groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``.
-        kv_layers: number of sets of keys and values that the decoder's layers share.
-        max_history: H, the number of most recent events that are read.
-        dropout: dropout probability in encoder and decoder.
-        feedback_levels: number of levels of ``Histories.feedback`` that the encoder reads, including level 0 (unknown);
-            0 = feedback is not read.
-        item_vectors: the encoder also reads a vector per item, not only those of its codes. Without it, the number of
-            parameters does not depend on the catalog.
-        sparse: lookups of item and code vectors give sparse gradients; needs an optimizer that accepts them.
-        normalizer: "trie": every softmax runs over the codes that lead to an item, so the probabilities of the items
-            sum to 1. "codebook": over all codes; the difference from 1 is the probability of tuples without an item.
-        beam_width: number of beams of ``recommend``, which uses ``k`` beams if that is more.
-        profile: add a profile of all events to every state (``recpo.policies.encoder.Profile``).
-        fold_in: rank of a ridge regression of all feedback that is added to every state
-            (``recpo.policies.encoder.FoldIn``); 0 = none.
-        item_features: add features of the items to the item vectors that the encoder reads; null = none.
-        user_features: add features of the user to the states.
-        context_features: add features of the requests to the events and to the states.
-        behaviors: add behaviors of the user (``like``, ``follow``, ...) to the events.
-        time_gaps: add the time since the previous event to each event.
     """
 
-    codes_checksum: Tensor
-    _code_offsets: Tensor
+    codes: Path
+    """directory written by ``recpo tokenize`` for the same prepared data"""
+    normalizer: Literal["trie", "codebook"] = "trie"
+    """"trie": every softmax runs over the codes that lead to an item, so the probabilities of the items sum to 1.
+    "codebook": over all codes; the difference from 1 is the probability of tuples without an item."""
+    beam_width: PositiveInt = 50
+    """number of beams of ``recommend``, which uses ``k`` beams if that is more"""
+    codes_checksum: Tensor = field(init=False)
+    _code_offsets: Tensor = field(init=False)
 
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        codes: Path,
-        dim: int = 64,
-        block: BlockFactory = SASRecBlock,
-        layers: int = 2,
-        heads: int = 2,
-        decoder_layers: int = 2,
-        kv_groups: int = 1,
-        kv_layers: int = 1,
-        max_history: int = 50,
-        dropout: float = 0.2,
-        feedback_levels: int = 6,
-        item_vectors: bool = True,
-        sparse: bool = False,
-        normalizer: Literal["trie", "codebook"] = "trie",
-        beam_width: int = 50,
-        profile: bool = False,
-        fold_in: int = 0,
-        item_features: ItemFeatureOptions | None = None,
-        user_features: bool = False,
-        context_features: bool = False,
-        behaviors: bool = False,
-        time_gaps: bool = False,
-    ) -> None:
-        super().__init__()
-        if item_features is not None and not item_vectors:
+    def __post_init__(self) -> None:
+        """Reads the codes and creates the modules."""
+        super().__post_init__()
+        if self.item_features is not None and not self.id_vectors:
             raise RecpoError(
-                "policy.item_features adds to the vectors of items, and policy.item_vectors is false: set it to true, "
+                "policy.item_features adds to the vectors of items, and policy.id_vectors is false: set it to true, "
                 "or leave item_features out",
                 code="conflicting_options",
-                field="policy.item_vectors",
+                field="policy.id_vectors",
             )
-        if beam_width < 1:
-            raise RecpoError(
-                f"beam_width must be at least 1, got {beam_width}", code="out_of_range", field="beam_width"
-            )
-        table = _codes_of_catalog(codes, num_items)
-        self.num_items, self.max_history, self.dim = num_items, max_history, dim
+        table = _codes_of_catalog(self.codes, self.num_items)
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
-        self.normalizer, self.beam_width = normalizer, beam_width
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
         self.register_buffer("_code_offsets", _first_rows(table.codebook_sizes), persistent=False)
-        network = semantic_network(
-            num_items,
-            table.codebook_sizes,
-            dim=dim,
-            block=block,
-            layers=layers,
-            heads=heads,
-            decoder_layers=decoder_layers,
-            kv_groups=kv_groups,
-            kv_layers=kv_layers,
-            max_history=max_history,
-            dropout=dropout,
-            feedback_levels=feedback_levels,
-            item_vectors=item_vectors,
-            sparse=sparse,
-            profile=profile,
-            fold_in=fold_in,
-        )
+        network = semantic_network(self.num_items, table.codebook_sizes, self)
         self.item_table, self.code_table, self.encoder, self.decoder = network
-        self._read_features(
-            item_features,
-            user_features=user_features,
-            context_features=context_features,
-            behaviors=behaviors,
-            time_gaps=time_gaps,
-        )
+        self._read_features()
 
     def item_tables(self) -> tuple[ItemTable, ...]:
         """See ``FeaturePolicy.item_tables``: the table of the items, not that of the codes."""

@@ -229,6 +229,7 @@ def _is_of(value: object, kind: Any) -> bool:
         return any(_is_of(value, part) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return any(type(value) is type(known) and value == known for known in get_args(kind))
+    kind = getattr(kind, "_type", kind)  # of a range; the constructor validates the range itself
     return type(value) is kind or (kind is float and type(value) is int)
 
 

@@ -32,7 +32,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Placement as DecoderPlacement
-from recpo.policies.semantic_id import semantic_network
+from recpo.policies.semantic_id import SemanticNetworkOptions, semantic_network
 from recpo.sharding.blocks import (
     BYTES_PER_ID,
     FLOAT,
@@ -94,8 +94,8 @@ class WorkloadOptions:
     """semantic ids: the number of codes of every level"""
     decoder_layers: PositiveInt = 2
     """semantic ids: number of decoder layers"""
-    item_vectors: bool = True
-    """semantic ids: the encoder also reads a vector per item"""
+    id_vectors: bool = True
+    """semantic ids: the encoder also reads a vector per item id"""
     copies: NonNegativeInt = 0
     """number of frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference"""
     table_optimizer: TableOptimizerName = "rowwise_adagrad"
@@ -141,21 +141,15 @@ class Workload(WorkloadOptions):
     @cached_property
     def network(self) -> nn.Module:
         """The modules of the policy with parameters, under the name ``policy``; they take no memory."""
-        encoder: dict[str, Any] = {
-            **{"dim": self.dim, "block": _BLOCKS[self.block], "layers": self.layers, "heads": self.heads},
-            **{"max_history": self.history_length, "dropout": 0.2, "feedback_levels": 6},
-        }
+        encoder: dict[str, Any] = {"dim": self.dim, "block": _BLOCKS[self.block], "layers": self.layers}
+        encoder |= {"heads": self.heads, "max_history": self.history_length}
         features = ItemFeatureOptions(self.feature_hidden)
         with self._fake:
             if self.policy == "semantic":
                 parts = semantic_network(
                     self.num_items,
                     tuple(self.codebooks),
-                    decoder_layers=self.decoder_layers,
-                    kv_groups=1,
-                    kv_layers=1,
-                    item_vectors=self.item_vectors,
-                    **encoder,
+                    SemanticNetworkOptions(decoder_layers=self.decoder_layers, id_vectors=self.id_vectors, **encoder),
                 )
                 if self.item_features and parts.item_table is not None:
                     parts.item_table.features = ItemFeatures(self.item_features, self.num_items, self.dim, features)

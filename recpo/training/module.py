@@ -30,7 +30,7 @@ from recpo.training.optimizers import (
 )
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, has_pair_loss
+from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, metrics_of_exposures
 
 IN_TERMINAL = frozenset(
     {
@@ -111,7 +111,7 @@ class PreferenceModule(LightningModule):
                 policy.num_items,
                 item_counts,
                 options.validation_reward,
-                has_pair_loss(options.objective),
+                metrics_of_exposures(options),
             )
             if head is None
             else ScoreMetrics(options.objective, head)

@@ -28,7 +28,7 @@ OldPolicy = Literal["current", "logged", "snapshot"]
 ReferencePolicy = Literal["frozen", "cached", "snapshot"]
 Preference = Literal["best_vs_rest", "best_vs_worst"]
 CandidateSource = Literal["draws", "beam", "catalog"]
-Monitor = Literal["NDCG", "AUC_other", "SNIPS", "pair_loss", "reward", "log_likelihood"]
+Monitor = Literal["NDCG", "AUC_other", "AUC_mixed", "SNIPS", "pair_loss", "reward", "log_likelihood"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -294,7 +294,8 @@ class LearningOptions:
             metrics stay.
         monitor: validation metric that ``best.ckpt`` and ``patience`` follow. ``NDCG``: of lists against logged
             positives. ``SNIPS``: mean logged reward under the policy, weighted by propensities. ``AUC_other``:
-            log-probability of a user's positives against the user's other exposures. ``pair_loss``: logistic loss of
+            log-probability of a user's positives against the user's other exposures. ``AUC_mixed``: .6 of it and .4 of
+            the same against items that the user was never shown. ``pair_loss``: logistic loss of
             the same pairs, lower is better; not for objectives of preference lists. ``reward``: mean of
             ``validation_reward`` over the lists. ``log_likelihood``: of a reward model. null = a default for the
             objective (docs/training.md); resolved.yaml records it.

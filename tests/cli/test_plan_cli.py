@@ -10,7 +10,7 @@ from recpo.cli.main import main
 from recpo.verbs.plan import plan
 from tests.refusals import refused
 
-SEMANTIC = ("--policy=semantic", "--codebooks=[1024, 1024, 1024]", "--item_vectors=false")
+SEMANTIC = ("--policy=semantic", "--codebooks=[1024, 1024, 1024]", "--id_vectors=false")
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ class TestSampledNormalizer:
 def test_refuses_what_cannot_work() -> None:
     with refused("out_of_range", "max_history"):
         policy().log_prob(whole_catalog(histories([3], width=H + 1)))
-    with refused("mismatch", "heads"):
+    with refused("mismatch", "policy.heads"):
         CatalogSoftmaxPolicy(5, dim=10, heads=3)
     with refused("out_of_range", "k"):
         policy().recommend(histories([3]), V + 1)

@@ -7,16 +7,16 @@ from torch.nn.functional import gelu
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import FoldIn, HistoryEncoder, Profile
+from recpo.policies.encoder import EncoderOptions, FoldIn, HistoryEncoder, Profile
 from tests.refusals import refused
 
 DIM, LENGTH = 8, 7
 
 
-def encoder_of(block=SASRecBlock, **options):
+def encoder_of(block=SASRecBlock, attention_length=None, **options):
     torch.manual_seed(0)
-    options = {"max_history": LENGTH, "feedback_levels": 6, **options}
-    encoder = HistoryEncoder(DIM, block=block, layers=2, heads=2, dropout=0.0, **options).double()
+    options = EncoderOptions(dim=DIM, block=block, dropout=0.0, **{"max_history": LENGTH, **options})
+    encoder = HistoryEncoder(options, attention_length=attention_length).double()
     if encoder.profile is not None:
         torch.nn.init.normal_(encoder.profile.contract.weight)
     if encoder.fold_in is not None:
@@ -145,15 +145,14 @@ def test_gradients_of_a_fold_in_are_those_of_finite_differences():
 
 def test_an_untrained_fold_in_adds_nothing_and_needs_feedback():
     items, levels, times, lengths = histories([7, 3])
-    plain, untrained = encoder_of(), HistoryEncoder(
-        DIM, layers=2, heads=2, dropout=0.0, max_history=LENGTH, feedback_levels=6, fold_in=2
-    ).double()  # fmt: skip
+    options = EncoderOptions(dim=DIM, dropout=0.0, max_history=LENGTH, fold_in=2)
+    plain, untrained = encoder_of(), HistoryEncoder(options).double()
     untrained.load_state_dict(plain.state_dict(), strict=False)
     assert torch.equal(plain(items, levels, times, lengths), untrained(items, levels, times, lengths))
     untrained.last(items, levels, times, lengths).sum().backward()
     assert untrained.fold_in.contract.weight.grad.abs().sum() > 0
     for options in ({"fold_in": 2, "feedback_levels": 0}, {"fold_in": -1}):
-        with refused("out_of_range", "fold_in"):
+        with refused("out_of_range", "policy.fold_in"):
             encoder_of(**options)
 
 
@@ -180,8 +179,8 @@ def test_a_profile_reads_what_the_blocks_do_not():
 
 
 def test_an_attention_length_of_nothing_is_an_error_and_max_history_caps_it():
-    with refused("out_of_range", "attention_length"):
-        encoder_of(attention_length=0)
+    with refused("out_of_range", "policy.attention_length"):
+        CatalogSoftmaxPolicy(9, dim=8, attention_length=0)
     assert encoder_of(attention_length=8).attention_length == LENGTH
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recpo.policies.blocks import Packing
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 
 LENGTH, DIM = 9, 16
 
@@ -15,7 +15,7 @@ MANY = [3, 0, 1, 5, 2] * 7  # more events than the multiple to which their numbe
 @pytest.mark.parametrize("lengths", [[0, 1, 3, 9, 2], [0, 0], [9], [1, 0, 0], [], MANY], ids=str)
 def test_states_and_gradients_are_those_of_the_padded_encoder(lengths):
     torch.manual_seed(0)
-    model = HistoryEncoder(DIM, layers=2, heads=2, max_history=LENGTH, dropout=0.0, feedback_levels=6).double()
+    model = HistoryEncoder(EncoderOptions(dim=DIM, max_history=LENGTH, dropout=0.0)).double()
     lengths = torch.tensor(lengths, dtype=torch.int64)
     items = torch.randn(len(lengths), LENGTH, DIM, dtype=torch.float64)
     feedback = torch.randint(0, 4, (len(lengths), LENGTH))

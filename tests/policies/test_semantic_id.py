@@ -79,7 +79,7 @@ def item_logp(made: SemanticIdPolicy, known: Histories) -> Tensor:
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"block": HSTUBlock, "item_vectors": False, "heads": 4, "kv_groups": 2, "decoder_layers": 3, "kv_layers": 2},
+    {"block": HSTUBlock, "id_vectors": False, "heads": 4, "kv_groups": 2, "decoder_layers": 3, "kv_layers": 2},
     {"heads": 4, "kv_groups": 4, "decoder_layers": 1},
 ]
 

@@ -105,6 +105,7 @@ OF_OTHER_VERBS = {
     "tokenize --prepared DATA --out OUT --levels 1000000": "levels must be at most 64",
     "tokenize --prepared DATA --out OUT --seed 9999999999": "seed: expected a number >=0 and <4294967296",
     "factorize --prepared DATA --out OUT --seed -1": "seed: expected a number >=0",
+    "train --data.prepared DATA --out OUT --policy.dim 0": "policy.dim: expected a number >0, got 0",
     "factorize --prepared DATA --out OUT --ranks []": "ranks is empty",
     "simulate --out OUT --after []": "after",
     "simulate --out OUT --after [] --policy nowhere": "after is an empty list",

@@ -14,7 +14,7 @@ from recpo.base.features import Categories, Category, FeatureSchema, Number, Vec
 from recpo.base.types import Features
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
@@ -82,7 +82,7 @@ def test_the_tables_of_policies():
     ]
     assert full.softmax_table == "policy.output_table"
     assert [spec.lookups for spec in full.tables()[:2]] == [200, 0]
-    semantic = Workload(1000, policy="semantic", codebooks=(10, 10, 10), item_vectors=False)
+    semantic = Workload(1000, policy="semantic", codebooks=(10, 10, 10), id_vectors=False)
     assert [(spec.name, spec.num_rows) for spec in semantic.tables()] == [("policy.code_table", 31)]
     assert semantic.softmax_table is None
     # looked up twice in a step: for the histories, and for the codes that are generated
@@ -177,7 +177,7 @@ def test_a_billion_items_take_no_memory_here():
 @pytest.mark.parametrize("mixed", [False, True])
 def test_activations_of_the_encoder(block, dim, layers, heads, history, mixed):
     sizes = {"layers": layers, "heads": heads}
-    module = HistoryEncoder(dim, max_history=history, dropout=0.2, feedback_levels=6, block=BLOCKS[block], **sizes)
+    module = HistoryEncoder(EncoderOptions(dim=dim, max_history=history, block=BLOCKS[block], **sizes))
     items = torch.randn(6, history, dim, requires_grad=True)
     events = torch.ones(6, history, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -191,7 +191,7 @@ def test_activations_of_the_encoder(block, dim, layers, heads, history, mixed):
 @pytest.mark.parametrize("slate", [None, 5])
 def test_activations_of_the_decoder(slate):
     workload = Workload(1000, dim=32, batch_size=4, history_length=20, slate=slate, **SEMANTIC)
-    encoder = HistoryEncoder(32, block=SASRecBlock, layers=2, heads=2, max_history=20, dropout=0.2, feedback_levels=6)
+    encoder = HistoryEncoder(EncoderOptions(dim=32, max_history=20))
     decoder = LazyDecoder(32, (64, 32, 16), layers=2, heads=2, kv_groups=1, kv_layers=1, dropout=0.2)
     items, events = torch.randn(4, 20, 32, requires_grad=True), torch.ones(4, 20, dtype=torch.long)
     count = 4 * (slate or 20)

@@ -27,7 +27,7 @@ POLICIES = {
     "sampled": SAMPLED,
     "sampled, own output table, popularity": SAMPLED | {"tie_weights": False, "proposal": "popularity"},
     "semantic": None,
-    "semantic, codes only": {"item_vectors": False},
+    "semantic, codes only": {"id_vectors": False},
 }
 EPS = 1e-10
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.01}
