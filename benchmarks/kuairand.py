@@ -108,6 +108,9 @@ FEATURE_STAGES = {
     "pre-trained, features": Stage("pretrain", None, SHORT | FEATURES),
     "value-aligned": Stage("value_dpo_kuairand", "pre-trained"),
     "value-aligned, features": Stage("value_dpo_kuairand", "pre-trained, features", FEATURES),
+    "value-aligned and likelihood, features": Stage(
+        "value_dpo_kuairand", "pre-trained, features", STAGES["value-aligned and likelihood"].options
+    ),
     "reward model": Stage("features_reward_model", None, NO_FEATURES),
     "reward model, features": Stage("features_reward_model"),
 }

@@ -48,6 +48,11 @@ def _print(factors: Factors, out: object) -> None:
         f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them",
         soft_wrap=True,
     )
+    weights = factors.facts["popularity_tried"]
+    if any(one["weight"] for one in weights):
+        values = [f"{one['weight']:g}: {one['AUC_mixed']:.4f}" for one in weights if "AUC_mixed" in one]
+        told = f"; AUC_mixed by weight: {', '.join(values)}" if values else ""
+        terminal.print(f"popularity {factors.facts['popularity']:g}{told}", soft_wrap=True)
 
 
 def _prior(tried: Mapping[str, Any]) -> str:

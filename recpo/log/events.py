@@ -211,7 +211,8 @@ def item_indices(events: ir.Table, scope: CatalogScope, min_events: int, listed:
     items = events.group_by(LogColumns.ITEM_ID).aggregate(trained=trained, total=events.count())
     counted = (items.total if scope == "log" else items.trained) >= max(1, min_events)
     if scope == "items" and listed is not None:
-        table = listed.name("listed").as_table()
+        # the log and its tables may hold the same ids as integers of different widths
+        table = listed.cast(items[LogColumns.ITEM_ID].type()).name("listed").as_table()
         items = items.outer_join(table, items[LogColumns.ITEM_ID] == table["listed"])
         counted = counted.fill_null(False) | items["listed"].notnull()
         items = items.filter(counted).select(

@@ -58,7 +58,7 @@ class Factors(Artifact):
     Attributes:
         mean: the mean grade.
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
-        item_bias: ``[V]`` float32.
+        item_bias: ``[V]`` float32; with the popularity of the item where ``with_popularity`` added it.
         factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
         history_prior: ``[V, r + 1]`` float32. The damped mean over the events of a history
             (``recpo.ops.linear_algebra.damped_mean``) is the prior mean of its user's factors and bias; 0 = the prior
@@ -258,6 +258,24 @@ class Factors(Artifact):
         exclude = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
+
+    def with_popularity(self, counts: Tensor, weight: float) -> Factors:
+        """The model with ``weight log(1 + count)`` added to the bias of every item.
+
+        Grades of shown items cannot say what a recommender had reasons to show often; their number can. The logarithm
+        is centered over events, so grades keep their mean. The term is part of the bias wherever the model is used: in
+        lists, rewards and tilted policies, and in the fold-in, whose users take the rest of a grade.
+
+        Args:
+            counts: ``[V]`` training events of the items.
+            weight: grade per unit of the logarithm, at least 0; at 0 the model is the same.
+        """
+        if not weight:
+            return self
+        counts = counts.double()
+        logs = torch.log1p(counts)
+        centered = logs - (counts * logs).sum() / counts.sum()
+        return replace(self, item_bias=(self.item_bias + weight * centered).float())
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Writes the directory, which appears complete or not at all.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
 
 from recpo.artifacts import output_directory
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat
 from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.measures import held_out_targets, unseen_auc, unseen_items
 from recpo.evaluation.reading import alike
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.selection import fit_factors, validation_batches
+from recpo.rewards.selection import VALIDATION_USERS, fit_factors, validation_batches
 from recpo.verbs.verb import Verb, function_of
 
-_LISTED_USERS = 1000
+_LISTED_USERS: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -42,18 +49,45 @@ class Factorize(FactorOptions, Verb[Factors]):
     """replace ``out`` if it exists"""
     progress: bool = False
     """show a progress bar on a terminal"""
+    popularity: Sequence[NonNegativeFloat] = (0.0,)
+    """weights to try of the logarithm of an item's number of training events, added to its grade, such as 0 .01 .02
+    .05: what a recommender shows often, it had reasons to show, which grades of shown items cannot say. The smallest
+    weight is chosen whose ``AUC_mixed`` on the validation period is at most one standard error below the best"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.popularity or (self.period != "train" and len(self.popularity) > 1):
+            raise RecpoError(
+                f"popularity has {len(self.popularity)} weights; give at least one, and one alone for a held-out "
+                "period, as nothing is left to choose by",
+                code="empty" if not self.popularity else "conflicting_options",
+                field="popularity",
+            )
 
     def execute(self) -> Factors:
         """Fits and selects on the data, then writes the directory."""
         options = self.part(FactorOptions)
         data = Prepared.open(self.prepared)
         if self.out is None:
-            return fit_factors(data, options, progress=self.progress)
+            return self._with_popularity(fit_factors(data, options, progress=self.progress), data)
         with output_directory(self.out, kind="factors", overwrite=self.overwrite, inputs=[data.root]) as partial:
-            factors = fit_factors(data, options, progress=self.progress)
+            factors = self._with_popularity(fit_factors(data, options, progress=self.progress), data)
             factors.write_files(partial)
             self.write_resolved(partial / "resolved.yaml")
         return factors
+
+    def _with_popularity(self, factors: Factors, data: Prepared) -> Factors:
+        """The model with the best weight of popularity; ``facts`` have what was tried."""
+        weights = sorted(set(self.popularity))
+        counts = torch.from_numpy(data.item_counts())
+        models = [factors.with_popularity(counts, weight) for weight in weights]
+        chosen, tried = 0, [dict[str, Any](weight=weight) for weight in weights]
+        if len(models) > 1:
+            values = mixed_auc(models, data)
+            chosen = smallest_good(values)
+            tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
+        facts = {"popularity": weights[chosen], "popularity_tried": tried}
+        return replace(models[chosen], facts={**factors.facts, **facts})
 
 
 factorize = function_of(Factorize)
@@ -77,3 +111,35 @@ def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
     totals = exposure.totals()
     shares = {"coverage": totals[f"coverage@{k}"], "overlap": totals[f"overlap@{k}"]}
     return alike("factors", k=k, users=users, items=data.num_items, **shares)
+
+
+def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:
+    """``AUC_mixed`` ``[models, U]`` of the lists' ranking scores, for the validation users who have one, float64.
+
+    Args:
+        models: with equal ``max_history``.
+        data: prepared data of the same items.
+    """
+    found = []
+    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
+        targets = held_out_targets(batch).without(batch.exclude)
+        unseen, shown = unseen_items(batch, data.num_items), targets.item_ids.shape[1]
+        items, values = torch.cat([targets.item_ids, unseen], 1), []
+        for model in models:
+            scores = model.bounded_grades(batch.feedback.histories, items)
+            values.append(unseen_auc(scores[:, :shown], scores[:, shown:], targets, unseen)["AUC_mixed"])
+        found.append(torch.stack(values).double())
+    everyone = torch.cat(found, 1) if found else torch.zeros(len(models), 0, dtype=torch.float64)
+    return everyone[:, ~everyone.isnan().any(0)]
+
+
+def smallest_good(values: Tensor) -> int:
+    """The first row of ``values [N, U]`` whose mean is at most one standard error below the best one's, paired by user.
+
+    0 if there are fewer than two users.
+    """
+    if values.shape[1] < 2:
+        return 0
+    loss = values[values.mean(1).argmax()] - values
+    error = loss.std(1) / loss.shape[1] ** 0.5
+    return int((loss.mean(1) <= error).nonzero()[0])

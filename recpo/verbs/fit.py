@@ -41,11 +41,13 @@ from recpo.verbs.fit_road import (
     FACTORS,
     GBPO,
     MPO,
+    MPO_MODEL,
     PLAN,
     PREPARED,
     PRETRAIN,
     RECIPES,
     VALUE_DPO,
+    VALUE_DPO_LIKELIHOOD,
     Road,
     RoadOptions,
 )
@@ -267,9 +269,9 @@ class Fit(Verb[Decision]):
         files = write_preparation(found, road.root)
         out = road.root / PREPARED
         options = preparation_of(found)
-        options |= {"items": found.tables["item"]} if "item" in found.tables else {}
-        work = partial(prepare, out=out, progress=self.progress, **options)
-        words = ["--items", options["items"]] if "items" in options else []
+        tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
+        work = partial(prepare, out=out, progress=self.progress, **options, **tables)
+        words = [word for name, file in tables.items() for word in (f"--{name}", file)]
         road.step(["prepare", "--config", files["prepare"], *words], out, work)
         road.use(Prepared.open(out))
         return _understood(found), truth
@@ -292,8 +294,10 @@ class Fit(Verb[Decision]):
             road.fit_factors()
             names.append(FACTORS)
             wanted.append(MPO)
+            if road.has_features and road.fit_reward_model():
+                wanted.append(MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
-            wanted += [GBPO, VALUE_DPO]
+            wanted += [GBPO, VALUE_DPO, VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
         road.decide_effort(wanted)
@@ -302,7 +306,7 @@ class Fit(Verb[Decision]):
                 continue
             road.measure(name)
             names.append(name)
-            if road.graded and name in (PRETRAIN, MPO):
+            if road.graded and name in (PRETRAIN, MPO, MPO_MODEL):
                 names += self._tilted(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
@@ -396,8 +400,7 @@ def _understood(found: Inspection) -> list[str]:
     columns = ", ".join(f"{one.role} = {one.source}" for one in found.findings)
     said = [size if counts.is_whole else f"about {size}", columns, f"label: {found.label.why}"]
     for side, file in found.tables.items():
-        used = "its columns are features of the items" if side == "item" else "not used; prepare it yourself"
-        said.append(f"the table of {side}s {file}: {used}")
+        said.append(f"the table of {side}s {file}: its columns are features of the {side}s")
     return [*said, *found.doubts]
 
 

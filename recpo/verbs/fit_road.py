@@ -7,6 +7,7 @@ that was stopped decides as it would have, and its commands give the same result
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -48,6 +50,10 @@ PRETRAIN: Final = "pretrain"
 MPO: Final = "mpo"
 GBPO: Final = "gbpo"
 VALUE_DPO: Final = "value_dpo"
+VALUE_DPO_LIKELIHOOD: Final = "value_dpo_likelihood"
+MPO_MODEL: Final = "mpo_reward_model"
+#: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
+REWARD_MODEL: Final = "reward_model"
 
 _WITH_FEATURES: Final = "features_pretrain"
 _EASE_ITEMS: Final = 3_000  # a larger catalog takes minutes, for lists like those of implicit ALS
@@ -103,19 +109,40 @@ class Plan:
 
 
 class Recipe(NamedTuple):
-    """How a policy is trained: recpo's own configurations, and the size of their contexts (``sizes_of``)."""
+    """How a policy or a reward model is trained.
+
+    Attributes:
+        configs: recpo's own configurations.
+        sizes: the kind of its contexts (``sizes_of``); None = the configuration has its sizes.
+        after: name of the run that it starts from.
+        reward: ``FACTORS`` or ``REWARD_MODEL``, which it trains toward.
+        changed: options that differ from the configurations, by dotted name.
+    """
 
     configs: tuple[str, ...]
-    sizes: str
+    sizes: str | None
     after: str | None = None
+    reward: str | None = None
+    changed: Mapping[str, Any] = MappingProxyType({})
 
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     PRETRAIN: Recipe(("pretrain",), "pretrain"),
-    MPO: Recipe(("mpo",), "mpo", PRETRAIN),
+    MPO: Recipe(("mpo",), "mpo", PRETRAIN, FACTORS),
+    # its probabilities spread farther over the catalog than the grades of a factorization, which are shrunk to their
+    # mean: at the temperature of mpo.yaml, lists leave more of what the log supports (docs/features.md)
+    MPO_MODEL: Recipe(("mpo",), "mpo", PRETRAIN, REWARD_MODEL, {"objective.init_args.temperature": 0.05}),
     GBPO: Recipe(("gbpo",), "gbpo", PRETRAIN),
     VALUE_DPO: Recipe(("preference_lists", "value_dpo"), "gbpo", PRETRAIN),
+    # with features, what a list compares also moves items in no list: the likelihood holds them (docs/features.md)
+    VALUE_DPO_LIKELIHOOD: Recipe(
+        ("preference_lists", "value_dpo_kuairand"),
+        "gbpo",
+        PRETRAIN,
+        changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
+    ),
 }
+_MODEL: Final = Recipe(("features_reward_model",), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +233,21 @@ class Road:
         counts = self.data.feedback_counts["train"]
         return bool(counts["skipped"] + counts["disliked"]) and has_grades(self.data)
 
+    @cached_property
+    def sides(self) -> dict[str, bool]:
+        """The options of a policy for what it can read of users and requests, and whether the data have it."""
+        schema = self.data.feature_schema
+        return {
+            "user_features": bool(schema.user),
+            "context_features": bool(schema.context),
+            "behaviors": bool(self.data.behaviors),
+        }
+
+    @property
+    def has_features(self) -> bool:
+        """Whether the data have features, or behaviors, beside ids."""
+        return bool(self.data.feature_schema.item) or any(self.sides.values())
+
     @property
     def baseline_cache(self) -> BaselineCache:
         """Where fitted baselines are kept."""
@@ -217,6 +259,10 @@ class Road:
         seed, progress = self.options.seed, self.options.progress
         words = ["factorize", "--prepared", self.data.root, "--out", out, "--seed", seed]
         self.step(words, out, partial(factorize, self.data, out, seed=seed, progress=progress))
+
+    def fit_reward_model(self) -> bool:
+        """Trains the reward model that reads features; False if its training diverged."""
+        return self.train(REWARD_MODEL, _MODEL)
 
     def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
@@ -331,7 +377,7 @@ class Road:
         """Predicted seconds of every recipe at its full length."""
         probes, seconds = self.root / "probe", {}
         shutil.rmtree(probes, ignore_errors=True)
-        for name in (PRETRAIN, MPO):
+        for name in (PRETRAIN, MPO, MPO_MODEL):
             if name in wanted:
                 clock, recipe = _Clock(), RECIPES[name]
                 options = {**self._options(recipe, start=probes / PRETRAIN), **self._sized(recipe, 1.0)}
@@ -341,7 +387,7 @@ class Road:
         shutil.rmtree(probes, ignore_errors=True)
         shared = seconds[PRETRAIN]
         return {
-            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes, self.counts).steps
+            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes or "gbpo", self.counts).steps
             for name in wanted
         }
 
@@ -353,7 +399,7 @@ class Road:
     def _files(self, recipe: Recipe) -> list[Path]:
         """The configurations; where the data have features of the items, pre-training reads them."""
         names = list(recipe.configs)
-        if recipe.after is None and self.data.feature_schema.item:
+        if PRETRAIN in recipe.configs and self.data.feature_schema.item:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
 
@@ -362,12 +408,24 @@ class Road:
         options["data.seed"] = self.options.seed
         if recipe.after is not None:
             options["init_from"] = start or self.root / RUNS / recipe.after
-        if "mpo" in recipe.configs:
+        else:
+            # pre-training reads what there is; the configuration of the reward model reads everything
+            reads_all = recipe == _MODEL
+            changed = {name: has for name, has in self.sides.items() if has != reads_all}
+            options |= {f"policy.init_args.{name}": str(has).lower() for name, has in changed.items()}
+            if reads_all and not self.data.feature_schema.item:
+                options["policy.init_args.item_features"] = "null"
+        if recipe.reward == FACTORS:
             options["reward.init_args.factors"] = self.root / FACTORS
-        return options
+        if recipe.reward == REWARD_MODEL:
+            arguments = {"run": str(self.root / RUNS / REWARD_MODEL), "calibrated": False}
+            options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
+        return {**options, **recipe.changed}
 
     def _sized(self, recipe: Recipe, effort: float | None = None) -> dict[str, Any]:
         """The options that follow from the size of the log and the budget."""
+        if recipe.sizes is None:
+            return {}
         sizes = sizes_of(recipe.sizes, self.counts)
         share = (self.plan.effort or 1.0) if effort is None else effort
         options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}

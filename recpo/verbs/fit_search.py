@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recpo.evaluation.decision import Criterion, leaderboard
-from recpo.verbs.fit_road import GBPO, MPO, PRETRAIN, RECIPES, VALUE_DPO, Road
+from recpo.verbs.fit_road import GBPO, MPO, MPO_MODEL, PRETRAIN, RECIPES, VALUE_DPO, VALUE_DPO_LIKELIHOOD, Road
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -41,9 +41,18 @@ SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
         Dimension("reward.init_args.lower_bound", 1.0, choices=(0.0, 0.5, 1.0, 2.0)),
         Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
     ),
+    MPO_MODEL: (
+        Dimension("objective.init_args.temperature", 0.05, 0.02, 0.3),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
     GBPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
         Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+    VALUE_DPO_LIKELIHOOD: (
+        Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
+        Dimension("objective.init_args.beta", 0.1, 0.03, 0.5),
+        Dimension("objective.init_args.nll_coef", 0.1, 0.03, 0.5),
     ),
     VALUE_DPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),

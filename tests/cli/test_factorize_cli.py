@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from recpo.cli import factorize as command
 from recpo.cli.main import main
 from recpo.training.run import Run
 from recpo.verbs import factorize as verb
+from tests.refusals import refused
 
 SMALL = ["--method", "als", "--ranks", "[2]", "--ridges", "[2.0, 8.0]", "--sweeps", "2"]
 
@@ -48,6 +50,44 @@ def test_the_verb_says_what_it_chose(prepared, tmp_path, capfd):
     assert main(["factorize", "--prepared", str(prepared), "--out", str(prepared / "inside"), *SMALL]) == 1
     assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "0"]) == 2
     assert "ranks: expected a number >0, got 0" in capfd.readouterr().err
+
+
+def test_popularity_is_a_part_of_the_bias_and_chosen_by_the_mixed_area(place, prepared, tmp_path, capfd):
+    weights = ["--popularity", "0", "0.02", "2"]
+    assert main(["factorize", "--prepared", str(prepared), "--out", str(tmp_path / "out"), *SMALL, *weights]) == 0
+    made, plain, data = recpo.load(tmp_path / "out"), recpo.load(place), recpo.load(prepared)
+    tried = {one["weight"]: one["AUC_mixed"] for one in made.facts["popularity_tried"]}
+    chosen = made.facts["popularity"]
+    assert f"popularity {chosen:g}" in capfd.readouterr().out
+    counts = data.item_counts()
+    logs = np.log1p(counts)
+    expected = plain.item_bias.numpy() + chosen * (logs - np.average(logs, weights=counts))
+    np.testing.assert_allclose(made.item_bias, expected, atol=1e-6)
+    assert torch.equal(made.item_factors, plain.item_factors)
+    plain.with_popularity(torch.from_numpy(counts), 2.0).save(tmp_path / "heavy")
+    both = [place, tmp_path / "heavy"]
+    evaluated = recpo.evaluate(data, both, out=tmp_path / "evaluation", split="valid", baselines=False)
+    metrics = {one["name"]: one["metrics"] for one in evaluated.document["contenders"]}
+    for name, weight in (("factors", 0.0), ("heavy", 2.0)):
+        assert tried[weight] == pytest.approx(metrics[name]["AUC_mixed"]["mean"], abs=1e-6)
+
+
+def test_the_smallest_weight_within_one_error_of_the_best_is_chosen():
+    users, noise = torch.linspace(0, 1, 400), 0.1 * (-1.0) ** torch.arange(400)
+    assert verb.smallest_good(torch.stack([users, users + noise + 0.004, users])) == 0  # the error is .005
+    assert verb.smallest_good(torch.stack([users, users + noise + 0.006, users])) == 1
+    assert verb.smallest_good(torch.stack([users, users + 0.1, users + 0.1])) == 1
+    assert verb.smallest_good(torch.stack([users - 1, users + 0.2, users + 0.5])) == 2
+    assert verb.smallest_good(users[None, :1].expand(3, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"popularity": []}, "empty"), ({"popularity": [0.0, 0.1], "period": "valid"}, "conflicting_options")],
+)
+def test_weights_of_popularity_that_nothing_can_choose_are_refused(prepared, options, code):
+    with refused(code, "popularity"):
+        recpo.factorize(prepared, **options)
 
 
 YAML = """

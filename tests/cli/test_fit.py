@@ -18,9 +18,11 @@ from recpo.cli.parser import parse, verb_class
 from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
+from recpo.training.fit import parse_arguments
 from recpo.verbs import fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, counts_of
 from recpo.verbs.init import preparation_of, write_preparation
+from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
 
 MINUTES = 0.2  # what must be done takes longer; training is as short as it gets
@@ -243,6 +245,38 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
     again.decide_effort(list(costs))
     assert again.plan.effort == effort
+
+
+def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_path, monkeypatch):
+    trained = {}
+
+    def note(self, out, files, options, callbacks=()):
+        trained[out.name] = [file.stem for file in files], options
+
+    monkeypatch.setattr(Road, "_train", note)
+    plain, rich = road_of(prepared, tmp_path / "plain"), road_of(prepared, tmp_path / "rich")
+    rich.use(featured_log(tmp_path / "featured"))
+    assert (plain.has_features, rich.has_features) == (False, True)
+    for road in (plain, rich):
+        road.root.mkdir()
+        road.train("pretrain", RECIPES["pretrain"])
+        assert road.fit_reward_model()
+        files, options = trained.pop("pretrain")
+        sides = {name: value for name, value in options.items() if name.endswith(("features", "behaviors"))}
+        of_model = {name: value for name, value in trained.pop("reward_model")[1].items() if name.startswith("policy")}
+        if road is rich:
+            assert files == ["pretrain", "features_pretrain"]
+            assert sides == {f"policy.init_args.{name}": "true" for name in rich.sides}
+            assert of_model == {}
+        else:
+            assert (files, sides) == (["pretrain"], {})
+            assert of_model.pop("policy.init_args.item_features") == "null"
+            assert of_model == {f"policy.init_args.{name}": "false" for name in plain.sides}
+        for step in road.plan.steps:
+            parse_arguments(shlex.split(step.command)[2:])
+    assert rich.train("mpo_reward_model", RECIPES["mpo_reward_model"])
+    reward = json.loads(trained["mpo_reward_model"][1]["reward"])
+    assert reward["init_args"] == {"run": str(rich.root / "runs" / "reward_model"), "calibrated": False}
 
 
 def test_a_plan_survives_its_file(tmp_path):

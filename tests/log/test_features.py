@@ -331,6 +331,16 @@ def test_without_tables_context_or_behaviors_there_is_no_file_and_no_column(tmp_
     assert not [name for name in schema.names if name.startswith("context") or name == "behaviors"]
 
 
+def test_ids_of_a_catalog_table_may_be_wider_integers_than_those_of_the_log(tmp_path):
+    log = rich_log()
+    place = log.schema.get_field_index("item_id")
+    narrow = log.set_column(place, "item_id", log["item_id"].cast(pa.int32()))
+    wide, same = prepare(tmp_path / "wide", narrow, catalog="items"), prepare(tmp_path / "same", log, catalog="items")
+    ids, expected = (data.table("items.parquet")["item_id"] for data in (wide, same))
+    assert ids.type == pa.int32()
+    assert ids.to_pylist() == expected.to_pylist()
+
+
 def test_a_table_says_its_features_by_its_types_and_can_fill_the_catalog(tmp_path):
     log = rich_log().filter(pa.compute.not_equal(rich_log()["item_id"], 1))
     features = FeatureColumns(context=())
