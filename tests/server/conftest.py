@@ -94,12 +94,10 @@ def request(user=1, items=(3, 7, 30), **more):
 
 
 @contextmanager
-def process(bundle, *flags):
+def process(bundle, *flags, program=(sys.executable, "-m", "recpo.cli.main"), environment=None):
     """A server in a process of its own: ``url``, ``process``, ``lines`` of its log."""
     command = [
-        sys.executable,
-        "-m",
-        "recpo.cli.main",
+        *map(str, program),
         "serve",
         "--bundle",
         str(bundle),
@@ -108,7 +106,7 @@ def process(bundle, *flags):
         *([] if "--timeout_s" in flags else ["--timeout_s", "60"]),
         *map(str, flags),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = (os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     found = SimpleNamespace(process=server, lines=[], url=None)
 

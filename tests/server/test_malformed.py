@@ -81,10 +81,17 @@ def contents(count):
 
 @pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_no_malformed_request_is_a_fault_of_the_server(bundle, tmp_path, count):
-    found = ask(bundle.root, contents(count), tmp_path)
-    assert len(found) >= count
+    # Which kinds are drawn depends on the version of Hypothesis and on the constants of the modules that are loaded.
+    known = [
+        ("/v1/recommend", json.dumps(request()).encode()),
+        ("/v1/recommend", b"{"),
+        ("/v1/recommend", json.dumps(request(k="many")).encode()),
+        ("/v1/admin/rollback", b"{}"),
+    ]
+    found = ask(bundle.root, contents(count) + known, tmp_path)
+    assert len(found) >= count + len(known)
     assert [(status, content) for status, content in found if status >= 500] == []
-    assert {status for status, _ in found} >= ({200, 400, 403, 422} if count > 1000 else {403, 422})
+    assert [status for status, _ in found[-len(known) :]] == [200, 422, 422, 403]
 
 
 def cases(description, count):
