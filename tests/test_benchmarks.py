@@ -348,6 +348,7 @@ def test_kuairand_compares_features_with_ids_alone_and_trees_on_the_same_feature
     scored = {"boosted trees", "boosted trees, features", "slow boosted trees, features"}
     scored |= {"reward model", "reward model, features"}
     listed = {f"{name}{end}" for name in ("pre-trained", "value-aligned") for end in ("", ", features")}
+    listed.add("value-aligned and likelihood, features")
     assert found.keys() == {("item rate", None)} | {(name, 0) for name in scored | listed}
     for (name, _), line in found.items():
         assert 0 < line["AUC_other"] < 1

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import recpo
@@ -204,6 +205,18 @@ def test_python_blocks_use_names_that_exist(path):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "recpo":
                 assert node.attr in {*recpo.__all__, "verbs", "server"}, f"{path.name}: recpo.{node.attr}"
+
+
+def test_the_example_of_plain_arrays_runs(capsys):
+    text = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(code, names)
+    table = names["found"].to_pandas().set_index("estimator")
+    assert "combined" in capsys.readouterr().out
+    truth = (names["action_dist"] * (0.1 + 0.05 * np.arange(10))).sum(1).mean()
+    for estimator in ("IPS", "beta-IPS", "DR", "combined"):
+        assert table.loc[estimator, "normal_low"] < truth < table.loc[estimator, "normal_high"], estimator
 
 
 def run(command, directory):
