@@ -42,6 +42,7 @@ VERBS = {
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "list the best items for every user of a Parquet file of histories",
+    "explore": "look at users, items and the lists of policies side by side",
     "compare": "compare a new bundle with the old one on logged requests, before a swap",
     "serve": "answer HTTP requests from a bundle, and log impressions and outcomes",
     "loop": "repeat serving and training on simulated users",

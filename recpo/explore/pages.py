@@ -1,0 +1,423 @@
+"""The pages: what each of them shows, rendered by templates that escape every string.
+
+The same parts make the pages of a server and the one page of a file: only the addresses differ (``Address``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from recpo import __version__
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.evaluation.html_report import svg
+from recpo.evaluation.html_report.parts import Figure, interval_figure
+from recpo.explore.catalog import Catalog, Item
+from recpo.explore.comparison import Comparison
+from recpo.explore.neighborhood import Neighborhood
+from recpo.explore.people import Event, People
+from recpo.explore.survey import ORDERS, Listed, Shares, Survey
+from recpo.explore.traffic import Traffic
+
+#: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.
+Address = Callable[[str, Any], str | None]
+_USERS: Final = 50
+_ITEMS: Final = 30
+_EVENTS: Final = 100
+_OWNERS: Final = 30
+_TRIE: Final = 8
+_NOTHING: Final = "\u2013"
+ITEM_ORDERS: Final[Mapping[str, str]] = {
+    "gain": "gaining exposure",
+    "lose": "losing exposure",
+    "listed": "recommended most",
+    "new": "new items",
+}
+
+
+class UserRow(NamedTuple):
+    """A user of the sample in a table."""
+
+    user: int
+    user_id: Any
+    history: int
+    overlap: float | None
+    change: float | None
+    values: list[list[float | None]]
+
+
+class Place(NamedTuple):
+    """One place of a list, with its item and what happened to it later."""
+
+    listed: Listed
+    item: Item
+    also: list[str]
+    later: Event | None
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages over one survey.
+
+    Attributes:
+        survey: the lists of the contenders.
+        catalog: the items.
+        people: the users.
+        comparison: who and what a change moves.
+        neighborhood: items near an item.
+        decision: content of ``decision.json``; None = no ``recpo fit`` led here.
+        traffic: reads the server's log; None = there is none.
+        codes: semantic ids of the items; None = there are none.
+        address: of the pages.
+        source: what the pages show, for the first line.
+    """
+
+    survey: Survey
+    catalog: Catalog
+    people: People
+    comparison: Comparison
+    neighborhood: Neighborhood
+    decision: Mapping[str, Any] | None
+    traffic: Callable[[], Traffic] | None
+    codes: SemanticCodes | None
+    source: str
+    address: Address = lambda kind, key: f"/{kind}/{key}"
+    _templates: Environment = field(default_factory=lambda: _environment(), repr=False)
+
+    def overview(self) -> str:
+        """The answer, a picture, and where to go."""
+        return self._page("overview.html.jinja", "Overview", here="/", **self._overview())
+
+    def users(self, search: str = "", order: str = "differ", other: str | None = None) -> str:
+        """Users that a search finds, or that are first in an order."""
+        order = order if order in ORDERS else "differ"
+        place = self._place(other)
+        if search:
+            found = self.people.search(search.strip())
+            rows = self._rows([user for user, _ in found], place, dict(found))
+        else:
+            chosen = self.survey.ordered(order, 0, place, _USERS)
+            rows = self._rows([int(self.survey.users[row]) for row in chosen], place)
+        content = {"rows": rows, "order": order, "orders": ORDERS, "search": search, "other": self.names[place]}
+        return self._page("users.html.jinja", "Users", here="/users", metrics=self._user_metrics, **content)
+
+    def user(self, user: int) -> str | None:
+        """One user: the lists side by side, then what the user did; None = there is no such user."""
+        shown = self.person(user)
+        return None if shown is None else self._page("user.html.jinja", f"User {shown['person'].user_id}", **shown)
+
+    def items(self, search: str = "", order: str = "gain", other: str | None = None) -> str:
+        """Items that a search finds, or that are first in an order."""
+        order = order if order in ITEM_ORDERS else "gain"
+        place = self._place(other)
+        found = self.catalog.search(search.strip()) if search else self.comparison.ordered(order, 0, place, _ITEMS)
+        content = {"order": order, "orders": ITEM_ORDERS, "search": search, "other": self.names[place]}
+        return self._page("items.html.jinja", "Items", here="/items", rows=self.item_rows(found), **content)
+
+    def item(self, index: int) -> str | None:
+        """One item: who gets it, what is near it, where its codes are; None = there is no such item."""
+        shown = self.thing(index)
+        return None if shown is None else self._page("item.html.jinja", shown["item"].title, **shown)
+
+    def policies(self) -> str:
+        """Who is helped, what moves, and how the training went."""
+        return self._page("policies.html.jinja", "Policies", here="/policies", **self.change())
+
+    def server(self) -> str | None:
+        """What a server logged; None = no log was given."""
+        return None if self.traffic is None else self._page("server.html.jinja", "Server", **self.served())
+
+    def one_file(self, count: int) -> str:
+        """One page that stands alone: the comparison, and users and items that are worth a look.
+
+        Args:
+            count: number of users.
+        """
+        users = self._worth_a_look(count)
+        people = [shown for user in users if (shown := self.person(user)) is not None]
+        listed = [place.item.index for shown in people for _, places in shown["lists"] for place in places]
+        moved = self.comparison.ordered("gain", 0, self._place(None), _ITEMS)
+        moved += self.comparison.ordered("lose", 0, self._place(None), _ITEMS)
+        kept = {("users", user) for user in users} | {("items", item) for item in moved}
+        anchored = replace(self, address=lambda kind, key: f"#{kind}-{key}" if (kind, key) in kept else None)
+        things = [shown for item in dict.fromkeys(moved) if (shown := anchored.thing(item)) is not None]
+        content = {**anchored._overview(), "change": anchored.change(), "people": people, "things": things}
+        content |= {"rows": anchored._rows(users, self._place(None)), "metrics": self._user_metrics}
+        served = None if self.traffic is None else anchored.served()
+        return anchored._page("static.html.jinja", "Lists", served=served, distinct=len(set(listed)), **content)
+
+    @property
+    def names(self) -> list[str]:
+        """The contenders, in the order of the columns."""
+        return [one.name for one in self.survey.contenders]
+
+    def person(self, user: int) -> dict[str, Any] | None:
+        """What the page of a user shows."""
+        person = self.people.person(user)
+        if person is None:
+            return None
+        lists = self.survey.lists_of(person)
+        known = self.catalog.items(
+            [event.item for event in (*person.history[:_EVENTS], *person.later)]
+            + [place.item for one in lists for place in one]
+        )
+        later = {event.item: event for event in reversed(person.later)}
+        places = [
+            (
+                name,
+                [
+                    Place(listed, known[listed.item], self._also(lists, number, listed.item), later.get(listed.item))
+                    for listed in one
+                ],
+            )
+            for number, (name, one) in enumerate(zip(self.names, lists, strict=True))
+        ]
+        return {
+            "person": person,
+            "lists": places,
+            "history": [(event, known[event.item]) for event in person.history[:_EVENTS]],
+            "later": [(event, known[event.item], self._at(lists, event.item)) for event in person.later],
+            "has_grades": self.survey.grades is not None,
+        }
+
+    def thing(self, index: int) -> dict[str, Any] | None:
+        """What the page of an item shows."""
+        item = self.catalog.items([index]).get(index) if 1 <= index <= self.survey.data.num_items else None
+        if item is None:
+            return None
+        near = self.neighborhood.of(index)
+        trie = [] if self.codes is None else _trie(self.codes, index)
+        known = self.catalog.items([one for one, _ in near] + [one for level in trie for one in level[2]])
+        owners = [self.survey.owners(place, index) for place in range(len(self.names))]
+        ids = self.people.ids({user for users in owners for user in users[:_OWNERS]})
+        return {
+            "item": item,
+            "exposure": [
+                (name, int(self.survey.listed(place)[index]), [(user, ids[user]) for user in owners[place][:_OWNERS]])
+                for place, name in enumerate(self.names)
+            ],
+            "neighbors": [(known[one], value) for one, value in near],
+            "neighbors_by": self.neighborhood.by,
+            "codes": None if self.codes is None else self.codes.codes[index - 1].tolist(),
+            "trie": [(prefix, count, [known[one] for one in some]) for prefix, count, some in trie],
+        }
+
+    def change(self) -> dict[str, Any]:
+        """What the page of the policies shows."""
+        pairs = []
+        for place in range(1, len(self.names)):
+            gaining, losing = (self.comparison.ordered(order, 0, place, 10) for order in ("gain", "lose"))
+            shares = [self.survey.shares(0, place, metric) for metric in self.survey.metrics]
+            pairs.append((self.names[place], shares, self.item_rows(gaining), self.item_rows(losing)))
+        return {
+            "pairs": pairs,
+            "overlap": self.comparison.overlaps,
+            "coverage": self.comparison.coverage,
+            "calibration": self.comparison.calibration(self.catalog),
+            "curves": self._curves,
+            "advice": [(one.name, one.advice) for one in self.survey.contenders if one.advice],
+        }
+
+    def served(self) -> dict[str, Any]:
+        """What the page of the server shows."""
+        assert self.traffic is not None
+        found = self.traffic()
+        rows = [
+            svg.IntervalRow(one.name, one.value, *_ends(one.value, one.half_width), f"s{place % 8}")
+            for place, one in enumerate(found.by_variant)
+        ]
+        return {
+            "found": found,
+            "value": interval_figure("value", f"{found.value_of}, by variant", rows, found.value_of),
+            "figures": [
+                self._over_time(found, "lists", [one.requests for one in found.over_time]),
+                self._over_time(found, "explored share", [one.explored for one in found.over_time]),
+                self._over_time(found, "value", [one.value for one in found.over_time]),
+            ],
+        }
+
+    def item_rows(self, items: Iterable[int]) -> list[tuple[Item, list[float]]]:
+        """Items with the number of lists, of 1,000, that hold them, by contender."""
+        found = list(items)
+        known = self.catalog.items(found)
+        sample = len(self.survey.users)
+        counts = [self.survey.listed(place) for place in range(len(self.names))]
+        return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
+
+    @property
+    def _user_metrics(self) -> list[str]:
+        return self.survey.metrics[:2]
+
+    def _overview(self) -> dict[str, Any]:
+        compared = {
+            metric: [(self.names[place], self.survey.shares(0, place, metric)) for place in range(1, len(self.names))]
+            for metric in self._user_metrics
+        }
+        return {
+            "compared": [pair for pairs in compared.values() for pair in pairs],
+            "drawn": [self._bars(metric, pairs) for metric, pairs in compared.items() if pairs],
+            "decision": self.decision,
+            "facts": self._facts,
+            "split": self.survey.split,
+        }
+
+    def _bars(self, metric: str, pairs: Sequence[tuple[str, Shares]]) -> Figure:
+        rows = []
+        for name, one in pairs:
+            parts = [("positive", "better", one.helped), ("neutral", "the same", one.unchanged)]
+            parts.append(("negative", "worse", one.harmed))
+            rows.append(svg.Shares(name, parts, f"{one.users:,}"))
+        about = f"share of users for whom lists are better and worse than those of {self.names[0]}"
+        return Figure(metric, Markup(svg.shares_chart(metric, about, rows)), "and number of users")
+
+    @property
+    def _facts(self) -> list[tuple[str, str]]:
+        counts, data = self.survey.data.manifest["counts"]["splits"], self.survey.data
+        return [
+            ("users", f"{int(data.manifest['num_users']):,}"),
+            ("items", f"{data.num_items:,}"),
+            *((f"events, {period}", f"{int(counts[period]['targets']):,}") for period in ("train", "valid", "test")),
+            ("held-out users compared", f"{len(self.survey.users):,} of {self.survey.total:,}, {self.survey.split}"),
+        ]
+
+    @cached_property
+    def _rows_of(self) -> dict[int, int]:
+        return {int(user): row for row, user in enumerate(self.survey.users)}
+
+    def _rows(self, users: Sequence[int], place: int, ids: Mapping[int, Any] | None = None) -> list[UserRow]:
+        ids = self.people.ids(users) if ids is None else ids
+        overlap, change = self.comparison.of_users(0, place)
+        values = {
+            metric: [self.survey.values(number, metric) for number in range(len(self.names))]
+            for metric in self._user_metrics
+        }
+        rows = []
+        for user in users:
+            row = self._rows_of.get(user)
+            if row is None:
+                rows.append(UserRow(user, ids[user], -1, None, None, []))
+                continue
+            own = [[_known(column[row]) for column in columns] for columns in values.values()]
+            history = int(self.survey.histories[row])
+            rows.append(UserRow(user, ids[user], history, float(overlap[row]), _known(change[row]), own))
+        return rows
+
+    def _worth_a_look(self, count: int) -> list[int]:
+        """Users of every order in turn, each once."""
+        place = self._place(None)
+        orders = [self.survey.ordered(order, 0, place, count) for order in ORDERS]
+        turns = [rows[turn] for turn in range(count) for rows in orders if turn < len(rows)]
+        return [int(self.survey.users[row]) for row in list(dict.fromkeys(turns))[:count]]
+
+    def _place(self, other: str | None) -> int:
+        """The contender that is compared with the first: the one named, or the second."""
+        if other in self.names[1:]:
+            return self.names.index(other)
+        return min(1, len(self.names) - 1)
+
+    def _also(self, lists: Sequence[Sequence[Listed]], own: int, item: int) -> list[str]:
+        others = (number for number in range(len(lists)) if number != own)
+        return [self.names[number] for number in others if any(one.item == item for one in lists[number])]
+
+    def _at(self, lists: Sequence[Sequence[Listed]], item: int) -> list[tuple[str, int]]:
+        return [
+            (self.names[number], rank)
+            for number, places in enumerate(lists)
+            for rank, one in enumerate(places, 1)
+            if one.item == item
+        ]
+
+    @property
+    def _curves(self) -> list[Figure]:
+        names = dict.fromkeys(metric for one in self.survey.contenders for metric in one.curves)
+        figures = []
+        for metric in names:
+            lines = [
+                svg.Line(one.name, [svg.Point(*point) for point in one.curves[metric]], f"s{place % 8}")
+                for place, one in enumerate(self.survey.contenders)
+                if metric in one.curves
+            ]
+            chart = svg.line_chart(metric, f"{metric} over the steps of training", lines, x_label="step")
+            figures.append(Figure(metric, Markup(chart)))
+        return figures
+
+    def _over_time(self, found: Traffic, title: str, values: Sequence[float | None]) -> Figure:
+        points = [svg.Point(place, value) for place, value in enumerate(values) if value is not None]
+        lines = [svg.Line(title, points, "s0")] if points else []
+        chart = svg.line_chart(title, f"{title} by {found.unit}", lines, x_label=f"{found.unit}s since the beginning")
+        return Figure(title, Markup(chart), f"by {found.unit}")
+
+    def _page(self, template: str, title: str, here: str = "", **content: Any) -> str:
+        return self._templates.get_template(template).render(
+            title=title,
+            here=here,
+            source=self.source,
+            names=self.names,
+            address=self.address,
+            pictures=self.catalog.shows_pictures,
+            has_server=self.traffic is not None,
+            version=__version__,
+            k=self.survey.k,
+            sample=len(self.survey.users),
+            **content,
+        )
+
+
+def _trie(codes: SemanticCodes, index: int) -> list[tuple[list[int], int, list[int]]]:
+    """For each level of the trie above an item: its prefix, the number of items below it, and the first of them."""
+    own = codes.codes[index - 1]
+    inside = np.ones(codes.num_items, bool)
+    levels = []
+    for level, code in enumerate(own):
+        inside &= codes.codes[:, level] == code
+        others = np.flatnonzero(inside) + 1
+        some = [int(one) for one in others[: _TRIE + 1] if one != index][:_TRIE]
+        levels.append((own[: level + 1].tolist(), len(others), some))
+    return levels
+
+
+def _environment() -> Environment:
+    templates = [PackageLoader("recpo.explore", "templates"), PackageLoader("recpo.evaluation", "html_report")]
+    made = Environment(
+        loader=ChoiceLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"number": _number, "percent": _percent, "moment": _moment, "seconds": _seconds, "signed": _signed}
+    return made
+
+
+def _number(value: float | None) -> str:
+    return _NOTHING if value is None else svg.number_text(value)
+
+
+def _signed(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:+.3f}".replace("-", "\u2212")
+
+
+def _percent(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:.0%}"
+
+
+def _moment(milliseconds: int) -> str:
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}:{rest:02d}" if minutes else f"{value:.0f} s"
+
+
+def _known(value: Any) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _ends(value: float | None, half_width: float | None) -> tuple[float | None, float | None]:
+    return (None, None) if value is None or half_width is None else (value - half_width, value + half_width)

@@ -1,0 +1,354 @@
+"""What every contender lists for the same held-out users: the sample that all comparisons of the pages are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.types import EvaluationBatch, Histories, Recommendations
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.estimates import Estimate, estimate
+from recpo.evaluation.held_out_pass import HeldOut
+from recpo.evaluation.measures import Measure, Observed
+from recpo.explore.people import Person
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors, posterior_variance
+
+_BATCH: Final = 256
+#: The mean grade that the reward model predicts for a list.
+GRADE: Final = "predicted grade"
+#: Orders of users, and what they are called.
+ORDERS: Final[Mapping[str, str]] = {
+    "differ": "where the lists differ most",
+    "loses": "who loses most by the change",
+    "gains": "who gains most by the change",
+    "new": "new users",
+    "short": "short histories",
+}
+
+
+class Shares(NamedTuple):
+    """Who is helped and who is harmed by a change.
+
+    Attributes:
+        metric: what is compared.
+        helped: share of the users whose metric rises.
+        harmed: share of the users whose metric falls.
+        users: number of users for whom the metric is defined.
+        gain: mean improvement with its 95 % interval.
+    """
+
+    metric: str
+    helped: float
+    harmed: float
+    users: int
+    gain: Estimate
+
+    @property
+    def unchanged(self) -> float:
+        """Share of the other users."""
+        return max(0.0, 1 - self.helped - self.harmed)
+
+
+class Listed(NamedTuple):
+    """One place of a list.
+
+    Attributes:
+        item: internal id.
+        score: of the contender; of a policy the log-probability.
+        propensity: probability of the item under a policy; None = the contender has no probabilities.
+        grade: predicted by the reward model; None = there is none.
+        deviation: posterior standard deviation of the grade.
+    """
+
+    item: int
+    score: float
+    propensity: float | None
+    grade: float | None
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """The lists of one contender.
+
+    Attributes:
+        name: of the contender.
+        kind: of the contender.
+        loaded: it.
+        result: metrics of every user of the sample.
+        lists: ``[S, k]`` int64, padded with 0.
+        scores: ``[S, k]`` float32.
+        curves: training curves.
+        advice: what went wrong in its training.
+    """
+
+    name: str
+    kind: str
+    loaded: Loaded
+    result: RankingResult
+    lists: np.ndarray
+    scores: np.ndarray
+    curves: Mapping[str, Sequence[Sequence[float]]]
+    advice: Sequence[str] = ()
+
+
+class _Lists(Measure):
+    """Keeps the lists of a pass."""
+
+    def __init__(self) -> None:
+        self.items: list[np.ndarray] = []
+        self.scores: list[np.ndarray] = []
+
+    def update(self, observed: Observed) -> Mapping[str, Tensor]:
+        self.items.append(observed.lists.item_ids.cpu().numpy())
+        self.scores.append(observed.lists.scores.float().cpu().numpy())
+        return {}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The lists of all contenders for a sample of held-out users.
+
+    Attributes:
+        data: the prepared data.
+        split: the held-out period.
+        k: length of the lists.
+        contenders: what was compared; the first is the one that serves now.
+        grades: predicts grades of listed items; None = there is no reward model.
+        candidates: which items could be listed; None = all.
+        histories: ``[S]`` number of events that each user of the sample had, at most ``history_length``.
+        tastes: ``[S, r + 1]`` the users as the reward model sees them; None = there is none.
+        total: number of held-out users.
+    """
+
+    data: Prepared
+    split: HeldOut
+    k: int
+    contenders: Sequence[Surveyed]
+    grades: Factors | None
+    candidates: Candidates | None
+    histories: np.ndarray
+    tastes: Tensor | None
+    total: int
+
+    @classmethod
+    def of(
+        cls,
+        data: Prepared,
+        contenders: Sequence[Contender],
+        *,
+        split: HeldOut,
+        k: int,
+        users: int,
+        grades: Factors | None,
+        advice: Mapping[str, Sequence[str]],
+        progress: bool = False,
+    ) -> Survey:
+        """Asks every contender for the lists of the same users, evenly spaced over the held-out ones.
+
+        Raises:
+            RecpoError: the period has no users, or a contender gives no lists.
+        """
+        candidates = candidates_of(data, split, None)
+        ranking = Ranking(num_items=data.num_items, ks=(k,), candidates=candidates)
+        total = sum(int(shard["users"]) for shard in data.manifest["shards"][split])
+        if not total:
+            message = f"{data.root}: the {split} period has no users, so there is nothing to compare"
+            raise RecpoError(message, code="empty", field="split")
+        surveyed = []
+        for contender in contenders:
+            loaded, kept = contender.load(), _Lists()
+            batches = HeldOutBatches(data, split, loaded.max_history, _BATCH, Rank(), users, loaded.reads)
+            shown = tqdm(batches, f"explore {contender.name}", unit="batch", leave=False, disable=not progress or None)
+            result = evaluate_ranking(loaded.recommender, shown, ranking, [kept])
+            items, scores = np.concatenate(kept.items), np.concatenate(kept.scores)
+            said = advice.get(contender.name, ())
+            surveyed.append(
+                Surveyed(contender.name, contender.kind, loaded, result, items, scores, contender.curves, said)
+            )
+        width = longest_history(surveyed, grades)
+        batches = HeldOutBatches(data, split, width, _BATCH, Rank(), users)
+        lengths, tastes = [], []
+        for batch in batches:
+            lengths.append(batch.feedback.histories.lengths.numpy())
+            if grades is not None:
+                tastes.append(grades.fold_in(batch.feedback.histories))
+        known = None if grades is None else torch.cat(tastes)
+        return cls(data, split, k, surveyed, grades, candidates, np.concatenate(lengths), known, total)
+
+    @property
+    def users(self) -> np.ndarray:
+        """``[S]`` the users of the sample, by their index, ascending."""
+        found: np.ndarray = self.contenders[0].result.user_ids.numpy()
+        return found
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics that users are compared by, the one that first says who is helped and who is harmed first."""
+        names = [f"NDCG@{self.k}", "AUC_mixed", f"disliked@{self.k}"]
+        known = [name for name in names if all(name in one.result.per_user for one in self.contenders)]
+        return [*known, GRADE] if self.grades is not None else known
+
+    def values(self, place: int, metric: str) -> np.ndarray:
+        """``[S]`` a metric of every user for one contender, the higher the better; nan = not defined."""
+        if metric == GRADE:
+            return self._mean_grades[place]
+        found: np.ndarray = self.contenders[place].result.per_user[metric].double().numpy()
+        return -found if metric.startswith("disliked") else found
+
+    def overlap(self, one: int, other: int) -> np.ndarray:
+        """``[S]`` share of places in the lists of two contenders that hold items of both."""
+        mine, theirs = self.contenders[one].lists, self.contenders[other].lists
+        both = ((mine[:, :, None] == theirs[:, None, :]) & (mine > 0)[:, :, None]).any(2).sum(1)
+        longest = np.maximum(np.maximum((mine > 0).sum(1), (theirs > 0).sum(1)), 1)
+        share: np.ndarray = both / longest
+        return share
+
+    def change(self, one: int, other: int) -> np.ndarray:
+        """``[S]`` what a user gains if ``other`` replaces ``one``: the first metric that is defined for the user."""
+        gain = np.full(len(self.users), np.nan)
+        for metric in self.metrics:
+            difference = self.values(other, metric) - self.values(one, metric)
+            gain = np.where(np.isnan(gain) | (gain == 0), np.where(np.isnan(difference), gain, difference), gain)
+        return gain
+
+    def ordered(self, order: str, one: int, other: int, count: int) -> list[int]:
+        """Rows of the sample in an order of ``ORDERS``, the first ``count``."""
+        if order in ("new", "short"):
+            length = self.histories
+            rows = np.argsort(length, kind="stable")
+            kept = rows[length[rows] == 0] if order == "new" else rows[length[rows] > 0]
+        elif order == "differ":
+            kept = np.lexsort((-self.histories, self.overlap(one, other)))
+        else:
+            change = self.change(one, other) * (1 if order == "loses" else -1)
+            rows = np.argsort(change, kind="stable")  # nan at the end
+            kept = rows[change[rows] < 0]
+        return [int(row) for row in kept[:count]]
+
+    def shares(self, one: int, other: int, metric: str) -> Shares:
+        """Who is helped and who is harmed by a metric if ``other`` replaces ``one``."""
+        difference = self.values(other, metric) - self.values(one, metric)
+        known = difference[~np.isnan(difference)]
+        count = max(1, len(known))
+        helped, harmed = float((known > 0).sum() / count), float((known < 0).sum() / count)
+        return Shares(metric, helped, harmed, len(known), estimate(torch.from_numpy(difference)))
+
+    def listed(self, place: int) -> np.ndarray:
+        """``[V + 1]`` how many lists of the sample hold each item."""
+        return self._listed[place]
+
+    def owners(self, place: int, item: int) -> list[int]:
+        """Users of the sample to whom a contender lists an item."""
+        return [int(user) for user in self.users[(self.contenders[place].lists == item).any(1)]]
+
+    def coverage(self, place: int) -> int:
+        """Number of distinct items in the lists of the sample."""
+        return int((self.listed(place)[1:] > 0).sum())
+
+    def lists_of(self, person: Person) -> list[list[Listed]]:
+        """The lists of every contender for one user; empty for a user without held-out events."""
+        if person.batch is None:
+            return [[] for _ in self.contenders]
+        histories = person.batch.feedback.histories
+        absent = None if self.candidates is None else self.candidates.unavailable(person.batch.user_ids)
+        with torch.inference_mode():
+            return [self._list(one, person.batch, histories, absent) for one in self.contenders]
+
+    def _list(self, one: Surveyed, batch: EvaluationBatch, histories: Histories, absent: Tensor | None) -> list[Listed]:
+        recent = _last(batch, one.loaded.max_history)
+        lists = one.loaded.recommender.lists(recent, min(self.k, self.data.num_items), batch.exclude, absent)
+        grades, deviations = self._graded(histories, lists)
+        is_policy = one.loaded.recommender.scores_are_logp
+        found = []
+        for place, (item, score) in enumerate(zip(lists.item_ids[0].tolist(), lists.scores[0].tolist(), strict=True)):
+            if item:
+                propensity = float(np.exp(score)) if is_policy else None
+                found.append(Listed(item, score, propensity, *(_at(part, place) for part in (grades, deviations))))
+        return found
+
+    def _graded(self, histories: Histories, lists: Recommendations) -> tuple[Tensor | None, Tensor | None]:
+        model = self.grades
+        if model is None:
+            return None, None
+        users, covariance = model.fold_in_with_covariance(histories)
+        known = model.item_covariance is not None
+        deviations = posterior_variance(model, users, covariance, lists.item_ids).sqrt() if known else None
+        return model.grades(users, lists.item_ids), deviations
+
+    @cached_property
+    def _listed(self) -> list[np.ndarray]:
+        size = self.data.num_items + 1
+        counts = [np.bincount(one.lists.ravel(), minlength=size) for one in self.contenders]
+        for count in counts:
+            count[0] = 0
+        return counts
+
+    @cached_property
+    def _mean_grades(self) -> list[np.ndarray]:
+        """``[S]`` for every contender: the mean grade that the reward model predicts for the list."""
+        model, tastes = self.grades, self.tastes
+        if model is None or tastes is None:
+            return []
+        found = []
+        for one in self.contenders:
+            items = torch.from_numpy(one.lists)
+            grades = model.grades(tastes, items).where(items > 0, torch.nan)
+            found.append(grades.nanmean(1).double().numpy())
+        return found
+
+    @property
+    def history_length(self) -> int:
+        """Number of history events that the contenders and the reward model read at most."""
+        return longest_history(self.contenders, self.grades)
+
+    @property
+    def reads(self) -> Reads:
+        """What the contenders read of a batch."""
+        found = Reads()
+        for one in self.contenders:
+            found = found | one.loaded.reads
+        return found
+
+
+def longest_history(contenders: Sequence[Surveyed], grades: Factors | None) -> int:
+    """Number of history events that the contenders and the reward model read at most."""
+    return max([one.loaded.max_history for one in contenders] + ([] if grades is None else [grades.max_history]))
+
+
+def _last(batch: EvaluationBatch, length: int) -> EvaluationBatch:
+    """The batch of one user with at most ``length`` history events, as the contender got it in the survey."""
+    histories = batch.feedback.histories
+    count = min(int(histories.lengths[0]), length)
+    begin = int(histories.lengths[0]) - count
+
+    def cut(column: Tensor) -> Tensor:
+        return column[:, begin : max(begin + count, begin + 1)]
+
+    context = histories.context
+    shortened = histories._replace(
+        item_ids=cut(histories.item_ids),
+        lengths=torch.tensor([count]),
+        feedback=None if histories.feedback is None else cut(histories.feedback),
+        timestamps=None if histories.timestamps is None else cut(histories.timestamps),
+        behaviors=None if histories.behaviors is None else cut(histories.behaviors),
+        context=None if context is None else context.map(lambda column: column[:, begin : begin + count + 1]),
+    )
+    return batch._replace(feedback=batch.feedback._replace(histories=shortened))
+
+
+def _at(values: Tensor | None, place: int) -> float | None:
+    return None if values is None else float(values[0, place])

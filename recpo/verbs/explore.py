@@ -1,0 +1,193 @@
+"""The verb ``explore``: pages over prepared data and the lists of policies, on this machine or in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
+
+from recpo.artifacts import kind_of, output_file
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeInt, PositiveInt
+from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
+from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
+from recpo.evaluation.held_out_pass import HeldOut
+from recpo.explore.catalog import Catalog, ItemColumns
+from recpo.explore.comparison import Comparison
+from recpo.explore.neighborhood import Neighborhood
+from recpo.explore.pages import Pages
+from recpo.explore.people import People
+from recpo.explore.server import PageServer
+from recpo.explore.survey import Survey
+from recpo.explore.traffic import traffic
+from recpo.log.prepared import Prepared
+from recpo.rewards.factors import Factors
+from recpo.training.run import Run
+from recpo.verbs.contenders import ModelOptions, Named, contenders_of
+from recpo.verbs.fit import Decision
+from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
+
+_STATIC_USERS: Final = 50
+_FACTORS: Final = "factors"
+_PREPARED: Final = "prepared"
+
+
+@dataclass(frozen=True)
+class Explore(ModelOptions, Verb["Path | None"]):
+    """Shows the lists of policies side by side: users, items, what a change moves, and what a server logged.
+
+    Listens on this machine until Ctrl-C, or writes one HTML file with ``static``. It changes nothing, its pages run no
+    script, and it needs no network. The contenders list items for the same sample of held-out users; any other user is
+    looked up when a page asks.
+
+    Raises:
+        RecpoError: the source is neither prepared data nor a decision; a contender knows other items; the table of
+            items lacks a column; the log of a server has nothing; the address is taken; ``static`` exists.
+    """
+
+    first_day: ClassVar = ("source", "contenders", "static", "item_table", "server_log", "users", "port")
+
+    source: Prepared | Decision | str | Path
+    """prepared data, or the directory of ``recpo fit``, with its reward model and what it decided"""
+    contenders: Sequence[Named] | Named = ()
+    """what to show side by side, the one that serves now first: runs, bundles, factors, or names of baselines. Empty =
+    of a decision, the strongest baseline and what ships; of prepared data, popularity"""
+    _: KW_ONLY
+    static: Path | str | None = None
+    """write one HTML file with 50 users that are worth a look, to attach to a review, instead of listening"""
+    item_table: Path | str | None = None
+    """Parquet file with one row per item: its titles, pictures and attributes"""
+    item_column: str | None = None
+    """column of ``item_table`` with the item ids of the log; null = as in the log"""
+    title: str | None = None
+    """column of titles; null = title, name, caption and the like"""
+    picture: str | None = None
+    """column of pictures: addresses, or files beside the table; null = picture, image, cover and the like"""
+    attributes: Sequence[str] | None = None
+    """columns to show; null = the first eight that are not vectors"""
+    grades: Factors | str | Path | None = None
+    """factors that predict a grade, with its standard error, for every listed item; null = those of the decision"""
+    codes: str | Path | None = None
+    """directory of ``recpo tokenize``: the codes of the items, and their place in the trie"""
+    server_log: Path | str | None = None
+    """directory that ``recpo serve --log`` writes"""
+    split: HeldOut = "test"
+    """held-out period"""
+    k: PositiveInt = 10
+    """length of the lists"""
+    users: PositiveInt = 1000
+    """number of held-out users, evenly spaced, for whom the contenders are compared"""
+    host: str = "127.0.0.1"
+    """address to listen on; 127.0.0.1 = only this machine. Whoever reaches the address sees what users did"""
+    port: NonNegativeInt = 8010
+    """port to listen on; 0 = any free one"""
+    overwrite: bool = False
+    """replace ``static`` if it exists"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+
+    on_ready: Callable[[str], None] = field(default=lambda url: None, metadata=PYTHON_ONLY)
+    """called with the address of the first page once the server listens"""
+
+    def execute(self) -> Path | None:
+        """Asks the contenders, then writes the file or listens."""
+        if self.static is not None and Path(self.static).exists() and not self.overwrite:
+            message = f"{self.static} exists: choose another file, or give overwrite"
+            raise RecpoError(message, code="exists", field="static")
+        pages = self._pages()
+        if self.static is not None:
+            with output_file(Path(self.static)) as working:
+                working.write_text(pages.one_file(_STATIC_USERS), encoding="utf-8")
+            return Path(self.static)
+        with PageServer(pages, self.host, self.port) as server:
+            self.on_ready(server.url)
+            server.serve_forever()
+        return None
+
+    def _pages(self) -> Pages:
+        decision = self._decision
+        data = self.source if isinstance(self.source, Prepared) else None
+        if data is None:
+            data = Prepared.open(cast(Any, self.source) if decision is None else decision.root / _PREPARED)
+        columns = ItemColumns(
+            None if self.item_table is None else Path(self.item_table),
+            self.item_column,
+            self.title,
+            self.picture,
+            self.attributes,
+        )
+        catalog = Catalog(data, columns)
+        survey = self._survey(data, decision)
+        codes = None if self.codes is None else SemanticCodes.open(self.codes)
+        if codes is not None and codes.catalog_checksum != data.catalog_checksum:
+            message = f"{self.codes} has the codes of other items than {data.root}: tokenize these prepared data"
+            raise RecpoError(message, code="mismatch", field="codes")
+        log = None if self.server_log is None else partial(traffic, Path(self.server_log), data)
+        if log is not None:
+            log()  # what is wrong with it is said now
+        return Pages(
+            survey,
+            catalog,
+            People(data, self.split, survey.reads, survey.history_length),
+            Comparison(survey, catalog),
+            Neighborhood(survey),
+            None if decision is None else decision.facts,
+            log,
+            codes,
+            str(data.root if decision is None else decision.root),
+        )
+
+    @property
+    def _decision(self) -> Decision | None:
+        if isinstance(self.source, Prepared | Decision):
+            return self.source if isinstance(self.source, Decision) else None
+        return Decision.open(self.source) if kind_of(self.source) == "decision" else None
+
+    def _survey(self, data: Prepared, decision: Decision | None) -> Survey:
+        given = [self.contenders] if isinstance(self.contenders, Named) else list(self.contenders)
+        cache = BaselineCache()
+        if decision is not None:
+            cache = BaselineCache(decision.root / BASELINES_DIRECTORY, None)
+            given = given or _of_decision(decision)
+        made = partial(baseline, data=data, options=BaselineOptions(), cache=cache, progress=self.progress)
+        found = contenders_of(given or ["popularity"], data, [self.k], self.part(ModelOptions), made)
+        return Survey.of(
+            data,
+            found,
+            split=self.split,
+            k=min(self.k, data.num_items),
+            users=self.users,
+            grades=self._grades(data, decision),
+            advice={one.name: self._advice(one.facts) for one in found if one.kind == "run"},
+            progress=self.progress,
+        )
+
+    def _grades(self, data: Prepared, decision: Decision | None) -> Factors | None:
+        if self.grades is None and (decision is None or not (decision.root / _FACTORS).is_dir()):
+            return None
+        given = decision.root / _FACTORS if self.grades is None and decision is not None else self.grades
+        model = given if isinstance(given, Factors) else Factors.open(cast(Any, given))
+        model.validate_items(data.catalog_checksum, data.root)
+        model.validate_feedback(data.feedback, data.root)
+        return model
+
+    def _advice(self, facts: Mapping[str, Any]) -> Sequence[str]:
+        return Run.open(facts["path"], self.trust).advice
+
+
+def _of_decision(decision: Decision) -> list[Named]:
+    """The strongest baseline and what ships; where the baseline ships, the best policy beside it."""
+    facts = decision.facts
+    found: list[Named] = []
+    for name in dict.fromkeys([facts["strongest_baseline"], facts["chosen"], facts["policy"]]):
+        if name in BASELINES:
+            found.append(name)
+        elif name is not None:
+            found.append(decision.root / (_FACTORS if name == _FACTORS else f"runs/{name}"))
+    return found
+
+
+explore = function_of(Explore)
