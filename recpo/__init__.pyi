@@ -189,6 +189,7 @@ from .training.tilting import TiltResult as TiltResult
 from .verbs.calibrate import calibrate as calibrate
 from .verbs.compare import compare as compare
 from .verbs.evaluate import evaluate as evaluate
+from .verbs.explore import explore as explore
 from .verbs.export import export as export
 from .verbs.factorize import factorize as factorize
 from .verbs.fit import Decision as Decision

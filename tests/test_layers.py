@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "serving": SHARED | {"policies", "log", "training"},
     "sharding": SHARED | {"ops", "policies", "training"},
     "server": SHARED | {"serving", "lists"},
+    "explorer": SHARED | {"log", "batches", "rewards", "evaluation"},
     "verbs": None,
     "cli": None,
     "__main__": None,

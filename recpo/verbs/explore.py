@@ -15,14 +15,14 @@ from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
-from recpo.explore.catalog import Catalog, ItemColumns
-from recpo.explore.comparison import Comparison
-from recpo.explore.neighborhood import Neighborhood
-from recpo.explore.pages import Pages
-from recpo.explore.people import People
-from recpo.explore.server import PageServer
-from recpo.explore.survey import Survey
-from recpo.explore.traffic import traffic
+from recpo.explorer.catalog import Catalog, ItemColumns
+from recpo.explorer.comparison import Comparison
+from recpo.explorer.neighborhood import Neighborhood
+from recpo.explorer.pages import Pages
+from recpo.explorer.people import People
+from recpo.explorer.server import PageServer
+from recpo.explorer.survey import Survey
+from recpo.explorer.traffic import traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.training.run import Run

@@ -22,7 +22,7 @@ from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Measure, Observed
-from recpo.explore.people import Person
+from recpo.explorer.people import Person
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors, posterior_variance
 

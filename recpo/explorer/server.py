@@ -16,14 +16,14 @@ from markupsafe import escape
 
 from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
-from recpo.explore.pages import Pages
+from recpo.explorer.pages import Pages
 
-_LOG = logging.getLogger("recpo.explore")
+_LOG = logging.getLogger("recpo.explorer")
 _LONGEST_ADDRESS: Final = 2_000
 #: No script runs, nothing is loaded from elsewhere; pictures may be, because tables of items name them by address.
 _HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' http: https:; form-action 'self'; "
+        "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data: http: https:; form-action 'self'; "
         "base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",

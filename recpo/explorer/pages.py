@@ -5,6 +5,7 @@ The same parts make the pages of a server and the one page of a file: only the a
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,12 +20,12 @@ from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Figure, interval_figure
-from recpo.explore.catalog import Catalog, Item
-from recpo.explore.comparison import Comparison
-from recpo.explore.neighborhood import Neighborhood
-from recpo.explore.people import Event, People
-from recpo.explore.survey import ORDERS, Listed, Shares, Survey
-from recpo.explore.traffic import Traffic
+from recpo.explorer.catalog import Catalog, Item
+from recpo.explorer.comparison import Comparison
+from recpo.explorer.neighborhood import Neighborhood
+from recpo.explorer.people import Event, People
+from recpo.explorer.survey import ORDERS, Listed, Shares, Survey
+from recpo.explorer.traffic import Traffic
 
 #: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.
 Address = Callable[[str, Any], str | None]
@@ -33,6 +34,7 @@ _ITEMS: Final = 30
 _EVENTS: Final = 100
 _OWNERS: Final = 30
 _TRIE: Final = 8
+_LARGEST_PICTURE: Final = 100_000  # bytes; a larger one is left out of a file
 _NOTHING: Final = "\u2013"
 ITEM_ORDERS: Final[Mapping[str, str]] = {
     "gain": "gaining exposure",
@@ -142,16 +144,21 @@ class Pages:
         """
         users = self._worth_a_look(count)
         people = [shown for user in users if (shown := self.person(user)) is not None]
-        listed = [place.item.index for shown in people for _, places in shown["lists"] for place in places]
         moved = self.comparison.ordered("gain", 0, self._place(None), _ITEMS)
         moved += self.comparison.ordered("lose", 0, self._place(None), _ITEMS)
         kept = {("users", user) for user in users} | {("items", item) for item in moved}
-        anchored = replace(self, address=lambda kind, key: f"#{kind}-{key}" if (kind, key) in kept else None)
+
+        def address(kind: str, key: Any) -> str | None:
+            if kind == "pictures":
+                return self._embedded(key)
+            return f"#{kind}-{key}" if (kind, key) in kept else None
+
+        anchored = replace(self, address=address)
         things = [shown for item in dict.fromkeys(moved) if (shown := anchored.thing(item)) is not None]
         content = {**anchored._overview(), "change": anchored.change(), "people": people, "things": things}
         content |= {"rows": anchored._rows(users, self._place(None)), "metrics": self._user_metrics}
         served = None if self.traffic is None else anchored.served()
-        return anchored._page("static.html.jinja", "Lists", served=served, distinct=len(set(listed)), **content)
+        return anchored._page("static.html.jinja", "Lists", served=served, **content)
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +196,7 @@ class Pages:
 
     def thing(self, index: int) -> dict[str, Any] | None:
         """What the page of an item shows."""
-        item = self.catalog.items([index]).get(index) if 1 <= index <= self.survey.data.num_items else None
+        item = self.catalog.items([index]).get(index)
         if item is None:
             return None
         near = self.neighborhood.of(index)
@@ -250,6 +257,13 @@ class Pages:
         sample = len(self.survey.users)
         counts = [self.survey.listed(place) for place in range(len(self.names))]
         return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
+
+    def _embedded(self, item: int) -> str | None:
+        """The small picture of an item as a data address."""
+        picture = self.catalog.picture(item)
+        if picture is None or len(picture[0]) > _LARGEST_PICTURE:
+            return None
+        return f"data:{picture[1]};base64,{b64encode(picture[0]).decode()}"
 
     @property
     def _user_metrics(self) -> list[str]:
@@ -361,7 +375,6 @@ class Pages:
             source=self.source,
             names=self.names,
             address=self.address,
-            pictures=self.catalog.shows_pictures,
             has_server=self.traffic is not None,
             version=__version__,
             k=self.survey.k,
@@ -384,7 +397,7 @@ def _trie(codes: SemanticCodes, index: int) -> list[tuple[list[int], int, list[i
 
 
 def _environment() -> Environment:
-    templates = [PackageLoader("recpo.explore", "templates"), PackageLoader("recpo.evaluation", "html_report")]
+    templates = [PackageLoader("recpo.explorer", "templates"), PackageLoader("recpo.evaluation", "html_report")]
     made = Environment(
         loader=ChoiceLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

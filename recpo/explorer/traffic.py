@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
@@ -101,7 +102,7 @@ def traffic(log: Path, data: Prepared) -> Traffic:
         unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
         over_time = _groups(database, f"timestamp // {length} * {length}")
         variants = _groups(database, "coalesce(variant, 'all exposures')")
-    except (duckdb.Error, OSError) as error:
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
         message = f"{log} cannot be read as a log of exposures ({str(error).splitlines()[0]})"
         raise RecpoError(message, code="damaged", field="server_log") from error
     return Traffic([one._replace(name=_time(int(one.name), unit)) for one in over_time], variants, unit, value_of)
@@ -157,8 +158,8 @@ def _value(names: set[str]) -> tuple[str, str]:
     if LogColumns.LABEL in names:
         return f"log.{LogColumns.LABEL}", "label"
     if {LogColumns.WATCH_TIME, LogColumns.DURATION} <= names:
-        share = f"least(1.0, log.{LogColumns.WATCH_TIME} / nullif(log.{LogColumns.DURATION}, 0))"
-        return share, "watched share of an item, at most 1"
+        share = f"log.{LogColumns.WATCH_TIME} / nullif(log.{LogColumns.DURATION}, 0)"
+        return f"CASE WHEN {share} > 1 THEN 1 ELSE {share} END", "watched share of an item, at most 1"
     if LogColumns.WATCH_TIME in names:
         return f"log.{LogColumns.WATCH_TIME}", "seconds watched"
     return "NULL::DOUBLE", "nothing: the log has no outcomes"

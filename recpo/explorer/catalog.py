@@ -89,6 +89,11 @@ class Item:
         """Whether it has no training event."""
         return not self.events
 
+    @property
+    def has_remote_picture(self) -> bool:
+        """Whether its picture is an address of the web, not a file."""
+        return self.picture is not None and self.picture.startswith(("http://", "https://"))
+
 
 @dataclass(frozen=True)
 class Catalog:
@@ -111,8 +116,8 @@ class Catalog:
             _ = self._shown
 
     def items(self, indices: Iterable[int]) -> dict[int, Item]:
-        """The items with the given internal ids; 0 and repeated ids are ignored."""
-        wanted = sorted({int(index) for index in indices} - {0})
+        """The items with the given internal ids; repeated ids and those of no item are ignored."""
+        wanted = sorted({int(index) for index in indices if 1 <= index <= self.data.num_items})
         ids = self._ids.to_external(np.array(wanted, np.int64)).to_pylist() if wanted else []
         rows = self._rows(ids)
         return {
@@ -144,7 +149,7 @@ class Catalog:
         Only files inside the directory of the table with the name of a picture are read.
         """
         item = self.items([index]).get(index)
-        if item is None or item.picture is None or self.columns.file is None or "://" in item.picture:
+        if item is None or item.picture is None or self.columns.file is None or item.has_remote_picture:
             return None
         root = self.columns.file.resolve().parent
         path = (root / item.picture).resolve()
@@ -157,11 +162,6 @@ class Catalog:
     def attributes(self) -> list[str]:
         """Columns of the table that are shown as attributes."""
         return list(self._shown["attributes"]) if self.columns.file is not None else []
-
-    @property
-    def shows_pictures(self) -> bool:
-        """Whether the table has a column of pictures."""
-        return self.columns.file is not None and self._shown["picture"] is not None
 
     def values(self, attribute: str, indices: Sequence[int]) -> dict[int, list[str]]:
         """The values of an attribute of some items; lists have several, missing values none."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cosine_similarity
 
-from recpo.explore.survey import Survey
+from recpo.explorer.survey import Survey
 
 _COUNT: Final = 12
 

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from recpo.explore.catalog import Catalog
-from recpo.explore.survey import Survey
+from recpo.explorer.catalog import Catalog
+from recpo.explorer.survey import Survey
 
 _VALUES: Final = 8  # values of an attribute that are shown
 _HEAD: Final = 100  # one item of so many is popular

@@ -1,0 +1,69 @@
+"""``recpo explore``: one file, or pages until Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import recpo
+from recpo.cli.main import main
+from tests.refusals import refused
+
+
+def test_one_file_with_runs_and_a_bundle(road, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    given = ["explore", str(road / "prepared"), "--static", str(out), "--k", "5"]
+    named = ["--contenders", f"[{road / 'run-0'}, {road / 'run-1'}, {road / 'bundle'}]"]
+    assert main([*given, *named]) == 0
+    page = out.read_text(encoding="utf-8")
+    assert "probability" in page  # of a run
+    assert "run-1 instead of run-0" in page
+    assert str(out) in capsys.readouterr().out
+    assert main([*given, *named]) == 1  # it exists
+    before = out.read_bytes()
+    assert main([*given, "--overwrite", "true", "--contenders", "[nothing]"]) == 1
+    assert out.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [out]
+    assert main([*given, "--overwrite", "true", "--contenders", "popularity"]) == 0
+    assert "Name a second contender" in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "field"),
+    [
+        ({"codes": "nowhere"}, "wrong_file", "manifest.json"),
+        ({"server_log": "nowhere"}, "empty", "server_log"),
+        ({"item_table": "nowhere.parquet"}, "damaged", "item_table"),
+        ({"contenders": "nobody"}, "wrong_file", "nobody"),
+    ],
+)
+def test_what_is_wrong_is_said_before_it_listens(road, options, code, field, tmp_path):
+    with refused(code, field):
+        recpo.explore(road / "prepared", **{"contenders": "popularity", "static": tmp_path / "p.html", **options})
+
+
+def test_it_listens_until_ctrl_c(road, tmp_path):
+    command = [sys.executable, "-m", "recpo.cli.main", "explore", "--source", str(road / "prepared"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        assert line.startswith("open http://127.0.0.1:"), process.stderr.read()
+        url = line.split()[1]
+        with urllib.request.urlopen(url + "users", timeout=30) as answered:
+            assert "popularity" in answered.read().decode()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in out + err
+
+
+def test_a_table_without_the_items_shows_ids(road, tmp_path):
+    pd.DataFrame({"item_id": [-1], "title": ["none"]}).to_parquet(tmp_path / "items.parquet")
+    written = recpo.explore(
+        road / "prepared", "popularity", static=tmp_path / "p.html", item_table=tmp_path / "items.parquet", users=5
+    )
+    assert isinstance(written, Path)
+    assert "none</a>" not in written.read_text(encoding="utf-8")
