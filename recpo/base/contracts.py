@@ -517,6 +517,11 @@ class RewardFunction(ABC):
         """What batches must contain for it, beyond items, feedback and times."""
         return Reads()
 
+    @property
+    def is_of_log(self) -> bool:
+        """Whether logged slates alone determine their rewards, so that these are computed where batches are made."""
+        return False
+
     def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
         """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
 

@@ -202,6 +202,7 @@ class ScoringPlan(NamedTuple):
         rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
         state_index: ``[P]`` the index of each position's state in ``rows``; None if every position has its own state.
         every_position: ``positions`` contains all positions, needed or not.
+        most: the largest number of needed positions of a context; None = not counted.
     """
 
     needed: Tensor
@@ -209,6 +210,7 @@ class ScoringPlan(NamedTuple):
     rows: Tensor
     state_index: Tensor | None
     every_position: bool = False
+    most: int | None = None
 
 
 class BatchPlan(NamedTuple):

@@ -73,7 +73,7 @@ def dual_temperature(
     check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
     base = _base(rewards, log_base, mask)
     contexts = torch.ones_like(base[..., 0], dtype=torch.bool) if mask is None else mask.bool().any(-1)
-    low, high = base.new_tensor(math.log(MIN_TEMPERATURE)), base.new_tensor(math.log(MAX_TEMPERATURE))
+    low, high = (base.new_full((), math.log(end)) for end in (MIN_TEMPERATURE, MAX_TEMPERATURE))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         log_target = _log_softmax(_tilted(base, rewards, middle.exp()), mask)

@@ -403,7 +403,7 @@ def kto_loss(
     signs = zero_masked(signs.detach(), mask).sign()
     labeled = signs != 0
     lead = zero_masked(logp, labeled) - zero_masked(logp_ref.detach(), labeled) - reference_point.detach()
-    weight = torch.where(signs > 0, lead.new_tensor(desirable_weight), lead.new_tensor(undesirable_weight))
+    weight = torch.where(signs > 0, lead.new_full((), desirable_weight), lead.new_full((), undesirable_weight))
     return zero_masked(weight * torch.sigmoid(-beta * signs * lead), labeled)
 
 

@@ -244,8 +244,8 @@ class PointwiseReward(Objective):
 
     def losses(self, scores: Tensor, targets: Tensor, known: Tensor) -> Tensor:
         """``pointwise_reward_loss`` with the weight of dislikes, ``[..., K]``."""
-        weights = [1.0, self.positive_weight, *[1.0] * len(self.behaviors)]
-        weight = torch.tensor(weights, dtype=scores.dtype, device=scores.device)
+        weight = scores.new_ones(2 + len(self.behaviors))
+        weight[1] = self.positive_weight
         return pointwise_reward_loss(scores, targets, known, weight)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:

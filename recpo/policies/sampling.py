@@ -238,7 +238,8 @@ def plan_of_candidates(histories: Histories, needed: Tensor) -> ScoringPlan:
     contexts = torch.arange(len(needed), device=needed.device)
     rows = contexts * (histories.item_ids.shape[1] + 1) + histories.lengths
     positions = torch.arange(needed.numel(), device=needed.device)
-    return ScoringPlan(needed, positions, rows, contexts[:, None].expand(needed.shape).reshape(-1), every_position=True)
+    state_index = contexts[:, None].expand(needed.shape).reshape(-1)
+    return ScoringPlan(needed, positions, rows, state_index, every_position=True, most=needed.shape[1])
 
 
 def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:

@@ -35,11 +35,11 @@ OfCode = Callable[[Tensor, Tensor], Tensor]
 
 
 class _ScoredCodes(NamedTuple):
-    """The codes at the N needed positions of a batch.
+    """The codes at the N scored positions of a batch.
 
     Attributes:
         wanted: ``[B, S]`` bool, the needed positions.
-        positions: ``[N]`` their flat indices.
+        positions: ``[N]`` flat indices of the positions that are scored; a plan of candidates scores all of them.
         codes: ``[N, T]``.
         nodes: ``[N, T]`` the nodes of the trie before each code.
         hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
@@ -146,8 +146,8 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``; all codes of all needed items in one pass."""
-        wanted, positions, logp = self._scored(batch, needed, states, _logp_of_code)
-        return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
+        scored = self._scored_codes(batch, needed, states)
+        return _spread(scored, self._of_codes(scored, _logp_of_code))
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
@@ -155,8 +155,8 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         Its expectation over items drawn from the policy is the entropy of the policy (chain rule). The exact entropy
         would need every item of the catalog. For arguments and shape see ``StatePolicy.entropy``.
         """
-        wanted, positions, entropy = self._scored(batch, needed, states, _entropy_of_code)
-        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy.sum(1)).view(wanted.shape)
+        scored = self._scored_codes(batch, needed, states)
+        return _spread(scored, self._of_codes(scored, _entropy_of_code)).sum(-1)
 
     def divergence(
         self,
@@ -176,9 +176,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
                 others = reference._logits(level, of_reference)
             # a code without an item has probability 0 and a finite logarithm, so its term is 0
             values.append(categorical_kl(self._logits(level, scored), others))
-        divergence = torch.stack(values, 1)
-        spread = divergence.new_zeros(scored.wanted.numel(), self.num_tokens)
-        return spread.index_copy(0, scored.positions, divergence).view(*scored.wanted.shape, -1)
+        return _spread(scored, torch.stack(values, 1))
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
@@ -231,28 +229,29 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
             normalizer=self.normalizer,
         )
 
-    def _scored(
-        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: OfCode
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mask of the needed positions, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
-        scored = self._scored_codes(batch, needed, states)
+    def _of_codes(self, scored: _ScoredCodes, of_code: OfCode) -> Tensor:
+        """``of_code`` of all codes, ``[N, T]``."""
         values = [
             of_code(self._logits(level, scored).log_softmax(-1), scored.codes[:, level])
             for level in range(self.num_tokens)
         ]
-        return scored.wanted, scored.positions, torch.stack(values, 1)
+        return torch.stack(values, 1)
 
     def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
         """The codes of all needed positions, and what the decoder made of the codes before each."""
-        slates = batch.slates
-        wanted = slates.mask if needed is None else slates.mask & needed
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        items = slates.item_ids.reshape(-1)[positions]
+        slates, plan = batch.slates, None if batch.plan is None else batch.plan.scored
+        if plan is not None and plan.most is not None and needed is plan.needed:
+            wanted, positions, most = plan.needed, plan.positions, plan.most
+            places = torch.ones_like(wanted) if plan.every_position else wanted
+        else:
+            wanted = places = slates.mask if needed is None else slates.mask & needed
+            positions = wanted.reshape(-1).nonzero().squeeze(1)
+            most = int(wanted.sum(1).max()) if wanted.numel() else 0
+        items = slates.item_ids.reshape(-1)[positions].clamp_min(1)  # any item where one is not needed
         codes, nodes = self.trie.codes(items), self.trie.paths(items)
         states = self.encode(batch.histories) if states is None else states
-        hidden = self.decoder(
-            self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), _packed(wanted, slates.visible, positions)
-        )
+        placement = _packed(places, slates.visible, positions, most)
+        hidden = self.decoder(self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), placement)
         return _ScoredCodes(wanted, positions, codes, nodes, hidden)
 
     def _logits(self, level: int, scored: _ScoredCodes) -> Tensor:
@@ -334,10 +333,16 @@ def _entropy_of_code(logp: Tensor, codes: Tensor) -> Tensor:
     return -(logp.exp() * logp).sum(1)
 
 
-def _packed(wanted: Tensor, visible: Tensor, positions: Tensor) -> Placement:
-    """Moves the wanted positions of every row to its front, so that attention pads only to the longest row."""
+def _spread(scored: _ScoredCodes, values: Tensor) -> Tensor:
+    """``values [N, T]`` of the positions as ``[B, S, T]``, 0 at those that are not needed."""
+    spread = values.new_zeros(scored.wanted.numel(), values.shape[1]).index_copy(0, scored.positions, values)
+    return torch.where(scored.wanted[..., None], spread.view(*scored.wanted.shape, -1), 0.0)
+
+
+def _packed(wanted: Tensor, visible: Tensor, positions: Tensor, most: int) -> Placement:
+    """Moves the wanted positions of every row, at most ``most``, to its front, so that attention pads to no more."""
     column = wanted.long().cumsum(1) - 1
-    width = max(1, int(wanted.sum(1).max())) if wanted.numel() else 1
+    width = max(1, most)
     rows = torch.arange(len(wanted), device=wanted.device)[:, None] * width
     places = (rows + column).reshape(-1)[positions]
     packed = visible.new_zeros(len(wanted) * width).index_copy(0, places, visible.reshape(-1)[positions])

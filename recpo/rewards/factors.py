@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, TypeVar
 
@@ -195,7 +196,7 @@ class Factors(Artifact):
 
     def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor) -> RidgeSolution:
         place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        grade = torch.tensor(GRADES, dtype=torch.float64, device=item_ids.device)[feedback]
+        grade = _grades_on(item_ids.device)[feedback]
         known = (place < lengths[:, None]) & (place >= lengths[:, None] - self.max_history)
         known &= (item_ids > 0) & ~grade.isnan()
         row = (item_ids - 1).clamp_min(0)
@@ -348,6 +349,12 @@ class Factors(Artifact):
 
 # a product with looked-up items costs this many times as much as one in a matrix product
 GATHER_COST: Final = 8
+
+
+@lru_cache
+def _grades_on(device: torch.device) -> Tensor:
+    """The grades of the feedback levels, copied to a device once: a copy in every step would wait for it."""
+    return torch.tensor(GRADES, dtype=torch.float64, device=device)
 
 
 def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_ids: Tensor) -> Tensor:

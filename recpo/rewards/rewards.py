@@ -52,6 +52,11 @@ class LoggedReward(RewardFunction):
         """See ``RewardFunction.reads``."""
         return Reads(behaviors=bool(self.behaviors))
 
+    @property
+    def is_of_log(self) -> bool:
+        """See ``RewardFunction.is_of_log``."""
+        return True
+
     def for_behaviors(self, names: tuple[str, ...]) -> LoggedReward:
         """See ``RewardFunction.for_behaviors``."""
         unknown = sorted(self.behaviors.keys() - set(names))
@@ -395,7 +400,8 @@ class FactorReward(RewardFunction):
                 code="missing_value",
                 field="user_ids",
             )
-        if len(batch.user_ids) and int(batch.user_ids.max()) >= len(model.user_factors):
+        on_cpu = batch.user_ids.device.type == "cpu"  # a step on another device would wait for the answer
+        if on_cpu and len(batch.user_ids) and int(batch.user_ids.max()) >= len(model.user_factors):
             raise RecpoError(
                 f"{self.factors} knows {len(model.user_factors):,} users, and the data have more: they are not those "
                 "that it was fitted on; set users to folded, or run `recpo factorize` on these data",

@@ -23,7 +23,7 @@ from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
-from recpo.training.planning import needed_positions
+from recpo.training.planning import needed_positions, validate_propensities, with_rewards
 from recpo.training.rollout import (
     Rollout,
     Rollouts,
@@ -250,21 +250,15 @@ class InputBuilder:
         """The logged slates with the additions of training: hard negatives and rewards."""
         if self._hard_negatives:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
-        return self._rewarded(batch) if Requirement.REWARDS in self._requires else batch
+        if Requirement.REWARDS not in self._requires or batch.slates.reward is not None:  # the planner gave them
+            return batch
+        assert self._options.reward is not None
+        return with_rewards(batch, self._options.reward)
 
     def _with_candidates(self, batch: FeedbackBatch, candidates: Slates) -> FeedbackBatch:
         """With candidates in place of the logged slates, all scored after the complete history."""
         scored = None if self._catalog else plan_of_candidates(batch.histories, items_of(candidates))
         return batch._replace(slates=candidates, plan=BatchPlan(scored))
-
-    def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
-        """The batch with rewards. A position with an unknown reward leaves its slate."""
-        assert self._options.reward is not None
-        slates = batch.slates
-        reward = self._options.reward(batch, slates).detach()
-        known = slates.mask & ~reward.isnan()
-        slates = slates._replace(reward=torch.where(known, reward, 0.0), mask=known)
-        return batch._replace(slates=slates, plan=None)
 
     @torch.no_grad()
     def _roll_out(self, batch: FeedbackBatch) -> Rollout:
@@ -458,18 +452,11 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
     """The logged propensities as old log-probabilities ``[B, S, 1]``.
 
     Raises:
-        RecpoError: a needed position has none, or the policy scores several tokens per item.
+        RecpoError: a needed position has none (``validate_propensities``; the planner has checked those of a plan), or
+            the policy scores several tokens per item.
     """
-    logged = batch.slates.logp_behavior
-    missing = needed.sum() if logged is None else (needed & ~logged.isfinite()).sum()
-    if logged is None or missing:
-        raise RecpoError(
-            f"old_policy: logged needs a propensity in (0, 1] for every scored event; {int(missing)} of "
-            f"{int(needed.sum())} in this batch have none. Map the log's propensity column in `recpo prepare`, "
-            "or set old_policy: snapshot",
-            code="missing_value",
-            field="old_policy",
-        )
+    if batch.plan is None or batch.plan.scored is None:
+        validate_propensities(batch, needed)
     if logp.shape[-1] > 1:
         raise RecpoError(
             "old_policy: logged gives one probability per item, this policy scores several tokens per item: set "
@@ -477,7 +464,8 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
             code="unsupported",
             field="old_policy",
         )
-    return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
+    assert batch.slates.logp_behavior is not None
+    return torch.where(needed, batch.slates.logp_behavior, 0.0)[..., None].to(logp.dtype)
 
 
 def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:

@@ -4,17 +4,20 @@ A step has to wait whenever the size of a tensor depends on values: which events
 scored, which of them share a state. All of these follow from the batch. The planner runs where the batch is gathered
 (in the loader's worker processes, if there are any), so the plan is pinned and copied with the batch.
 
-Some values are known only on the device: positions that a learned reward or hard negatives determine, and advantages
-that need state values or rewards. Steps with these are not planned; they count on the device.
+Rewards of the log are computed here too, with the advantages that follow from them. Some values are known only on the
+device: positions that a learned reward or hard negatives determine, and advantages of tokens. Steps with these are not
+planned; they count on the device. Where advantages need state values, every position is planned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, Policy, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.errors import RecpoError
 from recpo.base.types import BatchPlan, FeedbackBatch, Histories
 from recpo.policies.blocks import event_places
 from recpo.policies.feature_policy import FeaturePolicy
@@ -34,6 +37,8 @@ class StepPlanner:
         advantage: computes advantages from the batch alone; None = the objective reads none.
         inert: positions with advantage 0 are not scored.
         plans_contexts: a rollout needs the contexts of the batch.
+        reward: gives logged slates their rewards; None = the step needs none, or computes them itself.
+        reads_propensities: the logged propensities are the old policy.
     """
 
     readable: int | None
@@ -41,25 +46,34 @@ class StepPlanner:
     advantage: AdvantageEstimator | None = None
     inert: bool = False
     plans_contexts: bool = False
+    reward: RewardFunction | None = None
+    reads_propensities: bool = False
 
     @classmethod
     def of(cls, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> StepPlanner:
         """The planner of a training run; ``hard_negatives`` as in ``InputBuilder``."""
-        objective, estimator = options.objective, options.advantage
+        objective, estimator, reward = options.objective, options.advantage, options.reward
         requires = all_requirements(objective, estimator)
-        from_batch = not requires & {"rewards", "value"} and not isinstance(estimator, TokenAdvantageEstimator)
-        plans = options.rollout is None and not hard_negatives and from_batch
+        is_rewarded = Requirement.REWARDS in requires
+        of_log = reward is not None and reward.is_of_log
+        plans = options.rollout is None and not hard_negatives and (of_log or not is_rewarded)
+        plans = plans and not isinstance(estimator, TokenAdvantageEstimator)
+        from_batch = plans and Requirement.VALUE not in requires
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
         return cls(
             None if encoder is None or not encoder.skips_padding else encoder.attention_length,
             plans,
-            estimator if plans else None,
+            estimator if from_batch else None,
             objective.zero_advantage_is_inert and not options.anchor_coef and not (estimator and estimator.whiten),
             options.rollout is not None,
+            reward if plans and is_rewarded else None,
+            options.old_policy == "logged",
         )
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with its plan."""
+        if self.reward is not None:
+            batch = with_rewards(batch, self.reward)
         histories = batch.histories
         if self.readable is not None:
             width = min(histories.item_ids.shape[1], self.readable)
@@ -73,9 +87,21 @@ class StepPlanner:
             return BatchPlan()
         advantages = None if self.advantage is None else self.advantage(batch)
         needed = needed_positions(batch, advantages if self.inert else None)
+        if self.reads_propensities:
+            validate_propensities(batch, needed)
         if self.readable is not None:
             check_visible(histories, batch.slates, needed, self.readable)
-        return BatchPlan(plan_of(batch.slates, needed, histories.item_ids.shape[1] + 1), advantages)
+        scored = plan_of(batch.slates, needed, histories.item_ids.shape[1] + 1)
+        return BatchPlan(scored._replace(most=int(needed.sum(1).max())), advantages)
+
+
+def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:
+    """The batch with the rewards of its slates. A position with an unknown reward leaves its slate."""
+    slates = batch.slates
+    values = reward(batch, slates).detach()
+    known = slates.mask & ~values.isnan()
+    slates = slates._replace(reward=torch.where(known, values, 0.0), mask=known)
+    return batch._replace(slates=slates, plan=None)
 
 
 def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
@@ -85,3 +111,17 @@ def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
         return mask
     acts = advantages != 0
     return mask & (acts.any(-1) if acts.dim() > mask.dim() else acts)
+
+
+def validate_propensities(batch: FeedbackBatch, needed: Tensor) -> None:
+    """Raises ``RecpoError`` if a position ``needed [B, S]`` has no logged propensity."""
+    logged = batch.slates.logp_behavior
+    missing = int((needed if logged is None else needed & ~logged.isfinite()).sum())
+    if logged is None or missing:
+        raise RecpoError(
+            f"old_policy: logged needs a propensity in (0, 1] for every scored event; {missing} of "
+            f"{int(needed.sum())} in this batch have none. Map the log's propensity column in `recpo prepare`, "
+            "or set old_policy: snapshot",
+            code="missing_value",
+            field="old_policy",
+        )

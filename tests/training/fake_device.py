@@ -1,0 +1,185 @@
+"""One training step of every objective, an evaluation and a rollout on fake tensors of another device.
+
+Fake tensors have shapes, types and a device, and no values. On a device that is not the CPU, an operation that mixes
+devices fails as it would on a GPU, and so does one that needs a value on the CPU (``.item()``, a branch, a shape that
+depends on data): there, a GPU would make the training wait. Runs in a process of its own, because a device that was
+added to PyTorch cannot be taken away: ``python -m tests.training.fake_device PREPARED FACTORS CODES`` prints a line of
+JSON per case, ``{"case": ..., "failed": null or the error}``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import AdamW
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from recpo.base.errors import RecpoError
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.log.prepared import Prepared
+from recpo.objectives import CISPO, GRPO, GSPO
+from recpo.objectives.advantages import GroupNormalizedAdvantage
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.rewards.rewards import FactorReward
+from recpo.training.module import PreferenceModule
+from recpo.training.options import LearningOptions, RolloutOptions
+from tests.training.test_objectives_learn import BYSTANDERS, HISTORY, IMPRESSIONS, LEARNERS, ON_CATALOGS, WHOLE_CATALOG
+
+DEVICE = "gpu"
+
+
+def moved(module, mode):
+    """Replaces the parameters and buffers of a module by fake ones on the device; shared ones stay shared."""
+    made = {}
+
+    def of(tensor):
+        if id(tensor) not in made:
+            made[id(tensor)] = mode.from_tensor(tensor.detach()).to(DEVICE)
+        return made[id(tensor)]
+
+    weights = {}
+    for part in module.modules():
+        for name, weight in list(part._parameters.items()):
+            if weight is not None:
+                if id(weight) not in weights:
+                    weights[id(weight)] = nn.Parameter(of(weight), weight.requires_grad)
+                part._parameters[name] = weights[id(weight)]
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                part._buffers[name] = of(buffer)
+    return module
+
+
+class Quiet(PreferenceModule):
+    """Logs nothing, and lies on the device."""
+
+    def log(self, *args, **kwargs):
+        """Logs nothing."""
+
+    def log_dict(self, *args, **kwargs):
+        """Logs nothing."""
+
+    @property
+    def device(self):
+        return torch.device(DEVICE)
+
+
+def step(prepared, policy, objective, layout, uploads, **module):
+    """Two steps of training; the second one must not copy constants to the device."""
+    mode = uploads.mode
+    data = FeedbackDataModule(prepared, batch_size=16, layout=layout, seed=0)
+    options = LearningOptions(objective=objective, optimizer=lambda p: AdamW(p, lr=1e-3, fused=True), seed=0, **module)
+    learner = Quiet(policy, options, slates=layout.traits)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, reduce_op: value)
+    learner._trainer = SimpleNamespace(
+        datamodule=data,
+        world_size=1,
+        accumulate_grad_batches=1,
+        global_step=0,
+        current_epoch=0,
+        global_rank=0,
+        strategy=strategy,
+        lightning_module=learner,
+        sanity_checking=False,
+        estimated_stepping_batches=10,
+        node_rank=0,
+        local_rank=0,
+    )
+    data.trainer = learner._trainer
+    uploads.allowed = True
+    learner.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    with mode:
+        moved(learner, mode)
+        optimizer = learner.configure_optimizers()
+        optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
+        batch = tree_map(lambda part: mode.from_tensor(part).to(DEVICE) if isinstance(part, Tensor) else part, batch)
+        learner.train()
+        for number in range(2):
+            uploads.allowed = number == 0  # what is copied to the device once is kept there
+            learner._trainer.global_step = number
+            learner.on_train_batch_start(batch, number)
+            loss = learner.training_step(batch, number)
+            optimizer.zero_grad()
+            loss.backward()
+            learner.on_before_optimizer_step(optimizer)
+            optimizer.step()
+        assert loss.device.type == DEVICE
+
+
+class Uploads:
+    """Makes ``torch.tensor`` work on the device, and refuses it where a step would wait for a constant."""
+
+    allowed = True
+
+    def __init__(self, mode):
+        self.mode, self.real = mode, torch.tensor
+
+    def __call__(self, data, *, dtype=None, device=None, **more):
+        if device is None or torch.device(device).type != DEVICE:
+            return self.real(data, dtype=dtype, device=device, **more)
+        assert self.allowed, "a constant is copied to the device in every step"
+        return self.mode.from_tensor(self.real(data, dtype=dtype, **more)).to(device)
+
+
+def cases_of(factors, mode):
+    """Name -> objective, layout, options: every objective, and rollouts."""
+    found = {
+        name: (objective, layout, {key: value for key, value in module.items() if key != "rate"})
+        for name, (objective, layout, module) in (LEARNERS | BYSTANDERS).items()
+    }
+    reward = FactorReward(factors)
+    model = reward._opened
+    reward.__dict__["_opened"] = replace(model, **{name: mode.from_tensor(one) for name, one in model.tensors.items()})
+    for name, objective in ON_CATALOGS.items():
+        found[name] = (objective, IMPRESSIONS, {**WHOLE_CATALOG, "reward": reward})
+    group = {"rollout": RolloutOptions(group_size=4), "old_policy": "snapshot", "reward": reward}
+    for name, objective in {"grpo": GRPO(kl_coef=0.1), "gspo": GSPO(), "cispo": CISPO()}.items():
+        found[f"{name}_rollout"] = (objective, IMPRESSIONS, {**group, "advantage": GroupNormalizedAdvantage()})
+    return found
+
+
+def policies_of(num_items, codes):
+    """Both families."""
+    torch.manual_seed(0)
+    common = {"num_items": num_items, "dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.1}
+    return {"catalog": CatalogSoftmaxPolicy(**common), "semantic": SemanticIdPolicy(codes=codes, **common)}
+
+
+def place_of(error):
+    """The last two lines of recpo that led to an error."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if "recpo" in one.filename.split("/")]
+    return "; ".join(f"{'/'.join(one.filename.split('/')[-2:])}: {one.line}" for one in frames[-2:])
+
+
+def main(prepared, factors, codes):
+    """Prints the result of every case."""
+    _setup_privateuseone_for_python_backend(rename=DEVICE)
+    torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    uploads = torch.tensor = Uploads(mode)
+    policies, cases = policies_of(Prepared.open(prepared).num_items, codes), cases_of(factors, mode)
+    for family, policy in policies.items():
+        for name, (objective, layout, module) in cases.items():
+            failed = None
+            try:
+                step(prepared, copy.deepcopy(policy), objective, layout, uploads, **module)
+            except RecpoError as error:
+                failed = f"refused: {error.code}"
+            except Exception as error:
+                failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200]} at {place_of(error)}"
+            print(json.dumps({"case": f"{family} {name}", "failed": failed}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""A training step of every objective on a device that is not the CPU: nothing mixes devices, nothing waits.
+
+``tests.training.fake_device`` runs the steps on fake tensors, in a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.log.prepared import Prepared
+from recpo.verbs.factorize import factorize
+from tests.training.test_objectives_learn import BYSTANDERS, LEARNERS, ON_CATALOGS
+
+#: Steps that wait, because only the device knows how much there is to do: the items that a search must leave out of its
+#: blocks, and the positions with a request after them.
+WAITS = {"softmax_dpo_hard", "q_learning"}
+#: What a policy that scores several codes per item cannot do.
+OF_ONE_TOKEN = {"gbpo_logged", "weighted_likelihood_ips", "reinforce_off_policy", *ON_CATALOGS}
+ROLLOUTS = {"grpo_rollout", "gspo_rollout", "cispo_rollout"}
+
+
+@pytest.fixture(scope="module")
+def results(prepared, tmp_path_factory):
+    """Case to error; None = it ran."""
+    root = tmp_path_factory.mktemp("another_device")
+    factorize(str(prepared), root / "factors", ranks=[4])
+    (root / "codes").mkdir()
+    items = range(Prepared.open(prepared).num_items)
+    codes = pa.table({"first": [item // 8 for item in items], "second": [item % 8 for item in items]})
+    table = codes.to_pandas().to_numpy()
+    SemanticCodes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
+    command = [sys.executable, "-m", "tests.training.fake_device", prepared, root / "factors", root / "codes"]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line["failed"] for line in lines}
+
+
+@pytest.mark.parametrize("family", ["catalog", "semantic"])
+def test_a_step_mixes_no_devices_and_waits_for_none(results, family):
+    found = {case.partition(" ")[2]: failed for case, failed in results.items() if case.startswith(family)}
+    assert {*found} == {*LEARNERS, *BYSTANDERS, *ON_CATALOGS, *ROLLOUTS}
+    refused = OF_ONE_TOKEN if family == "semantic" else set()
+    failed = {case: error for case, error in found.items() if error is not None and case not in WAITS | refused}
+    assert failed == {}
+    assert all("DynamicOutputShapeException" in found[case] for case in WAITS)
+    assert all(found[case] == "refused: unsupported" for case in refused)
