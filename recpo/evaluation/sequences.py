@@ -90,8 +90,9 @@ class EmpiricalBernstein:
         return np.minimum(self._ends(1), 1.0)
 
     def _ends(self, sign: int) -> FloatArray:
-        total = np.maximum(self._bets, np.finfo(float).tiny)
-        ends: FloatArray = (self._weighted + sign * (self._log + self._variation)) / total
+        if not self.count:
+            return np.full(self._bets.shape, sign * np.inf)
+        ends: FloatArray = (self._weighted + sign * (self._log + self._variation)) / self._bets
         return ends
 
 
@@ -111,10 +112,13 @@ class ClusteredMean(NamedTuple):
     users: int
 
     def __sub__(self, other: ClusteredMean) -> ClusteredMean:
-        """The difference of two means of different users, with the error of independent samples."""
-        error = math.hypot(self.error, other.error)
-        impressions = self.impressions + other.impressions
-        return ClusteredMean(self.mean - other.mean, error, impressions, self.users + other.users)
+        """The difference of two means of different users, with the error of independent samples.
+
+        Its number of clusters is that of the smaller sample: that one has most of the error, and a look has to wait
+        for it.
+        """
+        error, users = math.hypot(self.error, other.error), min(self.users, other.users)
+        return ClusteredMean(self.mean - other.mean, error, self.impressions + other.impressions, users)
 
     @property
     def half_width(self) -> float:

@@ -15,7 +15,7 @@ from recpo.lists.interleaving import Interleaving
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.server.bundles import Reranking
 from recpo.server.impressions import IdType
-from recpo.server.variants import Variant, parse_variants
+from recpo.server.variants import Guard, Variant, parse_variants
 from recpo.serving.runtimes import CPU_PROVIDER
 
 _SHORTEST_KEY = 16
@@ -40,6 +40,9 @@ class ServerOptions:
     interleave: Interleaving | None = None
     """mix the lists of two variants of equal shares in every answer: team_draft, or probabilistic; null = every user
     has one variant"""
+    guard: Guard | None = None
+    """bounds of the variants (``recpo.Guard``: dislikes, value, alpha): a variant that violates one beyond doubt ends,
+    and its users get the control; null = no variant ends"""
     name: str | None = None
     """name of the model in answers and addresses; null = the name of the bundle's directory"""
     log: Path | None = None
@@ -106,6 +109,9 @@ class ServerOptions:
         if isinstance(self.variant, str):
             object.__setattr__(self, "variant", (self.variant,))
         variants = self.variants
+        if self.guard is not None and (not variants or self.log is None):
+            message = "guard ends variants because of their log: give --variant and --log"
+            raise RecpoError(message, code="missing_option", field="log" if variants else "variant")
         if not variants:
             if self.interleave is not None:
                 message = "interleave mixes two variants: give them with --variant"
@@ -116,6 +122,9 @@ class ServerOptions:
         if len(variants) != 2 or variants[0].share != variants[1].share:
             message = "interleave mixes two variants of equal shares in every answer: give two, without shares"
             raise RecpoError(message, code="conflicting_options", field="interleave")
+        if self.guard is not None:
+            message = "guard compares users of different variants, interleave shows both to all: leave one of them out"
+            raise RecpoError(message, code="conflicting_options", field="guard")
         if self.exploration is not None:
             message = "interleave draws the lists, so --exploration cannot: leave one of them out"
             raise RecpoError(message, code="conflicting_options", field="exploration")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import LoadedBundle, feature_kinds
@@ -19,6 +19,9 @@ from recpo.server.ranking import Batcher, Query, Ranker, Shown
 from recpo.server.variants import EndedVariants, assigned, open_arms, validate_log
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.manifest import BundleFeatures
+
+if TYPE_CHECKING:
+    from recpo.server.guard import Watch
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
@@ -64,6 +67,7 @@ class Service:
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
         self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
+        self._watch = self._guard()
         self.draining = False
         self._batcher: Batcher[Query, Shown] = Batcher(
             self._rank,
@@ -85,6 +89,7 @@ class Service:
         look: list[Callable[[], object]] = [*(one.follow for one in self.arms.values()), self._follow_ended]
         look += [lambda: self.metrics.queue.set(self._batcher.waiting)]
         look += [self._settle] if self.log is not None else []
+        look += [self._watch.look] if self._watch is not None else []
         self._tasks = [asyncio.get_running_loop().create_task(_repeat(call)) for call in look]
 
     async def stop(self) -> None:
@@ -97,6 +102,8 @@ class Service:
         if self.log is not None:
             await asyncio.to_thread(self.log.close)
             await asyncio.to_thread(self._settle)
+        if self._watch is not None:
+            self._watch.close()
 
     async def recommend(self, request: RecommendRequest) -> Answered:
         """Ranks, and logs the slate. The impression is on disk when this returns.
@@ -215,6 +222,14 @@ class Service:
         """Maximum list length of a variant; of interleaved lists, that of both."""
         arms = [self.arms[variant]] if variant in self.arms else self.arms.values()
         return min(one.current.bundle.k for one in arms)
+
+    def _guard(self) -> Watch | None:
+        if self.options.guard is None or self.log is None or self.ended is None:
+            return None
+        from recpo.server.guard import Watch  # which reads the log; a server without a guard never does
+
+        names = [one.name for one in self.variants]
+        return Watch(self.log.root, self.options.guard, names, self.options.experiment, self.ended)
 
     def _follow_ended(self) -> None:
         if self.ended is not None:

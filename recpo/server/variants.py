@@ -15,11 +15,13 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recpo.artifacts import read_json, write_json
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.server.bundles import LoadedBundle, Versions, log_kind
 from recpo.server.impressions import validate_log_directory
 
@@ -52,6 +55,34 @@ class Variant(NamedTuple):
     name: str
     path: Path
     share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Bounds of every variant but the control. The first one that is beyond doubt violated ends the variant.
+
+    Raises:
+        RecpoError: a bound is out of range, or there is none.
+    """
+
+    dislikes: OpenUnitInterval | None = None
+    """maximum share of answers with a dislike; null = no such bound"""
+    value: float | None = None
+    """minimum value per answer minus that of the control, such as -0.05; the value of an answer is the sum over its
+    items of the label, or of watch_time / duration up to 1, minus ``dislike_cost`` per dislike. null = no such bound"""
+    dislike_cost: NonNegativeFloat = 1.0
+    """what a dislike subtracts from the value"""
+    alpha: OpenUnitInterval = 0.05
+    """probability that any variant within its bounds is ever ended"""
+    tightest: PositiveInt = 2000
+    """number of users of a variant at which the bound of its value is tightest"""
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+        if self.dislikes is None and self.value is None:
+            raise RecpoError("guard: set dislikes, value, or both", code="missing_option", field="guard")
+        if self.value is not None and not math.isfinite(self.value):
+            raise RecpoError(f"guard.value is {self.value}", code="out_of_range", field="guard.value")
 
 
 def parse_variants(texts: Sequence[str]) -> tuple[Variant, ...]:
