@@ -127,20 +127,18 @@ def probabilistic(
     Raises:
         RecpoError: a ranking lists an item twice, ``k`` is not positive, or ``tau`` is negative.
     """
-    rankings, weights = _validated(first, second, k), _weights(first, second, tau)
+    rankings, left = _validated(first, second, k), _Left(first, second, tau)
     items: list[Any] = []
     teams: list[int] = []
-    while len(items) < k:
+    credit: list[float] = []
+    while len(items) < k and left.items:
         team = int(generator.random() < 0.5)
-        left = [[item for item in ranking if item not in items] for ranking in rankings]
-        team = team if left[team] else 1 - team
-        if not left[team]:
-            break
-        chances = np.array([weights[team][item] for item in left[team]])
-        items.append(left[team][generator.choice(len(chances), p=chances / chances.sum())])
+        team = team if left.has(team) else 1 - team
+        item = rankings[team][left.draw(team, generator.random())]
+        items.append(item)
         teams.append(team)
-    credit = probabilistic_credit(first, second, items, tau)
-    return Interleaved(items, np.array(teams, np.int64), credit, None)
+        credit.append(left.take(item))
+    return Interleaved(items, np.array(teams, np.int64), np.array(credit, np.float64), None)
 
 
 def probabilistic_credit(
@@ -157,22 +155,40 @@ def probabilistic_credit(
         RecpoError: a ranking lists an item twice, an item is in neither ranking, or ``tau`` is negative.
     """
     _validated(first, second, 1)
-    weights = _weights(first, second, tau)
-    if strange := [item for item in items if item not in weights[0] and item not in weights[1]]:
+    left = _Left(first, second, tau)
+    if strange := [item for item in items if item not in left.items]:
         raise RecpoError(f"item {strange[0]!r:.80} is in neither ranking", code="mismatch", field="items")
-    credit = np.zeros(len(items))
-    for place, item in enumerate(items):
-        before = set(items[:place])
-        rest = [sum(weight for other, weight in one.items() if other not in before) for one in weights]
-        one, two = (of.get(item, 0.0) / total if total else 0.0 for of, total in zip(weights, rest, strict=True))
-        credit[place] = (two - one) / (two + one)
-    return credit
+    return np.array([left.take(item) for item in items], np.float64)
 
 
-def _weights(first: Sequence[Any], second: Sequence[Any], tau: float) -> list[dict[Any, float]]:
-    if not 0 <= tau < np.inf:
-        raise RecpoError(f"tau is {tau}, expected a number of at least 0", code="out_of_range", field="tau")
-    return [{item: float(rank) ** -tau for rank, item in enumerate(one, 1)} for one in (first, second)]
+class _Left:
+    """The weights of both rankings for the items that are not in the list yet."""
+
+    def __init__(self, first: Sequence[Any], second: Sequence[Any], tau: float) -> None:
+        if not 0 <= tau < np.inf:
+            raise RecpoError(f"tau is {tau}, expected a number of at least 0", code="out_of_range", field="tau")
+        self._weights = [np.arange(1, len(one) + 1, dtype=np.float64) ** -tau for one in (first, second)]
+        self._places = [{item: place for place, item in enumerate(one)} for one in (first, second)]
+        self.items = {*first, *second}
+
+    def has(self, team: int) -> bool:
+        return bool(self._weights[team].any())
+
+    def draw(self, team: int, uniform: float) -> int:
+        """The place in its ranking of an item of a team."""
+        cumulative = self._weights[team].cumsum()
+        below = np.nextafter(cumulative[-1], 0.0)  # the product may be rounded up to the sum
+        return int(np.searchsorted(cumulative, min(uniform * cumulative[-1], below), side="right"))
+
+    def take(self, item: Any) -> float:
+        """The credit of an item, which is not left afterwards."""
+        chances = [0.0, 0.0]
+        for team, (weights, places) in enumerate(zip(self._weights, self._places, strict=True)):
+            if (place := places.get(item)) is not None:
+                chances[team] = float(weights[place] / weights.sum())
+                weights[place] = 0.0
+        self.items.remove(item)
+        return (chances[1] - chances[0]) / (chances[1] + chances[0])
 
 
 def _validated(first: Sequence[Any], second: Sequence[Any], k: int) -> tuple[Sequence[Any], Sequence[Any]]:
