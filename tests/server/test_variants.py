@@ -6,8 +6,10 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +21,7 @@ from recpo.server.options import ServerOptions
 from recpo.server.variants import ENDED, EndedVariants, assigned, parse_variants
 from recpo.verbs.serve import Serve
 from tests.refusals import refused
-from tests.server.conftest import answers, request
+from tests.server.conftest import answers, process, request
 
 THREE = parse_variants(["old=a:0.7", "new=b:0.2", "other=c:0.1"])
 
@@ -206,6 +208,23 @@ def test_a_log_without_variants_has_the_bytes_that_it_had():
     assert old.payload() == b'i["n", 1, 2, ["a"], [1.0], [false], null]'
     new = old._replace(variant="A")
     assert (Impression.from_payload(old.payload()), Impression.from_payload(new.payload())) == (old, new)
+
+
+def test_two_workers_agree_on_variants_and_on_their_end(bundles, tmp_path):
+    variant = two(bundles)
+    expected = [assigned(user, "1", parse_variants(variant)) for user in range(12)]
+    flags = ["--variant", variant[0], "--variant", variant[1], "--log", tmp_path, "--guard.dislikes", 0.5]
+    with process(None, *flags, "--workers", 2) as server:
+
+        def served():
+            answers = [httpx.post(f"{server.url}/v1/recommend", json=request(user)).json() for user in range(12)]
+            return [answer["variant"] for answer in answers]  # every request has a connection, so both workers answer
+
+        assert [served() for _ in range(3)] == [expected] * 3
+        EndedVariants(tmp_path, "1").end("B", {"because": "a person"})
+        until = time.monotonic() + 60
+        while {name for _ in range(3) for name in served()} != {"A"}:
+            assert time.monotonic() < until
 
 
 def test_variants_of_another_kind_are_refused(bundles, tmp_path, monkeypatch):
