@@ -179,6 +179,7 @@ from .rewards.rewards import (
 from .rewards.rewards import (
     WeightedSum as WeightedSum,
 )
+from .server.variants import Guard as Guard
 from .serving.bundle import Bundle as Bundle
 from .serving.item_index import IndexOptions as IndexOptions
 from .serving.of_runs import score as score

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "training": SHARED | {"ops", "log", "batches", "policies", "objectives", "rewards", "evaluation"},
     "serving": SHARED | {"policies", "log", "training"},
     "sharding": SHARED | {"ops", "policies", "training"},
-    "server": SHARED | {"serving", "lists"},
+    # of evaluation it takes the sums of a log by variant and their confidence sequences, which need no torch
+    "server": SHARED | {"serving", "lists", "evaluation"},
     "explorer": SHARED | {"log", "batches", "rewards", "evaluation"},
     "verbs": None,
     "cli": None,

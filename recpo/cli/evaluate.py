@@ -11,7 +11,7 @@ from rich.text import Text
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
-from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
 from recpo.evaluation.segments import NEW_METRICS
@@ -24,6 +24,8 @@ _MOST_FOR_ALL_PAIRS = 4
 
 def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
+    if isinstance(evaluation, VariantEvaluation):
+        return _show_variants(evaluation)
     print_evaluation(evaluation)
     document = evaluation.document
     metrics = {one["name"]: one["metrics"] for one in document["contenders"]}
@@ -33,6 +35,38 @@ def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     following = None if served is None else command("export", "--run", served, "--out", "runs/bundle")
     wrote = () if evaluation.path is None else (str(evaluation.path), str(evaluation.report))
     return VerbResult(wrote, following, {"warnings": evaluation.warnings, "metrics": metrics})
+
+
+def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
+    document, terminal = evaluation.document, console()
+    for warning in evaluation.warnings:
+        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    caption = "per impression, ± half of the 95 % interval over users; [low, high]: 95 % at all times together"
+    names = ("value", "dislikes", "difference")
+    if document["variants"]:
+        table = _table(f"experiment {document['experiment']}; control {document['control']}", caption)
+        for name in ("variant", "users", "impressions", *names):
+            table.add_column(name, justify="left" if name == "variant" else "right")
+        for one in document["variants"]:
+            cells = [_sequence_cell(one.get(name), signed=name == "difference") for name in names]
+            table.add_row(Text(one["variant"]), f"{one['users']:,}", f"{one['impressions']:,}", *cells)
+        terminal.print(table)
+    if (found := document["preference"]) is not None:
+        table = _table(f"experiment {document['experiment']}; interleaved lists", caption)
+        for name in ("preference", "users", "impressions", "credit", "won", "lost"):
+            table.add_column(name, justify="left" if name == "preference" else "right")
+        counts = f"{found['users']:,}", f"{found['impressions']:,}"
+        shares = f"{100 * found['wins']:.1f} %", f"{100 * found['losses']:.1f} %"
+        table.add_row(Text(f"{found['of']} over {found['over']}"), *counts, _sequence_cell(found, signed=True), *shares)
+        terminal.print(table)
+    return VerbResult(result=document)
+
+
+def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:
+    cell = _cell(value, signed=signed)
+    if value is not None and value["sequence"] is not None:
+        cell.append("\n[{:.4f}, {:.4f}]".format(*value["sequence"]))
+    return cell
 
 
 def print_evaluation(evaluation: Evaluation) -> None:

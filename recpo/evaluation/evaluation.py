@@ -160,3 +160,44 @@ def _off_policy_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...
         for entry in contender["off_policy"]
     ]
     return columns, found
+
+
+class VariantEvaluation(Evaluation):
+    """The variants of a served log: ``document`` is that of ``recpo.evaluation.variants.variants_document``.
+
+    It is only in memory: it has no directory and no report.
+    """
+
+    def to_pandas(self, rows: Rows = "metrics") -> pd.DataFrame:
+        """A row per variant and number: ``variant metric mean half_width low high``, ends of the confidence sequence.
+
+        Args:
+            rows: ``metrics``; there are no other rows.
+
+        Raises:
+            RecpoError: other rows are wanted.
+        """
+        import pandas as pd
+
+        if rows != "metrics":
+            raise RecpoError(f"to_pandas: variants have no rows {rows!r}", code="unknown_name", field="rows")
+        found = []
+        entries = [(one["variant"], name, one[name]) for one in self.document["variants"] for name in one]
+        if (preference := self.document["preference"]) is not None:
+            entries.append((preference["of"], "preference", preference))
+        for variant, metric, value in entries:
+            if isinstance(value, dict):
+                low, high = value["sequence"] or (None, None)
+                found.append((variant, metric, value["mean"], value["half_width"], low, high))
+        return pd.DataFrame(found, columns=["variant", "metric", "mean", "half_width", "low", "high"])
+
+    def html(self) -> str:
+        """The numbers as a table."""
+        return str(self.to_pandas().to_html(index=False))
+
+    def write(self, path: Path | str, *, overwrite: bool = False) -> Evaluation:
+        """Raises: variants are kept in memory only; ``document`` has every number as JSON values."""
+        raise RecpoError("write: variants are kept in memory only: keep `document`", code="unsupported", field="path")
+
+    def _repr_html_(self) -> str:
+        return self.html()

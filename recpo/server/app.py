@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse
 
 from recpo import __version__
 from recpo.base.errors import RecpoError
+from recpo.server.bundles import Versions
 from recpo.server.metrics import Metrics
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
@@ -92,7 +93,7 @@ def _recommend_routes(service: Service) -> APIRouter:
         """Recommends items for one user. With a log, the impression is on disk before the answer is sent."""
         shown, identifier = await service.recommend(body)
         columns = zip(shown.items, shown.scores, shown.propensity, shown.explored, strict=True)
-        answer = {
+        answer: dict[str, Any] = {
             "request_id": identifier,
             "bundle": shown.bundle.name,
             "version": shown.bundle.version,
@@ -102,6 +103,10 @@ def _recommend_routes(service: Service) -> APIRouter:
                 for item, score, propensity, explored in columns
             ],
         }
+        if service.variants:
+            answer["variant"] = shown.variant
+        for item, team in zip(answer["items"], shown.team or (), strict=False):
+            item["team"] = team
         return JSONResponse(answer)
 
     @router.post("/feedback", response_model=FeedbackAnswer, responses=_faults(404))
@@ -115,33 +120,38 @@ def _recommend_routes(service: Service) -> APIRouter:
 def _admin_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix=ADMIN, tags=["Operations"], responses=_faults(400, 401, 403, 422))
 
-    def answer() -> VersionsAnswer:
-        current = service.versions.current
+    def answer(versions: Versions) -> VersionsAnswer:
+        current = versions.current
         return VersionsAnswer(
             name=current.name,
             version=current.version,
             checksum=current.checksum,
             golden_requests=current.golden,
-            versions=service.versions.names,
-            previous=service.versions.previous,
+            versions=versions.names,
+            previous=versions.previous,
         )
 
+    def of(variant: str | None) -> Versions:
+        if variant is not None and variant not in service.arms:
+            raise HTTPException(404, f"no variant {variant!r:.80}")
+        return service.versions if variant is None else service.arms[variant]
+
     @router.get("/versions")
-    async def versions() -> VersionsAnswer:
-        """The version that serves, and the other versions."""
-        return answer()
+    async def versions(variant: str | None = None) -> VersionsAnswer:
+        """The version that serves, and the other versions; of the first variant unless another one is named."""
+        return answer(of(variant))
 
     @router.post("/swap")
-    async def swap(body: SwapRequest) -> VersionsAnswer:
+    async def swap(body: SwapRequest, variant: str | None = None) -> VersionsAnswer:
         """Switches to another version after it answered its golden requests. Other workers follow within seconds."""
-        await asyncio.to_thread(service.versions.swap, body.version)
-        return answer()
+        await asyncio.to_thread(of(variant).swap, body.version)
+        return answer(of(variant))
 
     @router.post("/rollback")
-    async def rollback() -> VersionsAnswer:
+    async def rollback(variant: str | None = None) -> VersionsAnswer:
         """Switches back to the version that served before."""
-        await asyncio.to_thread(service.versions.rollback)
-        return answer()
+        await asyncio.to_thread(of(variant).rollback)
+        return answer(of(variant))
 
     return router
 

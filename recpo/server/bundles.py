@@ -280,11 +280,11 @@ class Versions:
                 code="out_of_range",
                 field="k",
             )
-        if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
+        if hasattr(self, "current") and log_kind(loaded) != log_kind(self.current):
             raise RecpoError(
                 f"version {loaded.version} has other item ids, feedback, features or behaviors than "
-                f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of "
-                "its own",
+                f"{self.current.version} ({log_kind(loaded)}, not {log_kind(self.current)}): give it a server and a "
+                "log of its own",
                 code="mismatch",
                 field="version",
             )
@@ -321,7 +321,7 @@ class Versions:
         write_json(self.path / ACTIVE, {"active": active, "previous": list(previous)[-_KEPT:]})
 
 
-def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
+def log_kind(loaded: LoadedBundle) -> tuple[object, ...]:
     """The properties that the log's columns and the requests depend on."""
     text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
     sides = (one for one in (known.user, known.context) if one is not None)

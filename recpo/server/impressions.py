@@ -36,6 +36,7 @@ from recpo.artifacts import MARKER, kind_of, output_file, write_json
 from recpo.artifacts.documents import WRITING, os_errors
 from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
+from recpo.lists.interleaving import Interleaving
 from recpo.server.segments import (
     CLOSING,
     COMPLETE,
@@ -56,6 +57,9 @@ JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an 
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
 ID_PATTERN: Final = "^[0-9a-f]{44}$"
 _ROUNDING: Final = 1e-6  # above the errors of the propensities of exploration, 1e-9 each
+
+_OF_VARIANTS: Final = ("experiment", "interleaving")  # fields of a header that a server without variants leaves out
+_PLAIN: Final = 7  # fields of an impression of such a server
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
@@ -79,6 +83,9 @@ class LogLayout:
         graded: outcomes are labels, not watch times, because the bundle's feedback levels come from labels.
         behaviors: further outcomes, one flag each.
         context: name and kind (``recpo.server.bundles.feature_kinds``) of the features of requests.
+        experiment: name of the experiment if the server has variants; the log then has the columns ``experiment`` and
+            ``variant``.
+        interleaving: how lists of two variants are interleaved; the log then has the columns ``team`` and ``credit``.
     """
 
     user_id: IdType
@@ -86,6 +93,8 @@ class LogLayout:
     graded: bool = False
     behaviors: tuple[str, ...] = ()
     context: tuple[tuple[str, str], ...] = ()
+    experiment: str | None = None
+    interleaving: Interleaving | None = None
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -103,16 +112,20 @@ class LogLayout:
                 pa.field("item_id", _ID_TYPES[self.item_id], nullable=False),
                 pa.field("timestamp", pa.int64(), nullable=False),
                 *(pa.field(name, kind) for name, kind in outcomes),
-                pa.field("propensity", pa.float64(), nullable=False),
+                pa.field("propensity", pa.float64(), nullable=self.interleaving == "probabilistic"),
                 pa.field("is_random", pa.bool_(), nullable=False),
                 pa.field("request_id", pa.string(), nullable=False),
                 *(pa.field(name, _CONTEXT_TYPES[kind]) for name, kind in self.context),
+                *(pa.field(name, pa.string()) for name in ("experiment", "variant") if self.experiment is not None),
+                *((pa.field("team", pa.string()), pa.field("credit", pa.float64())) if self.interleaving else ()),
             ]
         )
 
     def header(self) -> bytes:
         """The first record of every segment."""
-        return HEADER + json.dumps(asdict(self)).encode()
+        of_variants = {name: value for name, value in asdict(self).items() if name in _OF_VARIANTS and value is None}
+        written = {name: value for name, value in asdict(self).items() if name not in of_variants}
+        return HEADER + json.dumps(written).encode()
 
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
@@ -123,7 +136,7 @@ class LogLayout:
         """
         found = json.loads(payload[1:])
         names = [one.name for one in fields(cls)]
-        if sorted(found) != sorted(names):
+        if sorted({**dict.fromkeys(_OF_VARIANTS), **found}) != sorted(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
                 "start the recpo version that wrote it again, which completes its log",
@@ -145,19 +158,26 @@ class Impression(NamedTuple):
         propensity: probability of each item at a uniformly drawn place of the slate.
         is_random: the item was drawn uniformly.
         context: the known features of the request, by name.
+        variant: the variant that served; None = no variants, or an interleaved list.
+        team: the variant that contributed each item of an interleaved list.
+        credit: what a success of each item says for the second variant, -1 to 1 (``recpo.lists.interleaving``).
     """
 
     nonce: str
     time_ms: int
     user_id: Any
     items: Sequence[Any]
-    propensity: Sequence[float]
+    propensity: Sequence[float | None]
     is_random: Sequence[bool]
     context: Mapping[str, Any] | None = None
+    variant: str | None = None
+    team: Sequence[str] | None = None
+    credit: Sequence[float] | None = None
 
     def payload(self) -> bytes:
-        """Serializes it as a record."""
-        return IMPRESSION + json.dumps(self).encode()
+        """Serializes it as a record, without the last three fields if there are no variants."""
+        plain = self.variant is None and self.team is None
+        return IMPRESSION + json.dumps(self[:_PLAIN] if plain else self).encode()
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Impression:
@@ -270,17 +290,26 @@ class ImpressionLog:
         self,
         user_id: object,
         items: Sequence[Any],
-        propensity: Sequence[float],
+        propensity: Sequence[float | None],
         is_random: Sequence[bool],
         context: Mapping[str, Any] | None = None,
+        **of_variants: Any,
     ) -> tuple[str, Future[None]]:
         """Appends an impression and returns its request id, which is valid once the future is done.
+
+        Args:
+            user_id: as in ``Impression``, and so are the others.
+            items: external ids, best first.
+            propensity: probability of each item at a uniformly drawn place.
+            is_random: the item was drawn uniformly.
+            context: the known features of the request.
+            of_variants: ``variant``, ``team`` and ``credit``.
 
         Raises:
             RecpoError: the log is closed.
         """
         now, nonce = int(time.time() * 1000), secrets.token_hex(4)
-        impression = Impression(nonce, now, user_id, items, propensity, is_random, context)
+        impression = Impression(nonce, now, user_id, items, propensity, is_random, context, **of_variants)
         address, written = self._writer.append(impression.payload())
         return request_id(address, nonce), written
 
@@ -330,6 +359,7 @@ def joined_rows(
     """The rows of a slate, one per item, with null values if the outcome is not known."""
     identifier = request_id(address, impression.nonce)
     known: dict[Any, dict[str, float | bool]] = {}
+    unknown: list[None] = [None] * len(impression.items)
     for outcome in sorted(outcomes, key=lambda outcome: outcome.time_ms):
         known.setdefault(outcome.item_id, {}).update(outcome.values)
     return [
@@ -342,30 +372,38 @@ def joined_rows(
             "is_random": is_random,
             "request_id": identifier,
             **{name: (impression.context or {}).get(name) for name, _ in layout.context},
+            **({} if layout.experiment is None else {"experiment": layout.experiment, "variant": impression.variant}),
+            **({"team": team, "credit": credit} if layout.interleaving else {}),
         }
-        for item, propensity, is_random in zip(
-            impression.items, impression.propensity, impression.is_random, strict=True
+        for item, propensity, is_random, team, credit in zip(
+            impression.items,
+            impression.propensity,
+            impression.is_random,
+            impression.team or unknown,
+            impression.credit or unknown,
+            strict=True,
         )
     ]
 
 
-def validate_propensities(items: Sequence[Any], propensity: Sequence[float]) -> None:
+def validate_propensities(items: Sequence[Any], propensity: Sequence[float | None]) -> None:
     """Raises if rows of a slate could not be weighted by their propensities.
 
     Args:
         items: external ids.
-        propensity: probability of each item at a uniformly drawn place of the slate.
+        propensity: probability of each item at a uniformly drawn place of the slate; None = not known.
 
     Raises:
         RecpoError: a propensity is not a probability above 0, their sum is above 1, or an item is listed twice.
     """
-    if wrong := [value for value in propensity if not 0.0 < value <= 1.0]:  # nan is wrong as well
+    known = [value for value in propensity if value is not None]
+    if wrong := [value for value in known if not 0.0 < value <= 1.0]:  # nan is wrong as well
         raise RecpoError(
             f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]",
             code="bad_value",
             field="propensity",
         )
-    if (total := math.fsum(propensity)) > 1.0 + _ROUNDING:
+    if (total := math.fsum(known)) > 1.0 + _ROUNDING:
         raise RecpoError(
             f"propensities of a slate sum to {total}, expected at most 1", code="out_of_range", field="propensity"
         )

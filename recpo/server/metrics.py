@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -23,9 +24,13 @@ _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Counters of one worker."""
+    """Counters of one worker.
 
-    def __init__(self) -> None:
+    Args:
+        variants: names of the variants; () = there are none, and no metrics of them.
+    """
+
+    def __init__(self, variants: Sequence[str] = ()) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # of the extra `serve`
 
         self._registry = registry = CollectorRegistry()
@@ -69,7 +74,22 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
-        self._serving: tuple[str, str, str] | None = None
+        self._serving: dict[str, tuple[str, str, str]] = {}
+        self._of_variants: tuple[Counter, Gauge] | None = None
+        if variants:
+            self._of_variants = (
+                Counter(
+                    "recpo_variant_answers", "Answers of each variant, or interleaved.", ["variant"], registry=registry
+                ),
+                Gauge(
+                    "recpo_variant_ended",
+                    "1 for a variant that a guard ended: its users get the control.",
+                    ["variant"],
+                    registry=registry,
+                    multiprocess_mode="livemax",
+                ),
+            )
+            self.of_ended(variants, ())
 
     def of_request(self, route: str, status: int, seconds: float) -> None:
         """Records an answer that was sent."""
@@ -82,13 +102,25 @@ class Metrics:
             if number and what not in ("users", "events"):
                 self.left_out.labels(what).inc(number)
 
-    def of_bundle(self, bundle: LoadedBundle) -> None:
+    def of_bundle(self, variant: str, bundle: LoadedBundle) -> None:
         """Records that a bundle started to serve."""
-        if self._serving is not None:
-            self.bundle.labels(*self._serving).set(0)
-        self._serving = bundle.name, bundle.version, bundle.checksum
-        self.bundle.labels(*self._serving).set(1)
+        before = self._serving.get(variant)
+        self._serving[variant] = bundle.name, bundle.version, bundle.checksum
+        if before is not None and before not in self._serving.values():
+            self.bundle.labels(*before).set(0)
+        self.bundle.labels(*self._serving[variant]).set(1)
         self.swaps.inc()
+
+    def of_answer(self, variant: str | None) -> None:
+        """Records an answer of a variant; None = an interleaved one, or there are no variants."""
+        if self._of_variants is not None:
+            self._of_variants[0].labels(variant or "interleaved").inc()
+
+    def of_ended(self, variants: Sequence[str], ended: Collection[str]) -> None:
+        """Records which variants were ended."""
+        if self._of_variants is not None:
+            for name in variants:
+                self._of_variants[1].labels(name).set(name in ended)
 
     def of_settled(self, settled: Settled) -> None:
         """Records published rows."""

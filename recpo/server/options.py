@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.lists.exploration import Exploration
+from recpo.lists.interleaving import Interleaving
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.server.bundles import Reranking
 from recpo.server.impressions import IdType
+from recpo.server.variants import Guard, Variant, parse_variants
 from recpo.serving.runtimes import CPU_PROVIDER
 
 _SHORTEST_KEY = 16
@@ -29,6 +32,17 @@ class ServerOptions:
     """port to listen on; 0 = any free port, which the process log names"""
     workers: PositiveInt = 1
     """number of processes; each loads the bundle and writes its own log files"""
+    variant: Sequence[str] = ()
+    """policies that serve at once, each as NAME=BUNDLE:SHARE, instead of ``bundle``; the first one is the control, and
+    shares sum to 1. A user has the same variant in every worker and after every restart"""
+    experiment: str = "1"
+    """name of the experiment, which the hash of the user contains: another name assigns all users anew"""
+    interleave: Interleaving | None = None
+    """mix the lists of two variants of equal shares in every answer: team_draft, or probabilistic; null = every user
+    has one variant"""
+    guard: Guard | None = None
+    """bounds of the variants (``recpo.Guard``: dislikes, value, alpha): a variant that violates one beyond doubt ends,
+    and its users get the control; null = no variant ends"""
     name: str | None = None
     """name of the model in answers and addresses; null = the name of the bundle's directory"""
     log: Path | None = None
@@ -86,9 +100,39 @@ class ServerOptions:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         validate_ranges(self)
+        self._validate_variants()
         if self.port > _LAST_PORT:
             message = f"serve: port is {self.port}, expected at most {_LAST_PORT}"
             raise RecpoError(message, code="out_of_range", field="port")
+
+    def _validate_variants(self) -> None:
+        if isinstance(self.variant, str):
+            object.__setattr__(self, "variant", (self.variant,))
+        variants = self.variants
+        if self.guard is not None and (not variants or self.log is None):
+            message = "guard ends variants because of their log: give --variant and --log"
+            raise RecpoError(message, code="missing_option", field="log" if variants else "variant")
+        if not variants:
+            if self.interleave is not None:
+                message = "interleave mixes two variants: give them with --variant"
+                raise RecpoError(message, code="missing_option", field="variant")
+            return
+        if self.interleave is None:
+            return
+        if len(variants) != 2 or variants[0].share != variants[1].share:
+            message = "interleave mixes two variants of equal shares in every answer: give two, without shares"
+            raise RecpoError(message, code="conflicting_options", field="interleave")
+        if self.guard is not None:
+            message = "guard compares users of different variants, interleave shows both to all: leave one of them out"
+            raise RecpoError(message, code="conflicting_options", field="guard")
+        if self.exploration is not None:
+            message = "interleave draws the lists, so --exploration cannot: leave one of them out"
+            raise RecpoError(message, code="conflicting_options", field="exploration")
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants; () = there are none."""
+        return parse_variants(self.variant)
 
     @property
     def reranking(self) -> Reranking | None:

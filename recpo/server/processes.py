@@ -21,10 +21,10 @@ import uvicorn
 
 from recpo.artifacts import describe_os_error
 from recpo.base.errors import RecpoError
-from recpo.server.bundles import Versions
-from recpo.server.impressions import settle, validate_log_directory
+from recpo.server.impressions import settle
 from recpo.server.metrics import log_as_json
 from recpo.server.options import Keys, ServerOptions
+from recpo.server.variants import open_arms, validate_log
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
@@ -36,7 +36,7 @@ _ATTEMPTS = 3
 _LOG = logging.getLogger("recpo.server")
 
 
-def run_server(bundle: Path, options: ServerOptions) -> None:
+def run_server(bundle: Path | None, options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT, then answers the requests that have arrived and returns.
 
     SIGHUP switches to the newest version.
@@ -120,12 +120,13 @@ class _Worker(uvicorn.Server):
 
     def _swap(self) -> None:
         try:
-            self._service.versions.swap()
+            for versions in self._service.arms.values():
+                versions.swap()
         except RecpoError as error:
-            _LOG.error("the bundle stays %s: %s", self._service.versions.current.version, error)
+            _LOG.error("the bundle stays %s: %s", versions.current.version, error)
 
 
-def _work(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+def _work(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     from recpo.server.app import create_app  # after the parent has set where metrics are shared
     from recpo.server.service import Service
 
@@ -148,12 +149,15 @@ def _work(bundle: Path, options: ServerOptions, listening: socket.socket) -> Non
         "golden_requests": current.golden,
         "log": options.log,
     }
+    if options.variants:
+        served = {name: one.current.version for name, one in service.arms.items()}
+        fields |= {"experiment": options.experiment, "variants": served}
     _LOG.info("serving", extra={"fields": fields})
     _Worker(config, service, options.drain_s).run(sockets=[listening])
     _LOG.info("stopped")
 
 
-def _child(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+def _child(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     """Runs a worker process."""
     log_as_json()
     parent = os.getppid()
@@ -172,13 +176,10 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+def _supervise(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     """Keeps ``options.workers`` processes alive until the server is stopped."""
-    Versions(
-        bundle, options.name, shortlist=options.shortlist, reranking=options.reranking, provider=options.provider
-    )  # faults of the bundle and of the log's directory are reported here, once
-    if options.log is not None:
-        validate_log_directory(options.log, bundle)
+    open_arms(bundle, options)  # faults of the bundles and of the log's directory are reported here, once
+    validate_log(bundle, options)
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:
@@ -187,7 +188,7 @@ def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
 
-def _start(bundle: Path, options: ServerOptions, listening: socket.socket) -> Any:
+def _start(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> Any:
     process = multiprocessing.get_context("spawn").Process(target=_child, args=(bundle, options, listening))
     process.start()
     return process

@@ -11,13 +11,14 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration, Pool, Slate
+from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
@@ -39,6 +40,7 @@ class Query:
         context: features of the request, by name.
         allow: attribute -> values: only items that have one of the values of each attribute.
         deny: attribute -> values: no items that have one of the values.
+        variant: the variant that ranks; "" = there are no variants, or two of them are interleaved.
     """
 
     history: Sequence[Mapping[str, Any]]
@@ -49,6 +51,7 @@ class Query:
     context: Mapping[str, Any] | None = None
     allow: Wanted | None = None
     deny: Wanted | None = None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,23 @@ class Shown:
         bundle: the bundle that ranked it.
         items: external ids, at most k.
         scores: natural-log probabilities under the policy; None for an item that the policy did not list.
-        propensity: probability of each item at a uniformly drawn place of the slate.
+        propensity: probability of each item at a uniformly drawn place of the slate; None where it has no closed form.
         explored: the item is not among the best items, which would be shown without exploration.
         is_random: the complete slate was drawn uniformly.
+        variant: the variant that ranked it; None = there are no variants, or the slate is interleaved.
+        team: the variant that contributed each item of an interleaved slate.
+        credit: the credit of the second variant for each item of an interleaved slate, -1 to 1.
     """
 
     bundle: LoadedBundle
     items: list[Any]
     scores: list[float | None]
-    propensity: list[float]
+    propensity: Sequence[float | None]
     explored: list[bool]
     is_random: bool
+    variant: str | None = None
+    team: list[str] | None = None
+    credit: list[float] | None = None
 
 
 class Ranker:
@@ -104,6 +113,35 @@ class Ranker:
             if len(queries) == 1:
                 return [error]
             return [answer for query in queries for answer in self.rank(bundle, [query])]
+
+    def interleave(
+        self, method: Interleaving, arms: Mapping[str, LoadedBundle], queries: Sequence[Query]
+    ) -> list[Shown | Exception]:
+        """A slate of two variants, or the error of the query, for each query.
+
+        Each variant ranks the first k items; the slate names the bundle of the first one.
+        """
+        rankings = [self.rank(bundle, queries) for bundle in arms.values()]
+        shortest = min(bundle.bundle.k for bundle in arms.values())
+        found: list[Shown | Exception] = []
+        for query, first, second in zip(queries, *rankings, strict=True):
+            if isinstance(first, Exception) or isinstance(second, Exception):
+                found.append(first if isinstance(first, Exception) else second)
+                continue
+            both = interleave(method, first.items, second.items, query.k or shortest, self._generator)
+            scores = [dict(zip(one.items, one.scores, strict=True)) for one in (first, second)]
+            found.append(
+                replace(
+                    first,
+                    items=both.items,
+                    scores=[scores[team][item] for item, team in zip(both.items, both.team.tolist(), strict=True)],
+                    propensity=[None] * len(both.items) if both.propensity is None else both.propensity.tolist(),
+                    explored=[False] * len(both.items),
+                    team=[list(arms)[team] for team in both.team.tolist()],
+                    credit=both.credit.tolist(),
+                )
+            )
+        return found
 
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle

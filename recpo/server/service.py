@@ -6,17 +6,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recpo.base.errors import RecpoError
-from recpo.server.bundles import LoadedBundle, Versions, feature_kinds
-from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_log_directory, validate_propensities
+from recpo.server.bundles import LoadedBundle, feature_kinds
+from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
+from recpo.server.variants import EndedVariants, assigned, open_arms, validate_log
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.manifest import BundleFeatures
+
+if TYPE_CHECKING:
+    from recpo.server.guard import Watch
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
@@ -45,29 +50,24 @@ class Service:
     """All parts of a worker except HTTP.
 
     Args:
-        path: a bundle, or a directory of bundles.
+        path: a bundle, or a directory of bundles; None = the options have variants.
         options: see ``ServerOptions``.
 
     Raises:
         RecpoError: the bundle cannot serve, or the log cannot be written.
     """
 
-    def __init__(self, path: Path, options: ServerOptions) -> None:
-        if options.log is not None:
-            validate_log_directory(options.log, path)
+    def __init__(self, path: Path | None, options: ServerOptions) -> None:
         self.options = options
-        self.metrics = Metrics()
-        self.versions = Versions(
-            path,
-            options.name,
-            self.metrics.of_bundle,
-            threads=options.threads,
-            shortlist=options.shortlist,
-            reranking=options.reranking,
-            provider=options.provider,
-        )
+        self.variants = options.variants
+        validate_log(path, options)
+        self.metrics = Metrics([one.name for one in self.variants])
+        self.arms = open_arms(path, options, self.metrics.of_bundle)
+        self.versions = next(iter(self.arms.values()))
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
+        self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
+        self._watch = self._guard()
         self.draining = False
         self._batcher: Batcher[Query, Shown] = Batcher(
             self._rank,
@@ -86,8 +86,10 @@ class Service:
     def start(self) -> None:
         """Starts answering. Call it in the event loop."""
         self._batcher.start()
-        look = [self.versions.follow, lambda: self.metrics.queue.set(self._batcher.waiting)]
+        look: list[Callable[[], object]] = [*(one.follow for one in self.arms.values()), self._follow_ended]
+        look += [lambda: self.metrics.queue.set(self._batcher.waiting)]
         look += [self._settle] if self.log is not None else []
+        look += [self._watch.look] if self._watch is not None else []
         self._tasks = [asyncio.get_running_loop().create_task(_repeat(call)) for call in look]
 
     async def stop(self) -> None:
@@ -100,6 +102,8 @@ class Service:
         if self.log is not None:
             await asyncio.to_thread(self.log.close)
             await asyncio.to_thread(self._settle)
+        if self._watch is not None:
+            self._watch.close()
 
     async def recommend(self, request: RecommendRequest) -> Answered:
         """Ranks, and logs the slate. The impression is on disk when this returns.
@@ -111,8 +115,9 @@ class Service:
             InvalidAnswerError: the propensities are not probabilities of a slate.
             LogUnavailableError: the impression cannot be written.
         """
-        self._validate(request)
-        query = self._query(request)
+        variant = self._variant(request.user_id)
+        self._validate(request, variant)
+        query = replace(self._query(request), variant=variant)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
         try:
@@ -121,15 +126,19 @@ class Service:
             self.metrics.invalid_propensities.inc()
             _LOG.error("a slate is neither sent nor logged: %s", error)
             raise InvalidAnswerError("a fault of the server: its propensities are wrong; its log has more") from error
-        wanted = shown.bundle.bundle.k if request.k is None else request.k
+        wanted = self._longest(query.variant) if request.k is None else request.k
         self.metrics.short_lists.inc(len(shown.items) < wanted)
         self.metrics.items.labels("false").inc(len(shown.items) - sum(shown.explored))
         self.metrics.items.labels("true").inc(sum(shown.explored))
+        self.metrics.of_answer(shown.variant)
         if self.log is None or not shown.items:
             return Answered(shown, None)
         try:
             is_random = [shown.is_random] * len(shown.items)
-            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, is_random, query.context)
+            of_variants = {"variant": shown.variant, "team": shown.team, "credit": shown.credit}
+            identifier, written = self.log.add(
+                request.user_id, shown.items, shown.propensity, is_random, query.context, **of_variants
+            )
             await asyncio.wrap_future(written)
         except RecpoError as error:
             raise _unavailable(error) from error
@@ -189,13 +198,48 @@ class Service:
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
-            return self._ranker.rank(self.versions.current, queries)
+            if self.options.interleave is not None:
+                both = {name: versions.current for name, versions in self.arms.items()}
+                return self._ranker.interleave(self.options.interleave, both, queries)
+            if not self.variants:
+                return self._ranker.rank(self.versions.current, queries)
+            answers: dict[int, Shown | Exception] = {}
+            for name, versions in self.arms.items():
+                rows = [row for row, query in enumerate(queries) if query.variant == name]
+                shown = self._ranker.rank(versions.current, [queries[row] for row in rows]) if rows else []
+                named = [one if isinstance(one, Exception) else replace(one, variant=name) for one in shown]
+                answers.update(zip(rows, named, strict=True))
+            return [answers[row] for row in range(len(queries))]
+
+    def _variant(self, user_id: int | str) -> str:
+        """The variant of a user; "" without variants, and for interleaved lists."""
+        if not self.variants or self.options.interleave is not None:
+            return ""
+        name = assigned(user_id, self.options.experiment, self.variants)
+        return self.variants[0].name if self.ended is not None and name in self.ended.names else name
+
+    def _longest(self, variant: str) -> int:
+        """Maximum list length of a variant; of interleaved lists, that of both."""
+        arms = [self.arms[variant]] if variant in self.arms else self.arms.values()
+        return min(one.current.bundle.k for one in arms)
+
+    def _guard(self) -> Watch | None:
+        if self.options.guard is None or self.log is None or self.ended is None:
+            return None
+        from recpo.server.guard import Watch  # which reads the log; a server without a guard never does
+
+        names = [one.name for one in self.variants]
+        return Watch(self.log.root, self.options.guard, names, self.options.experiment, self.ended)
+
+    def _follow_ended(self) -> None:
+        if self.ended is not None:
+            self.metrics.of_ended([one.name for one in self.variants], self.ended.follow())
 
     def _settle(self) -> None:
         if self.log is not None:
             self.metrics.of_settled(settle(self.log.root, self.log.outcome_window_s))
 
-    def _validate(self, request: RecommendRequest) -> None:
+    def _validate(self, request: RecommendRequest, variant: str) -> None:
         """Cheap checks before a request waits, for errors that would cost the complete batch."""
         options, bundle = self.options, self.versions.current.bundle
         for name, length, most in (
@@ -208,8 +252,8 @@ class Service:
                     code="out_of_range",
                     field=name,
                 )
-        if request.k is not None and request.k > bundle.k:
-            raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}", code="out_of_range", field="k")
+        if request.k is not None and request.k > (longest := self._longest(variant)):
+            raise RecpoError(f"k is {request.k}, this bundle serves at most {longest}", code="out_of_range", field="k")
         if request.explore and options.exploration is None:
             raise RecpoError(
                 "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
@@ -254,7 +298,18 @@ def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> Impre
         graded=not bundle.bundle.feedback.cutoffs,
         behaviors=known.behaviors,
         context=feature_kinds(known.context),
+        experiment=options.experiment if options.variant else None,
+        interleaving=options.interleave,
     )
+    names = layout.schema.names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if options.variant and twice:
+        raise RecpoError(
+            f"log: the bundle reads {', '.join(twice)}, a name that a column of the log has: rename the behavior or "
+            "the feature",
+            code="duplicate",
+            field=twice[0],
+        )
     return ImpressionLog(
         root,
         layout,

@@ -122,8 +122,12 @@ class RecommendedItem(BaseModel):
         description="natural-log probability under the policy, for a bundle with an index up to a constant of the "
         "request; null where it was not asked"
     )
-    propensity: float = Field(description="probability of the item at a place of the slate that is drawn at random")
+    propensity: float | None = Field(
+        description="probability of the item at a place of the slate that is drawn at random; null where it has no "
+        "closed form, in probabilistic interleaving"
+    )
     explored: bool = Field(description="it is none of the best items, which would be shown without exploration")
+    team: str | None = Field(default=None, description="the variant that contributed it, in an interleaved slate only")
 
 
 class Recommendation(BaseModel):
@@ -136,6 +140,10 @@ class Recommendation(BaseModel):
     bundle: str
     version: str
     checksum: str
+    variant: str | None = Field(
+        default=None,
+        description="the variant that ranked it, of a server with variants; null where two are interleaved",
+    )
     items: list[RecommendedItem]
 
 

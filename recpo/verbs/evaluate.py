@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from recpo.artifacts import output_directory
+from recpo.base.errors import RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.candidates import table_of
 from recpo.evaluation.contenders import (
@@ -22,13 +23,16 @@ from recpo.evaluation.contenders import (
     oracle,
     validate_names,
 )
-from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
+from recpo.evaluation.variants import variants_document
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, directory_of, reranked_contenders
 from recpo.verbs.devices import compute_device
 from recpo.verbs.verb import Verb, function_of
+
+By = Literal["variant"]
 
 _NO_GRADES = "There is no baseline factorization: the train or the validation period has no graded event."
 
@@ -48,8 +52,8 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
 
     first_day: ClassVar = ("prepared", "contenders", "out", "baselines", "ks", "truth", "exclude_past")
 
-    prepared: Prepared | str | Path
-    """prepared data, or its directory"""
+    prepared: Prepared | str | Path | None = None
+    """prepared data, or its directory; null = a served ``log`` by variant"""
     contenders: Sequence[Named] | Named = ()
     """what to compare, on the same items: runs, bundles and factors (or their directories), lists of another system
     (NAME=FILE), and names of baselines. Lists are a Parquet file, a directory of such files, or a CSV file, with the
@@ -60,6 +64,14 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
     of items by items, for catalogs up to 10,000 items), random. A bundle ranks, but gives no probabilities of logged
     items. The logging policy is added if its value is known"""
     _: KW_ONLY
+    log: Path | str | None = None
+    """instead of ``prepared``: directory of a log of ``recpo serve --variant``, whose users saw the variants
+    (docs/experiments.md)"""
+    by: By | None = None
+    """``variant``: value, dislikes and differences of the variants of ``log``, with intervals and confidence sequences;
+    of the other options only ``control`` and ``reward.dislike_cost`` count"""
+    control: str | None = None
+    """variant that the others are compared with; null = the one with most impressions"""
     out: Path | str | None = None
     """output directory; null = keep the evaluation in memory only"""
     baselines: bool = True
@@ -81,6 +93,8 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
 
     def execute(self) -> Evaluation:
         """Opens and checks every contender, evaluates one after the other, and writes the directory at the end."""
+        if self.log is not None or self.by is not None or self.prepared is None:
+            return self._by_variant()
         data = Prepared.open(self.prepared)
         with self._output(data) as target:
             contenders, warnings = self._contenders(data, self._cache(target))
@@ -95,6 +109,19 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
             if target is not None:
                 evaluation.write_files(target)
         return evaluation if self.out is None else replace(evaluation, path=Path(self.out))
+
+    def _by_variant(self) -> Evaluation:
+        """The variants of a served log, in memory."""
+        if self.log is None or self.by is None:
+            name = "log" if self.by is not None else "by" if self.log is not None else "prepared"
+            message = "evaluate: give prepared data (--prepared), or the log of a server (--log LOG --by variant)"
+            raise RecpoError(message, code="missing_option", field=name)
+        for name in ("prepared", "contenders", "out"):
+            if getattr(self, name) not in (None, (), []):
+                message = f"evaluate: --{name} has no effect on variants of a served log: leave it out"
+                raise RecpoError(message, code="conflicting_options", field=name)
+        document = variants_document(self.log, control=self.control, dislike_cost=self.reward.dislike_cost)
+        return VariantEvaluation(document, self.recorded())
 
     @property
     def _named(self) -> list[Named]:

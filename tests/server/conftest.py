@@ -99,8 +99,7 @@ def process(bundle, *flags, program=(sys.executable, "-m", "recpo.cli.main"), en
     command = [
         *map(str, program),
         "serve",
-        "--bundle",
-        str(bundle),
+        *([] if bundle is None else ["--bundle", str(bundle)]),
         "--port",
         "0",
         *([] if "--timeout_s" in flags else ["--timeout_s", "60"]),

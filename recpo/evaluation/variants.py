@@ -1,0 +1,219 @@
+"""Variants of a served log: value and dislikes of each, differences to the control, preference of interleaved lists.
+
+The unit is the impression, one slate of a request. Its value is the sum over its items of
+
+    grade - dislike_cost disliked,    grade = label, or min(watch_time / duration, 1); 0 if nothing was reported
+
+Users are the clusters of every interval, because the slates of a user are alike. NumPy and pyarrow only: the guard of
+the server adds up the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from numpy.typing import NDArray
+
+from recpo.base.errors import RecpoError
+from recpo.evaluation.sequences import ClusteredMean, EmpiricalBernstein, clustered_mean
+
+_NEEDED: Final = ("user_id", "timestamp", "request_id", "dislike", "experiment", "variant")
+_GRADES: Final = ("label", "watch_time", "duration")
+_INTERLEAVED: Final = ("team", "credit")
+#: The tables of interleaved lists use this name for them.
+INTERLEAVED: Final = "interleaved"
+
+
+class Slates(NamedTuple):
+    """Impressions of one variant, in order of time.
+
+    Attributes:
+        user_id: ``[N]`` the users.
+        value: ``[N]`` the value of each slate.
+        disliked: ``[N]`` 1.0 if an item of the slate was disliked, otherwise 0.0.
+        preference: ``[N]`` sum of credit times value over the items of an interleaved slate, nan for others.
+    """
+
+    user_id: NDArray[Any]
+    value: NDArray[np.float64]
+    disliked: NDArray[np.float64]
+    preference: NDArray[np.float64]
+
+
+def read_log(log: Path | str) -> pa.Table:
+    """The columns that ``slates`` needs, of the Parquet files of a log of ``recpo serve``.
+
+    Raises:
+        RecpoError: there are no files, or they have no variants.
+    """
+    path = Path(log)
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        message = f"{path} has no Parquet files: give the directory of --log of `recpo serve`, after its outcome window"
+        raise RecpoError(message, code="missing_file", field="log")
+    schema = pa.unify_schemas([ds.dataset(file).schema for file in files])
+    if missing := [name for name in _NEEDED if name not in schema.names]:
+        message = f"{path} has no column {missing[0]}: expected a log that `recpo serve --variant` wrote"
+        raise RecpoError(message, code="missing_column", field=missing[0])
+    columns = [name for name in (*_NEEDED, *_GRADES, *_INTERLEAVED) if name in schema.names]
+    return ds.dataset(files, schema=schema).to_table(columns, filter=ds.field("experiment").is_valid())
+
+
+def slates(table: pa.Table, *, dislike_cost: float = 1.0) -> dict[str, Slates]:
+    """The impressions of each variant of one experiment, and of the interleaved lists under ``INTERLEAVED``.
+
+    Args:
+        table: rows of a log, see ``read_log``.
+        dislike_cost: what a dislike subtracts.
+    """
+    names = table.schema.names
+    if "label" in names:
+        grade = pc.fill_null(table["label"], 0.0)
+    else:
+        duration = pc.if_else(pc.greater(table["duration"], 0.0), table["duration"], None)
+        grade = pc.fill_null(pc.min_element_wise(pc.divide(table["watch_time"], duration), 1.0, skip_nulls=False), 0.0)
+    disliked = pc.cast(pc.fill_null(table["dislike"], False), pa.float64())
+    value = pc.subtract(grade, pc.multiply(disliked, dislike_cost))
+    unknown = pa.nulls(len(table), pa.float64())
+    preference = pc.multiply(table["credit"], value) if "credit" in names else unknown
+    keys = ["request_id", "user_id", "timestamp", "variant"]
+    rows = table.select(keys).append_column("value", value).append_column("disliked", disliked)
+    rows = rows.append_column("preference", preference)
+    sums = [("value", "sum"), ("disliked", "max"), ("preference", "sum")]
+    found = rows.group_by(keys).aggregate(sums).sort_by([("timestamp", "ascending"), ("request_id", "ascending")])
+    variant = pc.fill_null(found["variant"], INTERLEAVED)
+    result = {}
+    for name in sorted(pc.unique(variant).to_pylist()):
+        own = found.filter(pc.equal(variant, name))
+        columns = (own[f"{column}_{how}"].to_numpy() for column, how in sums)
+        result[name] = Slates(own["user_id"].to_numpy(), *columns)
+    return result
+
+
+class PerUser:
+    """Sums over the impressions of each user, to which further impressions are added as they are published."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, float] = defaultdict(float)
+        self._counts: dict[Any, int] = defaultdict(int)
+
+    def add(self, users: Sequence[Any] | NDArray[Any], values: NDArray[np.float64]) -> None:
+        """Adds one value per impression."""
+        distinct, places = np.unique(np.asarray(users), return_inverse=True)
+        sums, counts = np.bincount(places, values, len(distinct)), np.bincount(places, minlength=len(distinct))
+        for user, total, count in zip(distinct.tolist(), sums.tolist(), counts.tolist(), strict=True):
+            self._sums[user] += total
+            self._counts[user] += count
+
+    def mean(self) -> ClusteredMean:
+        """The mean per impression with its error over users."""
+        return clustered_mean(np.fromiter(self._sums.values(), float), np.fromiter(self._counts.values(), float))
+
+
+def variants_document(
+    log: Path | str,
+    *,
+    control: str | None = None,
+    dislike_cost: float = 1.0,
+    alpha: float = 0.05,
+    experiment: str | None = None,
+) -> dict[str, Any]:
+    """Every number of ``recpo evaluate --by variant``, as JSON values.
+
+    ``variants``: name, users, impressions, value and dislikes per impression, and their differences to the control;
+    ``preference``: of the second variant of interleaved
+    lists, null without them; ``warnings``. A number is ``mean``, ``half_width`` of the ordinary 95 % interval over
+    users, and ``sequence`` of the confidence sequence, [low, high], null before 100 users.
+
+    Args:
+        log: directory of a log of ``recpo serve --variant``.
+        control: name of the variant that others are compared with; None = the one with most impressions.
+        dislike_cost: what a dislike subtracts from the value.
+        alpha: error probability of the confidence sequences.
+        experiment: name of the experiment; None = the latest one in the log.
+
+    Raises:
+        RecpoError: there is no log with variants, or no such experiment or control.
+    """
+    table = read_log(log)
+    if not len(table):
+        raise RecpoError(f"{log} has no row of a variant", code="empty", field="log")
+    latest = table["experiment"][int(pc.index(table["timestamp"], pc.max(table["timestamp"])).as_py())].as_py()
+    known, warnings = sorted(pc.unique(table["experiment"]).to_pylist()), []
+    if experiment is not None and experiment not in known:
+        message = f"{log} has no experiment {experiment!r}, it has {', '.join(known)}"
+        raise RecpoError(message, code="unknown_name", field="experiment")
+    chosen = experiment or latest
+    if others := [name for name in known if name != chosen]:
+        warnings.append(f"The log has further experiments, which are left out: {', '.join(others)}.")
+    found = slates(table.filter(pc.equal(table["experiment"], chosen)), dislike_cost=dislike_cost)
+    interleaved = found.pop(INTERLEAVED, None)
+    most = sorted(found, key=lambda name: -len(found[name].value))
+    if control is not None and control not in found:
+        message = f"{log} has no variant {control!r}, it has {', '.join(most)}"
+        raise RecpoError(message, code="unknown_name", field="control")
+    control = control or (most[0] if most else None)
+    rows, means = [], {name: _means(of) for name, of in found.items()}
+    for name in most:
+        value, dislikes = means[name]
+        row: dict[str, Any] = {"variant": name, "users": value.users, "impressions": value.impressions}
+        row["value"], row["dislikes"] = _as_json(value, alpha), _as_json(dislikes, alpha)
+        bounds = EmpiricalBernstein(alpha=alpha)
+        bounds.update(found[name].disliked)
+        row["dislikes"]["sequence"] = [float(bounds.low), float(bounds.high)]
+        if name != control and control is not None:
+            row["difference"] = _as_json(value - means[control][0], alpha)
+            row["dislikes_difference"] = _as_json(dislikes - means[control][1], alpha)
+        rows.append(row)
+    return {
+        "experiment": chosen,
+        "control": control,
+        "dislike_cost": dislike_cost,
+        "alpha": alpha,
+        "variants": rows,
+        "preference": None if interleaved is None else _preference(interleaved, _teams(table, chosen), alpha),
+        "warnings": warnings,
+    }
+
+
+def _means(of: Slates) -> tuple[ClusteredMean, ClusteredMean]:
+    value, dislikes = PerUser(), PerUser()
+    value.add(of.user_id, of.value)
+    dislikes.add(of.user_id, of.disliked)
+    return value.mean(), dislikes.mean()
+
+
+def _teams(table: pa.Table, experiment: str) -> Sequence[str]:
+    """The two variants of interleaved lists, the one with negative credit first."""
+    rows = table.filter(pc.and_(pc.equal(table["experiment"], experiment), pc.is_valid(table["team"])))
+    sums = rows.group_by("team").aggregate([("credit", "mean")]).sort_by("credit_mean")
+    names: list[str] = sums["team"].to_pylist()
+    return names
+
+
+def _preference(of: Slates, teams: Sequence[str], alpha: float) -> dict[str, Any]:
+    """How much more the items of the second variant are worth in lists that show both."""
+    mean = PerUser()
+    mean.add(of.user_id, of.preference)
+    found = mean.mean()
+    wins, losses = float((of.preference > 0).mean()), float((of.preference < 0).mean())
+    document = {"of": teams[-1], "over": teams[0], "users": found.users, "impressions": found.impressions}
+    return document | _as_json(found, alpha) | {"wins": wins, "losses": losses}
+
+
+def _as_json(found: ClusteredMean, alpha: float) -> dict[str, Any]:
+    half = found.sequence_half_width(alpha=alpha)
+    sequence = None if math.isinf(half) else [found.mean - half, found.mean + half]
+    return {
+        "mean": found.mean,
+        "half_width": None if math.isnan(found.error) else found.half_width,
+        "sequence": sequence,
+    }

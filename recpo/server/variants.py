@@ -1,0 +1,235 @@
+"""Variants: several policies that serve at once, each to its own share of the users.
+
+The variant of a user is a pure function of the experiment's name and the user's id::
+
+    u = (first 53 bits of SHA-256(JSON of [experiment, user_id])) / 2^53        uniform in [0, 1)
+    variant = the first one whose cumulative share is above u
+
+So it is the same in every worker, on every server and after every restart, and users of another experiment are assigned
+independently. JSON tells the integer 17 from the string "17"; text is UTF-8.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from recpo.artifacts import read_json, write_json
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
+from recpo.server.bundles import LoadedBundle, Versions, log_kind
+from recpo.server.impressions import validate_log_directory
+
+if TYPE_CHECKING:
+    from recpo.server.options import ServerOptions
+
+#: File in the directory of the log: the variants that a guard ended.
+ENDED: Final = "_variants.json"
+_SPELLING: Final = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+?)(?::(\d*\.?\d+))?")
+_ROUNDING: Final = 1e-9
+_LOG = logging.getLogger("recpo.server")
+
+
+class Variant(NamedTuple):
+    """A policy and its share of the users.
+
+    Attributes:
+        name: its name in answers, in the log and in metrics.
+        path: a bundle, or a directory of bundles.
+        share: share of the users, above 0.
+    """
+
+    name: str
+    path: Path
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Bounds of every variant but the control. The first one that is beyond doubt violated ends the variant.
+
+    Raises:
+        RecpoError: a bound is out of range, or there is none.
+    """
+
+    dislikes: OpenUnitInterval | None = None
+    """maximum share of answers with a dislike; null = no such bound"""
+    value: float | None = None
+    """minimum value per answer minus that of the control, such as -0.05; the value of an answer is the sum over its
+    items of the label, or of watch_time / duration up to 1, minus ``dislike_cost`` per dislike. null = no such bound"""
+    dislike_cost: NonNegativeFloat = 1.0
+    """what a dislike subtracts from the value"""
+    alpha: OpenUnitInterval = 0.05
+    """probability that any variant within its bounds is ever ended"""
+    tightest: PositiveInt = 2000
+    """number of users of a variant at which the bound of its value is tightest"""
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+        if self.dislikes is None and self.value is None:
+            raise RecpoError("guard: set dislikes, value, or both", code="missing_option", field="guard")
+        if self.value is not None and not math.isfinite(self.value):
+            raise RecpoError(f"guard.value is {self.value}", code="out_of_range", field="guard.value")
+
+
+def parse_variants(texts: Sequence[str]) -> tuple[Variant, ...]:
+    """Variants from ``NAME=BUNDLE:SHARE``; without any share, all are equal. The first one is the control.
+
+    Raises:
+        RecpoError: another spelling, a single variant, a name that occurs twice, or shares that do not sum to 1.
+    """
+    found = []
+    for text in texts:
+        match = _SPELLING.fullmatch(text)
+        if match is None:
+            message = f"variant: got {text!r:.80}, expected NAME=BUNDLE:SHARE such as new=bundles/new:0.1"
+            raise RecpoError(message, code="bad_value", field="variant")
+        found.append(match.groups())
+    if len(found) == 1:
+        message = f"variant: {texts[0]} is the only one: give a second one, or serve its bundle with --bundle"
+        raise RecpoError(message, code="missing_option", field="variant")
+    names = [name for name, _, _ in found]
+    if len(set(names)) < len(names):
+        raise RecpoError(f"variant: {', '.join(names)} has a name twice", code="duplicate", field="variant")
+    given = [share for _, _, share in found]
+    if any(given) and not all(given):
+        message = "variant: give every variant a share (NAME=BUNDLE:SHARE), or none for equal shares"
+        raise RecpoError(message, code="missing_value", field="variant")
+    shares = [float(share) if share else 1 / len(found) for share in given]
+    if found and (abs(sum(shares) - 1) > _ROUNDING or min(shares) <= 0):
+        message = (
+            f"variant: the shares {', '.join(map(str, given))} sum to {sum(shares):g}; expected positive shares, sum 1"
+        )
+        raise RecpoError(message, code="out_of_range", field="variant")
+    return tuple(Variant(name, Path(path), share) for (name, path, _), share in zip(found, shares, strict=True))
+
+
+def assigned(user_id: int | str, experiment: str, variants: Sequence[Variant]) -> str:
+    """The name of the user's variant; the module describes the formula."""
+    text = json.dumps([experiment, user_id], ensure_ascii=False, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    place = (int.from_bytes(digest[:8], "big") >> 11) / 2**53
+    cumulative = accumulate(variant.share for variant in variants)
+    return next((one.name for one, until in zip(variants, cumulative, strict=True) if place < until), variants[-1].name)
+
+
+def open_arms(
+    bundle: Path | None, options: ServerOptions, on_change: Callable[[str, LoadedBundle], None] = lambda *_: None
+) -> dict[str, Versions]:
+    """The versions of every variant by its name, the control first; without variants those of the bundle as "".
+
+    Raises:
+        RecpoError: a bundle cannot serve, or its log and requests are not those of the control.
+    """
+    paths = {one.name: one.path for one in options.variants} or {"": bundle or Path()}
+    arms = {
+        name: Versions(
+            path,
+            options.name,
+            partial(on_change, name),
+            threads=options.threads,
+            shortlist=options.shortlist,
+            reranking=options.reranking,
+            provider=options.provider,
+        )
+        for name, path in paths.items()
+    }
+    kinds = {name: log_kind(one.current) for name, one in arms.items()}
+    control = next(iter(kinds))
+    if other := next((name for name, kind in kinds.items() if kind != kinds[control]), None):
+        raise RecpoError(
+            f"variant {other} has other item ids, feedback, features or behaviors than {control} ({kinds[other]}, not "
+            f"{kinds[control]}): one log and one interface cannot serve both",
+            code="mismatch",
+            field="variant",
+        )
+    return arms
+
+
+def validate_log(bundle: Path | None, options: ServerOptions) -> None:
+    """Raises ``RecpoError`` if the log's directory cannot be one, or lies in a bundle that serves."""
+    for served in [one.path for one in options.variants] or [bundle or Path()]:
+        if options.log is not None:
+            validate_log_directory(options.log, served)
+
+
+class EndedVariants:
+    """The variants of an experiment that were ended, in a file beside the log that proves it.
+
+    Every worker of every server with this log reads the file every second, and at its start. Only a person can undo an
+    end: by removing the variant from the file.
+
+    Args:
+        root: directory of the log.
+        experiment: name of the experiment.
+
+    Raises:
+        RecpoError: the file is damaged.
+    """
+
+    def __init__(self, root: Path, experiment: str) -> None:
+        self._path, self._experiment = root / ENDED, experiment
+        self._seen: tuple[int, int] | None = None
+        self.names: frozenset[str] = frozenset()
+        self.follow()
+
+    def follow(self) -> frozenset[str]:
+        """The ended variants according to the file, which is only read if it has changed.
+
+        Raises:
+            RecpoError: the file is damaged. What was known before stays.
+        """
+        seen = None
+        with suppress(FileNotFoundError):
+            found = self._path.stat()
+            seen = (found.st_mtime_ns, found.st_ino)
+        if seen != self._seen:
+            self.names = frozenset(self._read().get(self._experiment, {}))
+            self._seen = seen
+        return self.names
+
+    def end(self, name: str, reason: Mapping[str, Any]) -> None:
+        """Ends a variant for good, in this and in every other worker.
+
+        Args:
+            name: the variant.
+            reason: JSON values that say why, for people.
+
+        Raises:
+            RecpoError: the file is damaged or cannot be written.
+        """
+        handle = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            content = self._read()
+            known = content.setdefault(self._experiment, {})
+            known.setdefault(name, {"ended_at": int(time.time() * 1000), **reason})
+            write_json(self._path, content)
+        finally:
+            os.close(handle)
+        self.names |= {name}
+        _LOG.warning("variant ended", extra={"fields": {"experiment": self._experiment, "variant": name, **reason}})
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Ended variants by experiment and name."""
+        if not self._path.is_file():
+            return {}
+        remedy = "restore it, or remove it to serve every variant again"
+        content = read_json(self._path, remedy)
+        if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
+            message = f"{self._path} is damaged, expected variants by experiment: {remedy}"
+            raise RecpoError(message, code="damaged", field=ENDED)
+        return content
