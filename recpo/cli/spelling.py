@@ -228,7 +228,7 @@ class _Check:
             self._report_fault(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
 
     def _unknown_key(self, source: _Source, trail: _Trail, key: Node, name: str, options: Options) -> NoReturn:
-        known = [*options.named, *(_OF_CLASSES if trail else ("quiet", "json") if source.file is None else ())]
+        known = [*options.named, *(_OF_CLASSES if trail else ("quiet", "json", "track") if source.file is None else ())]
         found, path = nearest(name, known), ".".join(trail)
         if not found and not trail:
             found = self._elsewhere(name)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from recpo.verbs.verb import Verb
 
@@ -69,6 +69,8 @@ class Doctor(Verb[list[Finding]]):
     Each library is tried in a separate process, because a broken library may crash its process. The exit status is 0
     unless a required library is broken.
     """
+
+    is_tracked: ClassVar = False
 
     def execute(self) -> list[Finding]:
         """Tries every library."""

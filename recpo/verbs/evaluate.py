@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -95,6 +95,14 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
             if target is not None:
                 evaluation.write_files(target)
         return evaluation if self.out is None else replace(evaluation, path=Path(self.out))
+
+    def measured(self, result: Evaluation) -> Mapping[str, float | str]:
+        """Every metric of every contender, as CONTENDER/METRIC."""
+        found: dict[str, float | str] = {}
+        for contender in result.document["contenders"]:
+            numbers = {name: value["mean"] for name, value in contender["metrics"].items()} | contender["totals"]
+            found |= {f"{contender['name']}/{name}": mean for name, mean in numbers.items() if mean is not None}
+        return found
 
     @property
     def _named(self) -> list[Named]:

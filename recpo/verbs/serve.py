@@ -27,6 +27,7 @@ class Serve(ServerOptions, Verb[None]):
     """
 
     first_day: ClassVar = ("bundle", "host", "port", "log", "workers", "exploration", "api_keys")
+    output_option: ClassVar = "log"
 
     bundle: Path | str
     """directory written by ``recpo export``, or a directory of such directories, whose names are versions"""
