@@ -58,6 +58,8 @@ PARTS = (
     Part("fbgemm", ("fbgemm-gpu-cpu", "fbgemm-gpu"), _FBGEMM_PROGRAM, False),
     Part("torchrec", ("torchrec",), "import torchrec", False),
     Part("spark", ("pyspark",), _SPARK_PROGRAM, False),
+    Part("mlflow", ("mlflow", "mlflow-skinny"), "import mlflow.tracking", False),
+    Part("wandb", ("wandb",), "import wandb", False),
     Part("CUDA", (), _CUDA_PROGRAM, False),
 )
 

@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 #: The document of every kind of directory, whose SHA-256 identifies the directory.
 DOCUMENTS: Final[Mapping[Kind, str]] = {
-    "simulation": "parameters.json",
+    "simulation": "truth/truth.json",
     "prepared": "manifest.json",
     "codes": "manifest.json",
     "factors": "manifest.json",

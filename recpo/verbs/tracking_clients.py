@@ -85,7 +85,7 @@ class _MLflowRun:
         wanted = f"tags.`recpo.output.{name}` = '{value}'"
         made = self._client.search_runs([self._experiment], wanted, max_results=1)  # the newest first
         if made:
-            tags[f"{option}.run"] = made[0].info.run_id
+            tags[f"{option}.run_id"] = made[0].info.run_id
         self.facts(tags)
         digest = (one.checksum or hashlib.sha256(one.path.encode()).hexdigest())[:_DIGEST]
         data = entities.Dataset(f"{one.kind} {Path(one.path).name}", digest, "local", one.path)
@@ -129,7 +129,8 @@ class Wandb:
             group=None if parent is None else parent.group,
             config={**facts, **options},
             reinit="create_new",  # a verb inside a verb is a run of its own
-            settings=self._package.Settings(silent=True, console="off"),
+            # no terminal output, and no command line or source: recorded options are enough, and have no passwords
+            settings=self._package.Settings(silent=True, console="off", disable_git=True, x_disable_meta=True),
         )
         return _WandbRun(self._package, run, run.name if parent is None else parent.group)
 
@@ -148,7 +149,9 @@ class _WandbRun:
         self._run.summary.update(dict(values))
 
     def read(self, one: Reference) -> None:
-        self._run.use_artifact(self._artifact(one))
+        self._run.config.update({f"recpo.input.{one.option}": one.checksum or one.path})
+        if not self._run.offline:  # a run that is written offline cannot use an artifact
+            self._run.use_artifact(self._artifact(one))
 
     def wrote(self, one: Reference) -> None:
         self._run.log_artifact(self._artifact(one))
