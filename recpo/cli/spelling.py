@@ -34,7 +34,7 @@ from recpo.cli.signatures import (
     subclasses,
 )
 
-_OF_PARSERS = ("config", "help", "print_config", "print_shtab", "quiet", "json")
+_OF_PARSERS = ("config", "help", "print_config", "print_shtab", "quiet", "json", "track")
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
 _MOST_SHOWN = 12
 _MOST_SUGGESTED = 3
