@@ -3,7 +3,7 @@
 # make test    the tests (without the slow ones, which .ci/run adds)
 # make lint    ruff and mypy
 # make docs    the documentation site, build/site/index.html; warnings are errors
-# make examples  environments of Airflow and Dagster, in which the tests run examples/daily
+# make examples  environments of Airflow and Dagster, in which the tests run examples/daily, and of a server of MLflow
 
 DEVICE ?= cpu
 PYTHON ?= python3
@@ -41,7 +41,12 @@ docs: setup .venv-docs/.installed
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.lock
 	touch $@
 
-examples: .venv-airflow/.installed .venv-dagster/.installed
+examples: .venv-airflow/.installed .venv-dagster/.installed .venv-mlflow/.installed
+
+.venv-mlflow/.installed: requirements/mlflow.lock
+	$(PYTHON) -m venv .venv-mlflow
+	.venv-mlflow/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
 
 .venv-%/.installed: examples/daily/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
@@ -49,4 +54,4 @@ examples: .venv-airflow/.installed .venv-dagster/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-airflow .venv-dagster demo build *.egg-info
+	rm -rf .venv .venv-docs .venv-airflow .venv-dagster .venv-mlflow demo build *.egg-info

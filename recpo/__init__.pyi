@@ -206,6 +206,7 @@ from .verbs.simulate import simulate as simulate
 from .verbs.tilt import tilt as tilt
 from .verbs.tokenize import VectorsFromRun as VectorsFromRun
 from .verbs.tokenize import tokenize as tokenize
+from .verbs.tracking import tracked as tracked
 from .verbs.train import train as train
 from .worlds.log import Simulation as Simulation
 

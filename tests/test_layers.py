@@ -97,7 +97,7 @@ def test_the_core_imports_without_torchrec(module):
 
 
 OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
-OPTIONAL += ("pyspark", "matplotlib", "polars", "optuna")
+OPTIONAL += ("pyspark", "matplotlib", "polars", "optuna", "mlflow", "wandb")
 #: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them
 INTEGRATIONS = {
     "torchrec": ["sharding.lookup_tables", "sharding.planning", "sharding.strategy"],

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from jsonargparse import ArgumentError
@@ -28,6 +28,7 @@ from recpo.cli.output import TerminalOptions, printing, terminal_options
 from recpo.cli.spelling import check_spelling
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
+from recpo.verbs.tracking import run_tracked, tracked
 
 VERBS = {
     "init": "inspect a log and write configurations for it",
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_raises():
             validate_configuration_files(options)
             check_spelling(verb, options)  # before the verb's module is imported, with torch and all
-            with printing(terminal):
+            with printing(terminal), nullcontext() if terminal.track is None else tracked(terminal.track):
                 result = run(verb, options)
             _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
@@ -207,7 +208,7 @@ def run(verb: str, options: Sequence[str]) -> VerbResult:
     made = parse(verb_class(verb), options)
     if watch := getattr(shown, "watch", None):  # prints what happens meanwhile
         made = replace(made, **watch(made))
-    result: VerbResult = shown.show(made, made.execute())
+    result: VerbResult = shown.show(made, run_tracked(made))
     return result
 
 

@@ -58,20 +58,29 @@ class TerminalOptions:
     Attributes:
         quiet: print nothing but errors.
         as_json: print the result as one JSON document on stdout, and nothing else there.
+        track: where runs are tracked (``recpo.tracked``); None = where ``RECPO_TRACK`` says, or nowhere.
     """
 
     quiet: bool = False
     as_json: bool = False
+    track: str | None = None
 
     HELP = (
-        "Every verb also takes --quiet (nothing but errors) and --json (one JSON document with the result on stdout)."
+        "Every verb also takes --quiet (nothing but errors), --json (one JSON document with the result on stdout) and "
+        "--track\nKIND:WHERE (mlflow:ADDRESS, wandb:PROJECT or tensorboard:DIRECTORY)."
     )
 
 
 def terminal_options(options: Sequence[str]) -> tuple[TerminalOptions, list[str]]:
-    """Separates ``--quiet`` and ``--json`` from the other arguments of a command line."""
-    kept = [word for word in options if word not in ("--quiet", "--json")]
-    return TerminalOptions("--quiet" in options, "--json" in options), kept
+    """Separates ``--quiet``, ``--json`` and ``--track WHERE`` from the other arguments of a command line."""
+    kept, track, words = list[str](), None, iter(options)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag == "--track":
+            track = value if equals else next(words, "")
+        elif word not in ("--quiet", "--json"):
+            kept.append(word)
+    return TerminalOptions("--quiet" in options, "--json" in options, track), kept
 
 
 class _Nowhere(io.TextIOBase):

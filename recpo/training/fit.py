@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -58,7 +58,7 @@ from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions, rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
-from recpo.training.trainer import DEFAULT_EPOCHS, Throughput, says_when_to_stop, trainer_error
+from recpo.training.trainer import DEFAULT_EPOCHS, SentMetrics, Throughput, says_when_to_stop, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
 
@@ -208,12 +208,17 @@ def _part(configuration: Namespace, name: str, kind: Any) -> Any:
     return parser.instantiate(Namespace({name: configuration[name]}))[name]
 
 
-def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = ()) -> Run:
+def run_configuration(
+    configuration: Namespace,
+    callbacks: Sequence[Callback] = (),
+    metrics: Callable[[Mapping[str, Any], int | None], None] | None = None,
+) -> Run:
     """Trains by the result of ``parse_arguments``. Checks everything before it changes ``out``.
 
     Args:
         configuration: every option.
         callbacks: additional callbacks that observe training.
+        metrics: also called with the metrics that Lightning logs, and their step.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
@@ -229,7 +234,8 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
     callbacks = [*callbacks, *_callbacks(options, module, out)]
-    trainer = options.trainer.build(out, callbacks=callbacks, progress=options.progress)
+    loggers = [] if metrics is None else [SentMetrics(metrics)]
+    trainer = options.trainer.build(out, callbacks=callbacks, loggers=loggers, progress=options.progress)
     origin = run_directory.origin(text, options, base, trainer.world_size)
     resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
 

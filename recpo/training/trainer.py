@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -146,6 +147,24 @@ class Throughput(Callback):
             self._began = 0.0
 
 
+class SentMetrics(Logger):
+    """Sends the metrics of training to a function, from the first process only."""
+
+    name = version = None
+
+    def __init__(self, send: Callable[[Mapping[str, Any], int | None], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """See ``lightning.pytorch.loggers.Logger``."""
+        self._send(metrics, step)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Sends nothing: the options are recorded elsewhere."""
+
+
 def _resident_bytes() -> int:
     """Largest resident size of this process so far."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -211,12 +230,15 @@ class TrainerOptions:
         """Micro-batches of an optimizer step."""
         return int(self._options.get("accumulate_grad_batches") or 1)
 
-    def build(self, run: Path, *, callbacks: Sequence[Callback] = (), progress: bool = True) -> Trainer:
+    def build(
+        self, run: Path, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Logger] = (), progress: bool = True
+    ) -> Trainer:
         """Creates the trainer of a run. It may be called again, for the same or another run.
 
         Args:
             run: the run directory.
             callbacks: further callbacks, after those of the options.
+            loggers: further loggers, after those of the options.
             progress: show a progress bar, or lines without a terminal.
 
         Raises:
@@ -234,6 +256,9 @@ class TrainerOptions:
         if options.get("logger") in (None, True):
             csv = CSVLogger(run, name="logs")
             options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
+        if loggers:
+            given = options["logger"] or []
+            options["logger"] = [*(given if isinstance(given, list | tuple) else [given]), *loggers]
         if options.get("enable_model_summary") is None:
             options["enable_model_summary"] = False
         options["default_root_dir"] = run

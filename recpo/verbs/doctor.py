@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from recpo.verbs.verb import Verb
 
@@ -58,6 +58,8 @@ PARTS = (
     Part("fbgemm", ("fbgemm-gpu-cpu", "fbgemm-gpu"), _FBGEMM_PROGRAM, False),
     Part("torchrec", ("torchrec",), "import torchrec", False),
     Part("spark", ("pyspark",), _SPARK_PROGRAM, False),
+    Part("mlflow", ("mlflow", "mlflow-skinny"), "import mlflow.tracking", False),
+    Part("wandb", ("wandb",), "import wandb", False),
     Part("CUDA", (), _CUDA_PROGRAM, False),
 )
 
@@ -69,6 +71,8 @@ class Doctor(Verb[list[Finding]]):
     Each library is tried in a separate process, because a broken library may crash its process. The exit status is 0
     unless a required library is broken.
     """
+
+    is_tracked: ClassVar = False
 
     def execute(self) -> list[Finding]:
         """Tries every library."""

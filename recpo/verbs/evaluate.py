@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -122,6 +122,17 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
                 raise RecpoError(message, code="conflicting_options", field=name)
         document = variants_document(self.log, control=self.control, dislike_cost=self.reward.dislike_cost)
         return VariantEvaluation(document, self.recorded())
+
+    def measured(self, result: Evaluation) -> Mapping[str, float | str]:
+        """Every metric of every contender or variant, as CONTENDER/METRIC."""
+        if isinstance(result, VariantEvaluation):
+            rows = result.to_pandas()[["variant", "metric", "mean"]].dropna().itertuples(index=False)
+            return {f"{variant}/{metric}": float(mean) for variant, metric, mean in rows}
+        found: dict[str, float | str] = {}
+        for contender in result.document["contenders"]:
+            numbers = {name: value["mean"] for name, value in contender["metrics"].items()} | contender["totals"]
+            found |= {f"{contender['name']}/{name}": mean for name, mean in numbers.items() if mean is not None}
+        return found
 
     @property
     def _named(self) -> list[Named]:

@@ -49,6 +49,7 @@ class Explore(ModelOptions, Verb["Path | None"]):
     """
 
     first_day: ClassVar = ("source", "contenders", "static", "item_table", "server_log", "users", "port")
+    is_tracked: ClassVar = False
 
     source: Prepared | Decision | str | Path
     """prepared data, or the directory of ``recpo fit``, with its reward model and what it decided"""

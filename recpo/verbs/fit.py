@@ -210,6 +210,16 @@ class Fit(Verb[Decision]):
                 working.write_text(decision_report(facts), encoding="utf-8")
         return Decision.open(root)
 
+    def measured(self, result: Decision) -> Mapping[str, float | str]:
+        """The leaderboard on the validation and the test period, the chosen contender, and why."""
+        facts = result.facts
+        found: dict[str, float | str] = {"chosen": result.chosen, "reason": result.reason}
+        for row in facts["leaderboard"]:
+            means = {f"test {name}": value["mean"] for name, value in row["test"].items()}
+            means[f"validation {facts['criterion']['metric']}"] = row["value"]
+            found |= {f"{row['name']}/{name}": mean for name, mean in means.items() if mean is not None}
+        return found
+
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""

@@ -38,6 +38,7 @@ class Init(Verb[Inspection]):
     """
 
     first_day: ClassVar = ("log", "out", "columns", "csv")
+    is_tracked: ClassVar = False
 
     log: str | Path | Sequence[str | Path]
     """Parquet or text files, a directory of them, or a pattern; item and user tables may be among them"""

@@ -24,6 +24,7 @@ class Plan(WorkloadOptions, Verb[Needs]):
     """
 
     first_day: ClassVar = ("num_items", "prepared", "ranks", "memory_gib", "device", "batch_size", "policy", "dim")
+    is_tracked: ClassVar = False
 
     num_items: PositiveInt | None = None
     """catalog size; give either this or prepared"""

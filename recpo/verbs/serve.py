@@ -27,6 +27,7 @@ class Serve(ServerOptions, Verb[None]):
     """
 
     first_day: ClassVar = ("bundle", "host", "port", "log", "workers", "exploration", "variant", "api_keys")
+    output_option: ClassVar = "log"
 
     bundle: Path | str | None = None
     """directory written by ``recpo export``, or a directory of such directories, whose names are versions; null = the

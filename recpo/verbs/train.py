@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
@@ -18,8 +19,9 @@ from recpo.artifacts.documents import as_configuration
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
-from recpo.training.fit import as_arguments, parse_arguments, run_configuration, train_parser
+from recpo.training.fit import as_arguments, parse_arguments, resolved, run_configuration, train_parser
 from recpo.training.run import Run
+from recpo.verbs.tracking import metrics_of_training, run_tracked
 from recpo.verbs.verb import Verb
 
 
@@ -46,7 +48,12 @@ class Train(Verb[Run]):
 
     def execute(self) -> Run:
         """Checks everything before it changes ``out``, and trains."""
-        return run_configuration(self.configuration, self.callbacks)
+        return run_configuration(self.configuration, self.callbacks, metrics_of_training())
+
+    def recorded(self) -> dict[str, Any]:
+        """Every option, including defaults, as ``resolved.yaml`` of the run has it."""
+        options: dict[str, Any] = yaml.safe_load(resolved(self.configuration))
+        return options
 
 
 def train(
@@ -113,4 +120,4 @@ def train(
         configuration = parse_arguments([*start, *as_arguments(tree)])
     except ArgumentError as error:
         raise RecpoError(str(error), code="wrong_type") from error
-    return Train(configuration, callbacks).execute()
+    return run_tracked(Train(configuration, callbacks))

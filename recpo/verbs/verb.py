@@ -17,6 +17,7 @@ from recpo.artifacts import output_file
 from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import validate_ranges
+from recpo.verbs.tracking import run_tracked
 
 R_co = TypeVar("R_co", covariant=True)
 P = ParamSpec("P")
@@ -39,6 +40,10 @@ class Verb(ABC, Generic[R_co]):
 
     #: Options that a user sets on the first day: ``recpo VERB --help`` explains them and only names the others.
     first_day: ClassVar[tuple[str, ...]] = ()
+    #: Whether a tracker gets a run of this verb (``recpo.tracked``).
+    is_tracked: ClassVar[bool] = True
+    #: The option that names what the verb writes.
+    output_option: ClassVar[str] = "out"
 
     def __post_init__(self) -> None:
         validate_ranges(self)
@@ -46,6 +51,10 @@ class Verb(ABC, Generic[R_co]):
     @abstractmethod
     def execute(self) -> R_co:
         """Does the work and returns the result."""
+
+    def measured(self, result: Any) -> Mapping[str, float | str]:
+        """What a tracker records of a result: numbers become metrics, text becomes tags."""
+        return {}
 
     @classmethod
     def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,11 +87,11 @@ def _recorded(value: Any) -> Any:
 
 
 def function_of(verb: Callable[P, Verb[R_co]]) -> Callable[P, R_co]:
-    """The function ``recpo.verb(**options)`` of a verb: ``Verb(**options).execute()``, with the verb's signature."""
+    """The function ``recpo.verb(**options)`` of a verb: ``run_tracked(Verb(**options))``, with the verb's signature."""
     made: Any = verb  # a class, which has more than what the type of its constructor says
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R_co:
-        result: R_co = made(*args, **{**made.presets(kwargs), **kwargs}).execute()
+        result: R_co = run_tracked(made(*args, **{**made.presets(kwargs), **kwargs}))
         return result
 
     functools.update_wrapper(function, verb, assigned=("__module__", "__doc__"), updated=())

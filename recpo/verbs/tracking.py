@@ -1,0 +1,303 @@
+"""Tracking: every verb is one run of MLflow, Weights & Biases or TensorBoard, if one of them was chosen.
+
+Chosen once for all verbs: ``recpo VERB --track mlflow:http://host:5000``, the environment variable ``RECPO_TRACK``, or
+``with recpo.tracked("mlflow:http://host:5000"):``. A run has the options of the verb, its metrics, and its inputs and
+its output by path and checksum, so that runs are linked by what one wrote and another read. No result depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar
+
+import yaml
+
+import recpo
+from recpo.artifacts import Kind, kind_of, sha256
+from recpo.base.errors import RecpoError
+
+if TYPE_CHECKING:
+    from recpo.verbs.verb import Verb
+
+VARIABLE: Final = "RECPO_TRACK"
+Status = Literal["finished", "failed", "killed"]
+R = TypeVar("R")
+
+#: The document of every kind of directory, whose SHA-256 identifies the directory.
+DOCUMENTS: Final[Mapping[Kind, str]] = {
+    "simulation": "truth/truth.json",
+    "prepared": "manifest.json",
+    "codes": "manifest.json",
+    "factors": "manifest.json",
+    "run": "run.json",
+    "evaluation": "metrics.json",
+    "bundle": "manifest.json",
+    "comparison": "compare.json",
+    "decision": "decision.json",
+    "loop": "loop.json",
+}
+_JOURNAL: Final = "_journal"  # marks the log of a server, see recpo.server.impressions
+_UPLOADED: Final = ("decision.json", "report.html", "README.md")  # README.md is the model card of a bundle
+_MOST_BYTES: Final = 10 << 20
+_SECRET: Final = re.compile(r"password|secret|token|credential|access.?key", re.IGNORECASE)
+_LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class Reference(NamedTuple):
+    """A file or directory that a verb read or wrote: nothing of it is uploaded.
+
+    Attributes:
+        option: the option that names it, such as ``init_from`` or ``contenders.0``.
+        kind: what it is, or ``file``.
+        path: absolute path.
+        checksum: SHA-256 of its document, or of the file; None = a log that a server still writes, known by its path.
+    """
+
+    option: str
+    kind: str
+    path: str
+    checksum: str | None
+
+
+class TrackedRun(Protocol):
+    """One run of a tracker. Every method may fail."""
+
+    def metrics(self, values: Mapping[str, float], step: int | None) -> None:
+        """Records numbers; None = they are of the whole run."""
+
+    def facts(self, values: Mapping[str, str]) -> None:
+        """Records text by name."""
+
+    def read(self, one: Reference) -> None:
+        """Records an input, and links the run that wrote it."""
+
+    def wrote(self, one: Reference) -> None:
+        """Records the output."""
+
+    def document(self, name: str, text: str) -> None:
+        """Uploads a small text file."""
+
+    def end(self, status: Status) -> None:
+        """Ends the run."""
+
+
+class Tracker(Protocol):
+    """A client of a tracker."""
+
+    def start(self, name: str, facts: Mapping[str, str], options: Mapping[str, str], parent: Any) -> TrackedRun:
+        """Starts a run.
+
+        Args:
+            name: of the run.
+            facts: verb, version and path of the output.
+            options: every recorded option by its dotted name.
+            parent: the run of the verb that calls this one; None = nothing calls it.
+        """
+
+
+class _Current:
+    """The run of a verb. After the first failure, it and the runs inside it send nothing more."""
+
+    def __init__(self, tracker: Tracker, outer: _Current | None, verb: Verb[Any]) -> None:
+        self._outer, self._lost, self._run = outer, False, None
+        self._verb, options = verb, _flat(hidden(verb.recorded()))
+        out = options.get(verb.output_option)
+        self._out = None if out in (None, "None") or "://" in str(out) else os.path.abspath(str(out))
+        facts = {"recpo.verb": type(verb).__name__.lower(), "recpo.version": recpo.__version__}
+        if self._out is not None:
+            facts["recpo.output.path"] = self._out
+        name = facts["recpo.verb"] + ("" if self._out is None else f" {os.path.basename(self._out)}")
+        try:
+            if outer is None or outer.run is not None:
+                self._run = tracker.start(name, facts, options, None if outer is None else outer.run)
+        except Exception as error:
+            if outer is None:
+                raise RecpoError(
+                    f"track: the tracker does not answer ({_reason(error)}): check its address and whether it runs, "
+                    "or leave out --track",
+                    code="failed",
+                    field="track",
+                ) from error
+            self._fail(error)
+        for one in references(options, self._out):
+            self.send(lambda run, one=one: run.read(one))  # type: ignore[misc]
+
+    @property
+    def run(self) -> TrackedRun | None:
+        """The run of the client; None after a failure."""
+        lost = self._lost or (self._outer is not None and self._outer.run is None)
+        return None if lost else self._run
+
+    def send(self, action: Callable[[TrackedRun], object]) -> None:
+        """Sends something to the tracker. A failure warns once."""
+        run = self.run
+        if run is not None:
+            try:
+                action(run)
+            except Exception as error:  # a result must not be lost because a tracker is down
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        outermost = self
+        while outermost._outer is not None:
+            outermost = outermost._outer
+        outermost._lost = True
+        warnings.warn(f"nothing more is tracked: {_reason(error)}; the work goes on", stacklevel=2)
+
+    def metrics(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Sends metrics of training."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self.send(lambda run: run.metrics(numbers, step))
+
+    def finish(self, result: Any) -> None:
+        """Sends what is known of a result."""
+        measured = self._verb.measured(result)
+        numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
+        if numbers:
+            self.send(lambda run: run.metrics(numbers, None))
+        texts = {f"recpo.{name}": value for name, value in measured.items() if isinstance(value, str)}
+        if texts:
+            self.send(lambda run: run.facts(texts))
+        wrote = None if self._out is None else _reference(self._verb.output_option, Path(self._out))
+        if wrote is not None:
+            self.send(lambda run: run.wrote(wrote))
+        text = yaml.safe_dump(hidden(self._verb.recorded()), sort_keys=False, allow_unicode=True)
+        self.send(lambda run: run.document("resolved.yaml", text))
+        for file in [] if wrote is None or wrote.kind == "file" else map(Path(wrote.path).joinpath, _UPLOADED):
+            if file.is_file() and file.stat().st_size <= _MOST_BYTES:
+                self.send(lambda run, file=file: run.document(file.name, file.read_text("utf-8")))  # type: ignore[misc]
+
+
+_TRACKER: ContextVar[Tracker | None] = ContextVar("tracker", default=None)
+_CURRENT: ContextVar[_Current | None] = ContextVar("current", default=None)
+
+
+@contextmanager
+def tracked(tracker: str) -> Iterator[None]:
+    """Tracks every verb that is called inside the block, instead of what ``RECPO_TRACK`` names.
+
+    ::
+
+        with recpo.tracked("mlflow:http://127.0.0.1:5000"):
+            run = recpo.train(data, out="runs/pretrain")
+
+    Args:
+        tracker: ``mlflow:ADDRESS``, ``wandb:PROJECT`` or ``tensorboard:DIRECTORY``. ``mlflow`` and ``wandb`` alone take
+            what the environment variables of these programs say.
+
+    Raises:
+        RecpoError: there is no such kind (code ``unknown_name``), or its client is missing (``not_installed``); from a
+            verb in the block: the tracker does not answer when the verb starts (``failed``).
+    """
+    token = _TRACKER.set(_tracker(tracker))
+    try:
+        yield
+    finally:
+        _TRACKER.reset(token)
+
+
+def run_tracked(verb: Verb[R]) -> R:
+    """Executes a verb, as a run of the tracker if one was chosen.
+
+    A verb that another verb calls is a run inside the run of that verb. Of several training processes, only the first
+    tracks.
+    """
+    tracker = _TRACKER.get()
+    if tracker is None and os.environ.get(VARIABLE):
+        tracker = _tracker(os.environ[VARIABLE])
+    if tracker is None or not verb.is_tracked or int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0):
+        return verb.execute()
+    current = _Current(tracker, _CURRENT.get(), verb)
+    token = _CURRENT.set(current)
+    status: Status = "killed"
+    try:
+        result = verb.execute()
+        current.finish(result)
+        status = "finished"
+        return result
+    except Exception:
+        status = "failed"
+        raise
+    finally:
+        _CURRENT.reset(token)
+        current.send(lambda run: run.end(status))
+
+
+def metrics_of_training() -> Callable[[Mapping[str, Any], int | None], None] | None:
+    """Where training sends its metrics and their step; None = nothing is tracked."""
+    current = _CURRENT.get()
+    return None if current is None else current.metrics
+
+
+def _tracker(text: str) -> Tracker:
+    from recpo.verbs import tracking_clients  # no cost when not chosen
+
+    kind, _, place = text.partition(":")
+    makers: dict[str, Callable[[str], Tracker]] = {
+        "mlflow": tracking_clients.MLflow,
+        "wandb": tracking_clients.Wandb,
+        "tensorboard": tracking_clients.TensorBoard,
+    }
+    if kind not in makers:
+        raise RecpoError(
+            f"track: {_LOGIN.sub('', text)!r}, expected mlflow:ADDRESS, wandb:PROJECT or tensorboard:DIRECTORY",
+            code="unknown_name",
+            field="track",
+        )
+    return makers[kind](place)
+
+
+def references(options: Mapping[str, str], out: str | None) -> list[Reference]:
+    """The directories of recpo's among the values of options, except the output."""
+    found = [_reference(option, Path(value)) for option, value in options.items() if value and "://" not in value]
+    return [one for one in found if one is not None and one.kind != "file" and one.path != out]
+
+
+def _reference(option: str, path: Path) -> Reference | None:
+    """What lies at a path; None = nothing. The files of a simulated or served log stand for their directory."""
+    place = Path(os.path.abspath(path))
+    for root in (place, place.parent):
+        if kind_of(root / _JOURNAL) == "impressions":
+            return Reference(option, "impressions", str(root), None)
+        kind = kind_of(root)
+        if kind is not None and (root == place or kind == "simulation"):
+            document = root / DOCUMENTS.get(kind, "")
+            return Reference(option, kind, str(root), sha256(document) if document.is_file() else None)
+    try:
+        return Reference(option, "file", str(place), sha256(place)) if place.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def hidden(value: Any, name: str = "") -> Any:
+    """Options without passwords: text under a name such as ``secret`` or ``token``, and logins in addresses."""
+    if isinstance(value, Mapping):
+        return {key: hidden(part, str(key)) for key, part in value.items()}
+    if isinstance(value, list):
+        return [hidden(part, name) for part in value]
+    if not isinstance(value, str):
+        return value
+    return "(hidden)" if _SECRET.search(name) else _LOGIN.sub("", value)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """A tree of options as text by dotted name."""
+    if isinstance(value, Mapping | list) and value:
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        found: dict[str, str] = {}
+        for key, part in pairs:
+            found |= _flat(part, f"{name}.{key}" if name else str(key))
+        return found
+    return {name: str(value)}
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without logins."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {_LOGIN.sub('', lines[0])[:300]}" if lines else type(error).__name__
