@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from recpo.cli.main import VERBS
+from recpo.cli.output import terminal_options
 from recpo.cli.parser import joined_lists, parser_of, verb_class
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +94,7 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
     for command in _commands(document):
         _, verb, *words = shlex.split(command, comments=True)
         assert verb in VERBS, f"{document.name}: {command}"
+        words = terminal_options(words)[1]
         for word in words:
             if word.endswith("resolved.yaml"):
                 (clone / word).parent.mkdir(parents=True, exist_ok=True)

@@ -298,7 +298,7 @@ class ImpressionLog:
         """Appends an impression and returns its request id, which is valid once the future is done.
 
         Args:
-            user_id: as in ``Impression``, and so are the others.
+            user_id: as in ``Impression``, like the other arguments.
             items: external ids, best first.
             propensity: probability of each item at a uniformly drawn place.
             is_random: the item was drawn uniformly.

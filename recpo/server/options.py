@@ -36,7 +36,7 @@ class ServerOptions:
     """policies that serve at once, each as NAME=BUNDLE:SHARE, instead of ``bundle``; the first one is the control, and
     shares sum to 1. A user has the same variant in every worker and after every restart"""
     experiment: str = "1"
-    """name of the experiment, which the hash of the user contains: another name assigns all users anew"""
+    """name of the experiment, which the hash of the user contains: another name assigns all users again"""
     interleave: Interleaving | None = None
     """mix the lists of two variants of equal shares in every answer: team_draft, or probabilistic; null = every user
     has one variant"""

@@ -62,7 +62,7 @@ class Shown:
         bundle: the bundle that ranked it.
         items: external ids, at most k.
         scores: natural-log probabilities under the policy; None for an item that the policy did not list.
-        propensity: probability of each item at a uniformly drawn place of the slate; None where it has no closed form.
+        propensity: probability of each item at a uniformly drawn place of the slate; None if it has no closed form.
         explored: the item is not among the best items, which would be shown without exploration.
         is_random: the complete slate was drawn uniformly.
         variant: the variant that ranked it; None = there are no variants, or the slate is interleaved.

@@ -148,7 +148,7 @@ class _Current:
         while outermost._outer is not None:
             outermost = outermost._outer
         outermost._lost = True
-        warnings.warn(f"nothing more is tracked: {_reason(error)}; the work goes on", stacklevel=2)
+        warnings.warn(f"nothing more is tracked: {_reason(error)}; the work continues", stacklevel=2)
 
     def metrics(self, values: Mapping[str, Any], step: int | None) -> None:
         """Sends metrics of training."""
