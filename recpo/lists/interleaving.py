@@ -1,8 +1,8 @@
 """Interleaving: one list from two rankings, so that every user compares both, and who is credited for each item.
 
-A comparison within a list needs far less traffic than one between users (docs/experiments.md). Both methods keep the
-order of each ranking as far as possible and treat the two alike: identical rankings, and outcomes that do not depend on
-the ranking, have an expected credit of 0.
+Differences between users cancel within a list; whether that saves traffic depends on how large they are
+(docs/experiments.md). Both methods keep the order of each ranking as far as possible and treat the two alike: identical
+rankings, and outcomes that do not depend on the ranking, have an expected credit of 0.
 """
 
 from __future__ import annotations
