@@ -25,6 +25,7 @@ from recpo.explorer.survey import Survey
 from recpo.explorer.traffic import traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
+from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of
 from recpo.verbs.fit import Decision
@@ -36,7 +37,7 @@ _PREPARED: Final = "prepared"
 
 
 @dataclass(frozen=True)
-class Explore(ModelOptions, Verb["Path | None"]):
+class Explore(Verb["Path | None"]):
     """Shows the lists of policies side by side: users, items, what a change moves, and what a server logged.
 
     Listens on this machine until Ctrl-C, or writes one HTML file with ``static``. It changes nothing, its pages run no
@@ -75,6 +76,10 @@ class Explore(ModelOptions, Verb["Path | None"]):
     """directory of ``recpo tokenize``: the codes of the items, and their place in the trie"""
     server_log: Path | str | None = None
     """directory that ``recpo serve --log`` writes"""
+    checkpoint: Checkpoint = "best"
+    """which checkpoint of the runs; they are loaded on the CPU, which is enough for one user at a time"""
+    trust: Sequence[str] = ()
+    """packages, in addition to recpo, whose classes the configurations of the runs may name"""
     split: HeldOut = "test"
     """held-out period"""
     k: PositiveInt = 10
@@ -121,14 +126,14 @@ class Explore(ModelOptions, Verb["Path | None"]):
             self.attributes,
         )
         catalog = Catalog(data, columns)
-        survey = self._survey(data, decision)
         codes = None if self.codes is None else SemanticCodes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:
             message = f"{self.codes} has the codes of other items than {data.root}: tokenize these prepared data"
             raise RecpoError(message, code="mismatch", field="codes")
         log = None if self.server_log is None else partial(traffic, Path(self.server_log), data)
         if log is not None:
-            log()  # what is wrong with it is said now
+            log()  # what is wrong with it is said before the contenders are asked
+        survey = self._survey(data, decision)
         return Pages(
             survey,
             catalog,
@@ -154,7 +159,8 @@ class Explore(ModelOptions, Verb["Path | None"]):
             cache = BaselineCache(decision.root / BASELINES_DIRECTORY, None)
             given = given or _of_decision(decision)
         made = partial(baseline, data=data, options=BaselineOptions(), cache=cache, progress=self.progress)
-        found = contenders_of(given or ["popularity"], data, [self.k], self.part(ModelOptions), made)
+        options = ModelOptions(checkpoint=self.checkpoint, device="cpu", trust=self.trust)
+        found = contenders_of(given or ["popularity"], data, [self.k], options, made)
         return Survey.of(
             data,
             found,
