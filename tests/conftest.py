@@ -52,6 +52,23 @@ def prepared(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def data(prepared):
+    """The prepared small log, opened."""
+    from recpo.log.prepared import Prepared
+
+    return Prepared.open(prepared)
+
+
+@pytest.fixture(scope="session")
+def factors(data):
+    """A factor model of the small log."""
+    from recpo.rewards.graded import FactorOptions
+    from recpo.rewards.selection import fit_factors
+
+    return fit_factors(data, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
+
+
+@pytest.fixture(scope="session")
 def rewritten():
     """A function that makes the manifest of a prepared directory, whose files a test has changed, fit them again."""
     from recpo.log.prepared import MANIFEST

@@ -62,17 +62,12 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
             if shard != loaded:
                 events, loaded = self._prepared.load(self._split, shard, self._reads), shard
             if turn < len(plan):
-                yield self._batch(events, shard, users)
+                yield self._batch(shard, events, users)
             else:
-                yield _without_targets(self._batch(events, shard, users[:1]))
+                yield _without_targets(self._batch(shard, events, users[:1]))
 
-    def _batch(self, events: Events, shard: int, users: np.ndarray) -> EvaluationBatch:
-        past = self._prepared.past_items(self._split, shard, events.user_index[events.offsets[users]])
-        batch = evaluation_batch(events, users, self._history_length, *past)
-        retired = torch.from_numpy(self._prepared.retired_items)
-        if not len(retired):
-            return batch
-        return batch._replace(exclude=torch.cat([batch.exclude, retired.expand(len(users), -1)], 1))
+    def _batch(self, shard: int, events: Events, users: np.ndarray) -> EvaluationBatch:
+        return held_out_batch(self._prepared, self._split, shard, events, users, self._history_length)
 
     @cached_property
     def _plan(self) -> list[tuple[int, np.ndarray]]:
@@ -100,6 +95,27 @@ def _cut(users: np.ndarray, targets: np.ndarray, past: np.ndarray, batch_size: i
         fit = int(np.searchsorted(width * np.arange(1, len(width) + 1), MOST_PLACES, side="right"))
         yield users[begin : begin + max(1, fit)]
         begin += max(1, fit)
+
+
+def held_out_batch(
+    prepared: Prepared, split: Period, shard: int, events: Events, users: np.ndarray, history_length: int
+) -> EvaluationBatch:
+    """Some users of a shard of a held-out period; the items of their past and the retired items are excluded.
+
+    Args:
+        prepared: the data.
+        split: the period.
+        shard: index of the shard.
+        events: its events.
+        users: ``[B]`` rows of ``events.offsets``.
+        history_length: H.
+    """
+    past = prepared.past_items(split, shard, events.user_index[events.offsets[users]])
+    batch = evaluation_batch(events, users, history_length, *past)
+    retired = torch.from_numpy(prepared.retired_items)
+    if not len(retired):
+        return batch
+    return batch._replace(exclude=torch.cat([batch.exclude, retired.expand(len(users), -1)], 1))
 
 
 def evaluation_batch(

@@ -34,7 +34,8 @@ from recpo.cli.signatures import (
     subclasses,
 )
 
-_OF_PARSERS = ("config", "help", "print_config", "print_shtab", "quiet", "json", "track")
+_OF_TERMINALS = ("quiet", "json", "track")
+_OF_PARSERS = ("config", "help", "print_config", "print_shtab", *_OF_TERMINALS)
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
 _MOST_SHOWN = 12
 _MOST_SUGGESTED = 3
@@ -228,7 +229,7 @@ class _Check:
             self._report_fault(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
 
     def _unknown_key(self, source: _Source, trail: _Trail, key: Node, name: str, options: Options) -> NoReturn:
-        known = [*options.named, *(_OF_CLASSES if trail else ("quiet", "json", "track") if source.file is None else ())]
+        known = [*options.named, *(_OF_CLASSES if trail else _OF_TERMINALS if source.file is None else ())]
         found, path = nearest(name, known), ".".join(trail)
         if not found and not trail:
             found = self._elsewhere(name)

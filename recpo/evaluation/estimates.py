@@ -13,11 +13,10 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
+from recpo.evaluation.sequences import Z95 as Z95
 
 #: Level of every test.
 LEVEL = 0.05
-#: 97.5 % quantile of the standard normal distribution.
-Z95 = 1.959963984540054
 _DRAWS_AT_ONCE = 1 << 22  # memory of the bootstrap: this many draws of users, 8 bytes each
 
 

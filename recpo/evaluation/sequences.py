@@ -16,7 +16,7 @@ from recpo.base.errors import RecpoError
 
 FloatArray = NDArray[np.float64]
 #: 97.5 % quantile of the standard normal distribution.
-_Z95: Final = 1.959963984540054
+Z95: Final = 1.959963984540054
 #: Clusters before which the normal approximation is not used.
 FIRST_LOOK: Final = 100
 
@@ -123,7 +123,7 @@ class ClusteredMean(NamedTuple):
     @property
     def half_width(self) -> float:
         """Half-width of the ordinary 95 % interval, which holds if one looks once."""
-        return _Z95 * self.error
+        return Z95 * self.error
 
     def sequence_half_width(self, *, alpha: float = 0.05, tightest: int = 2000) -> float:
         """Half-width of the confidence sequence; infinite before the first look, see ``anytime_half_width``."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final
 
 import duckdb
@@ -109,7 +108,6 @@ class Catalog:
 
     data: Prepared
     columns: ItemColumns = field(default_factory=ItemColumns)
-    _lock: Lock = field(default_factory=Lock, repr=False)
 
     def __post_init__(self) -> None:
         if self.columns.file is not None:
@@ -265,12 +263,11 @@ class Catalog:
         return duckdb.connect()
 
     def _query(self, query: str, values: list[Any]) -> list[tuple[Any, ...]]:
-        with self._lock:  # one connection serves one thread at a time
-            try:
-                return self._database.execute(query, values).fetchall()
-            except duckdb.Error as error:
-                message = f"{self.columns.file} cannot be read ({str(error).splitlines()[0]}): name a table of items"
-                raise RecpoError(message, code="damaged", field="item_table") from error
+        try:
+            return self._database.cursor().execute(query, values).fetchall()  # a cursor of this thread
+        except duckdb.Error as error:
+            message = f"{self.columns.file} cannot be read ({str(error).splitlines()[0]}): name a table of items"
+            raise RecpoError(message, code="damaged", field="item_table") from error
 
 
 def _quoted(name: str) -> str:

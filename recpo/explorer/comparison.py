@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,13 +63,6 @@ class Comparison:
     survey: Survey
     catalog: Catalog
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "of_users", lru_cache(8)(self.of_users))
-
-    def of_users(self, one: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-        """``[S]`` overlap of the lists, and ``[S]`` what the change gains, for every user of the sample."""
-        return self.survey.overlap(one, other), self.survey.change(one, other)
-
     def ordered(self, order: str, one: int, other: int, count: int) -> list[int]:
         """Items in an order of the items page, the first ``count``; ``other`` replaces ``one``."""
         before, after = self.survey.listed(one).astype(np.int64), self.survey.listed(other).astype(np.int64)
@@ -111,19 +104,19 @@ class Comparison:
             found.append(Coverage(one.name, covered, covered / items, popular, new, short))
         return found
 
-    def calibration(self, catalog: Catalog) -> list[Calibrated]:
+    def calibration(self) -> list[Calibrated]:
         """Of every attribute with few values, how often lists hold them and how often users liked them before.
 
         What users liked are the training positives of the whole log.
         """
         listed = [self.survey.listed(place) for place in range(len(self.survey.contenders))]
-        liked = np.append(0, catalog.positives).astype(np.int64)
+        liked = np.append(0, self.catalog.positives).astype(np.int64)
         shown = np.flatnonzero(sum(listed))
         some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
         some = some[some > 0]
         found = []
-        for attribute in catalog.attributes:
-            values = catalog.values(attribute, some.tolist())
+        for attribute in self.catalog.attributes:
+            values = self.catalog.values(attribute, some.tolist())
             before = _shares(values, liked)
             if not 1 < len(before) <= _MOST_VALUES:
                 continue

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Figure, interval_figure
+from recpo.evaluation.html_report.parts import Figure, ends_of, interval_figure
 from recpo.explorer.catalog import Catalog, Item
 from recpo.explorer.comparison import Comparison
 from recpo.explorer.neighborhood import Neighborhood
@@ -113,7 +113,7 @@ class Pages:
     def user(self, user: int) -> str | None:
         """One user: the lists side by side, then what the user did; None = there is no such user."""
         shown = self.person(user)
-        return None if shown is None else self._page("user.html.jinja", f"User {shown['person'].user_id}", **shown)
+        return None if shown is None else self._part("of_user", f"User {shown['person'].user_id}", shown)
 
     def items(self, search: str = "", order: str = "gain", other: str | None = None) -> str:
         """Items that a search finds, or that are first in an order."""
@@ -126,15 +126,15 @@ class Pages:
     def item(self, index: int) -> str | None:
         """One item: who gets it, what is near it, where its codes are; None = there is no such item."""
         shown = self.thing(index)
-        return None if shown is None else self._page("item.html.jinja", shown["item"].title, **shown)
+        return None if shown is None else self._part("of_item", shown["item"].title, shown)
 
     def policies(self) -> str:
         """Who is helped, what moves, and how the training went."""
-        return self._page("policies.html.jinja", "Policies", here="/policies", **self.change())
+        return self._part("of_change", "Policies", self.change(), here="/policies")
 
     def server(self) -> str | None:
         """What a server logged; None = no log was given."""
-        return None if self.traffic is None else self._page("server.html.jinja", "Server", **self.served())
+        return None if self.traffic is None else self._part("of_server", "Server", self.served(), here="/server")
 
     def one_file(self, count: int) -> str:
         """One page that stands alone: the comparison, and users and items that are worth a look.
@@ -227,7 +227,7 @@ class Pages:
             "pairs": pairs,
             "overlap": self.comparison.overlaps,
             "coverage": self.comparison.coverage,
-            "calibration": self.comparison.calibration(self.catalog),
+            "calibration": self.comparison.calibration(),
             "curves": self._curves,
             "advice": [(one.name, one.advice) for one in self.survey.contenders if one.advice],
         }
@@ -237,7 +237,7 @@ class Pages:
         assert self.traffic is not None
         found = self.traffic()
         rows = [
-            svg.IntervalRow(one.name, one.value, *_ends(one.value, one.half_width), f"s{place % 8}")
+            svg.IntervalRow(one.name, one.value, *ends_of(one.value, one.half_width), f"s{place % 8}")
             for place, one in enumerate(found.by_variant)
         ]
         return {
@@ -307,7 +307,7 @@ class Pages:
 
     def _rows(self, users: Sequence[int], place: int, ids: Mapping[int, Any] | None = None) -> list[UserRow]:
         ids = self.people.ids(users) if ids is None else ids
-        overlap, change = self.comparison.of_users(0, place)
+        overlap, change = self.survey.overlap(0, place), self.survey.change(0, place)
         values = {
             metric: [self.survey.values(number, metric) for number in range(len(self.names))]
             for metric in self._user_metrics
@@ -367,6 +367,10 @@ class Pages:
         lines = [svg.Line(title, points, "s0")] if points else []
         chart = svg.line_chart(title, f"{title} by {found.unit}", lines, x_label=f"{found.unit}s since the beginning")
         return Figure(title, Markup(chart), f"by {found.unit}")
+
+    def _part(self, part: str, title: str, shown: Mapping[str, Any], here: str = "") -> str:
+        """A page of one part, by the name of its macro."""
+        return self._page("part.html.jinja", title, here, part=part, shown=shown)
 
     def _page(self, template: str, title: str, here: str = "", **content: Any) -> str:
         return self._templates.get_template(template).render(
@@ -430,7 +434,3 @@ def _seconds(value: float | None) -> str:
 
 def _known(value: Any) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def _ends(value: float | None, half_width: float | None) -> tuple[float | None, float | None]:
-    return (None, None) if value is None or half_width is None else (value - half_width, value + half_width)

@@ -6,21 +6,20 @@ A user's events are read from the one shard that has them; the last shards stay 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import duckdb
 import numpy as np
-import torch
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
-from recpo.batches.held_out import evaluation_batch
+from recpo.batches.held_out import held_out_batch
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.log.prepared import Events, Prepared
 from recpo.log.schema import LogColumns
@@ -63,14 +62,15 @@ class Person(NamedTuple):
         user_id: id in the log.
         history: events before the period, the newest first.
         later: events of the period, the first one first.
-        batch: input of the contenders; None = the user has no event in the held-out period.
+        batch: input of a contender that reads so many events of the history; None = the user has no event in the
+            held-out period.
     """
 
     user: int
     user_id: Any
     history: list[Event]
     later: list[Event]
-    batch: EvaluationBatch | None
+    batch: Callable[[int], EvaluationBatch] | None
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,11 @@ class People:
         data: the prepared data, in a directory.
         split: the held-out period.
         reads: what contenders read besides items, feedback and times.
-        history_length: number of history events that contenders read.
     """
 
     data: Prepared
     split: HeldOut
     reads: Reads = Reads()  # noqa: RUF009  immutable
-    history_length: int = 1
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -124,11 +122,7 @@ class People:
     def _held_out(
         self, user: int, user_id: Any, shard: int, events: Events, raw: dict[str, np.ndarray], row: int
     ) -> Person:
-        past = self.data.past_items(self.split, shard, np.array([user]))
-        batch = evaluation_batch(events, np.array([row]), self.history_length, *past)
-        if len(self.data.retired_items):
-            retired = torch.from_numpy(self.data.retired_items)[None]
-            batch = batch._replace(exclude=torch.cat([batch.exclude, retired], 1))
+        batch = partial(held_out_batch, self.data, self.split, shard, events, np.array([row]))
         start, stop = int(events.offsets[row]), int(events.offsets[row + 1])
         targets = [place for place in range(start, stop) if events.is_target[place]]
         before = [place for place in range(start, stop) if not events.is_target[place]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, Histories, Recommendations
+from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
@@ -86,7 +86,6 @@ class Surveyed:
 
     Attributes:
         name: of the contender.
-        kind: of the contender.
         loaded: it.
         result: metrics of every user of the sample.
         lists: ``[S, k]`` int64, padded with 0.
@@ -96,7 +95,6 @@ class Surveyed:
     """
 
     name: str
-    kind: str
     loaded: Loaded
     result: RankingResult
     lists: np.ndarray
@@ -129,7 +127,7 @@ class Survey:
         contenders: what was compared; the first is the one that serves now.
         grades: predicts grades of listed items; None = there is no reward model.
         candidates: which items could be listed; None = all.
-        histories: ``[S]`` number of events that each user of the sample had, at most ``history_length``.
+        histories: ``[S]`` number of events that each user of the sample had, at most as many as are read.
         tastes: ``[S, r + 1]`` the users as the reward model sees them; None = there is none.
         total: number of held-out users.
     """
@@ -176,10 +174,9 @@ class Survey:
             result = evaluate_ranking(loaded.recommender, shown, ranking, [kept])
             items, scores = np.concatenate(kept.items), np.concatenate(kept.scores)
             said = advice.get(contender.name, ())
-            surveyed.append(
-                Surveyed(contender.name, contender.kind, loaded, result, items, scores, contender.curves, said)
-            )
-        width = longest_history(surveyed, grades)
+            surveyed.append(Surveyed(contender.name, loaded, result, items, scores, contender.curves, said))
+        width = max(one.loaded.max_history for one in surveyed)
+        width = width if grades is None else max(width, grades.max_history)
         batches = HeldOutBatches(data, split, width, _BATCH, Rank(), users)
         lengths, tastes = [], []
         for batch in batches:
@@ -263,15 +260,14 @@ class Survey:
         """The lists of every contender for one user; empty for a user without held-out events."""
         if person.batch is None:
             return [[] for _ in self.contenders]
-        histories = person.batch.feedback.histories
-        absent = None if self.candidates is None else self.candidates.unavailable(person.batch.user_ids)
         with torch.inference_mode():
-            return [self._list(one, person.batch, histories, absent) for one in self.contenders]
+            return [self._list(one, person.batch) for one in self.contenders]
 
-    def _list(self, one: Surveyed, batch: EvaluationBatch, histories: Histories, absent: Tensor | None) -> list[Listed]:
-        recent = _last(batch, one.loaded.max_history)
-        lists = one.loaded.recommender.lists(recent, min(self.k, self.data.num_items), batch.exclude, absent)
-        grades, deviations = self._graded(histories, lists)
+    def _list(self, one: Surveyed, batch_of: Callable[[int], EvaluationBatch]) -> list[Listed]:
+        batch = batch_of(one.loaded.max_history)
+        absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
+        lists = one.loaded.recommender.lists(batch, min(self.k, self.data.num_items), batch.exclude, absent)
+        grades, deviations = self._graded(batch_of, lists)
         is_policy = one.loaded.recommender.scores_are_logp
         found = []
         for place, (item, score) in enumerate(zip(lists.item_ids[0].tolist(), lists.scores[0].tolist(), strict=True)):
@@ -280,11 +276,13 @@ class Survey:
                 found.append(Listed(item, score, propensity, *(_at(part, place) for part in (grades, deviations))))
         return found
 
-    def _graded(self, histories: Histories, lists: Recommendations) -> tuple[Tensor | None, Tensor | None]:
+    def _graded(
+        self, batch_of: Callable[[int], EvaluationBatch], lists: Recommendations
+    ) -> tuple[Tensor | None, Tensor | None]:
         model = self.grades
         if model is None:
             return None, None
-        users, covariance = model.fold_in_with_covariance(histories)
+        users, covariance = model.fold_in_with_covariance(batch_of(model.max_history).feedback.histories)
         known = model.item_covariance is not None
         deviations = posterior_variance(model, users, covariance, lists.item_ids).sqrt() if known else None
         return model.grades(users, lists.item_ids), deviations
@@ -311,43 +309,12 @@ class Survey:
         return found
 
     @property
-    def history_length(self) -> int:
-        """Number of history events that the contenders and the reward model read at most."""
-        return longest_history(self.contenders, self.grades)
-
-    @property
     def reads(self) -> Reads:
         """What the contenders read of a batch."""
         found = Reads()
         for one in self.contenders:
             found = found | one.loaded.reads
         return found
-
-
-def longest_history(contenders: Sequence[Surveyed], grades: Factors | None) -> int:
-    """Number of history events that the contenders and the reward model read at most."""
-    return max([one.loaded.max_history for one in contenders] + ([] if grades is None else [grades.max_history]))
-
-
-def _last(batch: EvaluationBatch, length: int) -> EvaluationBatch:
-    """The batch of one user with at most ``length`` history events, as the contender got it in the survey."""
-    histories = batch.feedback.histories
-    count = min(int(histories.lengths[0]), length)
-    begin = int(histories.lengths[0]) - count
-
-    def cut(column: Tensor) -> Tensor:
-        return column[:, begin : max(begin + count, begin + 1)]
-
-    context = histories.context
-    shortened = histories._replace(
-        item_ids=cut(histories.item_ids),
-        lengths=torch.tensor([count]),
-        feedback=None if histories.feedback is None else cut(histories.feedback),
-        timestamps=None if histories.timestamps is None else cut(histories.timestamps),
-        behaviors=None if histories.behaviors is None else cut(histories.behaviors),
-        context=None if context is None else context.map(lambda column: column[:, begin : begin + count + 1]),
-    )
-    return batch._replace(feedback=batch.feedback._replace(histories=shortened))
 
 
 def _at(values: Tensor | None, place: int) -> float | None:

@@ -1,6 +1,6 @@
 """What a server logged, over time and by variant: exposures, exploration, outcomes, and their value with intervals.
 
-DuckDB aggregates the Parquet files that ``recpo serve --log`` published; only the aggregates are in memory.
+DuckDB aggregates the Parquet files that ``recpo serve --log`` published; only sums per user are in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import Z95
+from recpo.evaluation.sequences import ClusteredMean, clustered_mean
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
 
@@ -118,36 +118,34 @@ LEFT JOIN (SELECT item_id FROM read_parquet(?)) AS known ON known.item_id = log.
 """
 _GROUPS: Final = """
 WITH grouped AS (SELECT {group} AS name, * FROM exposures),
-users AS (SELECT name, user_id, sum(value) AS total, count(value) AS n FROM grouped GROUP BY ALL),
 lists AS (SELECT name, request_id, count(*) AS length FROM grouped GROUP BY ALL),
 longest AS (SELECT name, max(length) AS longest, min(length) AS shortest FROM lists GROUP BY ALL),
 short AS (
     SELECT name, shortest, avg((length < longest)::DOUBLE) AS share
     FROM lists JOIN longest USING (name) GROUP BY ALL
-),
-means AS (SELECT name, sum(total) / nullif(sum(n), 0) AS mean, sum(n) AS n, count(*) AS users FROM users GROUP BY ALL),
-spread AS (
-    SELECT name, mean, means.users, sqrt(sum((coalesce(total, 0) - users.n * mean) ^ 2)) / nullif(means.n, 0) AS error
-    FROM users JOIN means USING (name) GROUP BY name, mean, means.users, means.n
 )
-SELECT grouped.name, count(DISTINCT request_id), count(*), any_value(spread.users), avg(is_random::DOUBLE),
-       avg((value IS NOT NULL)::DOUBLE), avg(dislike::DOUBLE), any_value(spread.mean), any_value(error),
-       any_value(shortest), any_value(share), avg(is_unknown::DOUBLE)
-FROM grouped JOIN spread USING (name) JOIN short USING (name)
+SELECT grouped.name, count(DISTINCT request_id), count(*), count(DISTINCT user_id), avg(is_random::DOUBLE),
+       avg((value IS NOT NULL)::DOUBLE), avg(dislike::DOUBLE), any_value(shortest), any_value(share),
+       avg(is_unknown::DOUBLE)
+FROM grouped JOIN short USING (name)
 GROUP BY grouped.name ORDER BY grouped.name
+"""
+_USERS: Final = """
+SELECT {group} AS name, sum(value) AS total, count(value) AS n FROM exposures
+WHERE value IS NOT NULL GROUP BY name, user_id
 """
 
 
 def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
-    return [_rates(row) for row in database.execute(_GROUPS.format(group=group)).fetchall()]
+    users = database.execute(_USERS.format(group=group)).df()
+    means = {str(name): clustered_mean(own["total"], own["n"]) for name, own in users.groupby("name")}
+    rows = database.execute(_GROUPS.format(group=group)).fetchall()
+    return [_rates(row, means.get(str(row[0]), clustered_mean([], []))) for row in rows]
 
 
-def _rates(row: Sequence[Any]) -> Rates:
-    name, requests, exposures, users, explored, answered, disliked, mean, error, shortest, short, unknown = row
-    # errors of a mean over clusters (linearized), with the correction for few users
-    known = mean is not None and users > 1
-    half_width = Z95 * float(error) * math.sqrt(users / (users - 1)) if known else None
-    value = None if mean is None else float(mean)
+def _rates(row: Sequence[Any], mean: ClusteredMean) -> Rates:
+    name, requests, exposures, users, explored, answered, disliked, shortest, short, unknown = row
+    value, half_width = (None if math.isnan(one) else one for one in (mean.mean, mean.half_width))
     return Rates(
         str(name), requests, exposures, users, explored, answered, disliked, value, half_width, shortest, short, unknown
     )

@@ -132,9 +132,9 @@ def _admin_routes(service: Service) -> APIRouter:
         )
 
     def of(variant: str | None) -> Versions:
-        if variant is not None and variant not in service.arms:
+        if variant is not None and variant not in service.of_variant:
             raise HTTPException(404, f"no variant {variant!r:.80}")
-        return service.versions if variant is None else service.arms[variant]
+        return service.versions if variant is None else service.of_variant[variant]
 
     @router.get("/versions")
     async def versions(variant: str | None = None) -> VersionsAnswer:

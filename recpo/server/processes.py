@@ -24,7 +24,7 @@ from recpo.base.errors import RecpoError
 from recpo.server.impressions import settle
 from recpo.server.metrics import log_as_json
 from recpo.server.options import Keys, ServerOptions
-from recpo.server.variants import open_arms, validate_log
+from recpo.server.variants import open_variants, validate_log
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
@@ -120,7 +120,7 @@ class _Worker(uvicorn.Server):
 
     def _swap(self) -> None:
         try:
-            for versions in self._service.arms.values():
+            for versions in self._service.of_variant.values():
                 versions.swap()
         except RecpoError as error:
             _LOG.error("the bundle stays %s: %s", versions.current.version, error)
@@ -150,7 +150,7 @@ def _work(bundle: Path | None, options: ServerOptions, listening: socket.socket)
         "log": options.log,
     }
     if options.variants:
-        served = {name: one.current.version for name, one in service.arms.items()}
+        served = {name: one.current.version for name, one in service.of_variant.items()}
         fields |= {"experiment": options.experiment, "variants": served}
     _LOG.info("serving", extra={"fields": fields})
     _Worker(config, service, options.drain_s).run(sockets=[listening])
@@ -178,7 +178,7 @@ def _end_with(parent: int) -> None:
 
 def _supervise(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     """Keeps ``options.workers`` processes alive until the server is stopped."""
-    open_arms(bundle, options)  # faults of the bundles and of the log's directory are reported here, once
+    open_variants(bundle, options)  # faults of the bundles and of the log's directory are reported here, once
     validate_log(bundle, options)
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared

@@ -115,14 +115,14 @@ class Ranker:
             return [answer for query in queries for answer in self.rank(bundle, [query])]
 
     def interleave(
-        self, method: Interleaving, arms: Mapping[str, LoadedBundle], queries: Sequence[Query]
+        self, method: Interleaving, bundles: Mapping[str, LoadedBundle], queries: Sequence[Query]
     ) -> list[Shown | Exception]:
         """A slate of two variants, or the error of the query, for each query.
 
         Each variant ranks the first k items; the slate names the bundle of the first one.
         """
-        rankings = [self.rank(bundle, queries) for bundle in arms.values()]
-        shortest = min(bundle.bundle.k for bundle in arms.values())
+        rankings = [self.rank(bundle, queries) for bundle in bundles.values()]
+        shortest = min(bundle.bundle.k for bundle in bundles.values())
         found: list[Shown | Exception] = []
         for query, first, second in zip(queries, *rankings, strict=True):
             if isinstance(first, Exception) or isinstance(second, Exception):
@@ -137,7 +137,7 @@ class Ranker:
                     scores=[scores[team][item] for item, team in zip(both.items, both.team.tolist(), strict=True)],
                     propensity=[None] * len(both.items) if both.propensity is None else both.propensity.tolist(),
                     explored=[False] * len(both.items),
-                    team=[list(arms)[team] for team in both.team.tolist()],
+                    team=[list(bundles)[team] for team in both.team.tolist()],
                     credit=both.credit.tolist(),
                 )
             )

@@ -16,7 +16,7 @@ from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
-from recpo.server.variants import EndedVariants, assigned, open_arms, validate_log
+from recpo.server.variants import EndedVariants, assigned, open_variants, validate_log
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.manifest import BundleFeatures
 
@@ -62,8 +62,8 @@ class Service:
         self.variants = options.variants
         validate_log(path, options)
         self.metrics = Metrics([one.name for one in self.variants])
-        self.arms = open_arms(path, options, self.metrics.of_bundle)
-        self.versions = next(iter(self.arms.values()))
+        self.of_variant = open_variants(path, options, self.metrics.of_bundle)
+        self.versions = next(iter(self.of_variant.values()))
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
         self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
@@ -86,7 +86,7 @@ class Service:
     def start(self) -> None:
         """Starts answering. Call it in the event loop."""
         self._batcher.start()
-        look: list[Callable[[], object]] = [*(one.follow for one in self.arms.values()), self._follow_ended]
+        look: list[Callable[[], object]] = [*(one.follow for one in self.of_variant.values()), self._follow_ended]
         look += [lambda: self.metrics.queue.set(self._batcher.waiting)]
         look += [self._settle] if self.log is not None else []
         look += [self._watch.look] if self._watch is not None else []
@@ -199,12 +199,12 @@ class Service:
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
             if self.options.interleave is not None:
-                both = {name: versions.current for name, versions in self.arms.items()}
+                both = {name: versions.current for name, versions in self.of_variant.items()}
                 return self._ranker.interleave(self.options.interleave, both, queries)
             if not self.variants:
                 return self._ranker.rank(self.versions.current, queries)
             answers: dict[int, Shown | Exception] = {}
-            for name, versions in self.arms.items():
+            for name, versions in self.of_variant.items():
                 rows = [row for row, query in enumerate(queries) if query.variant == name]
                 shown = self._ranker.rank(versions.current, [queries[row] for row in rows]) if rows else []
                 named = [one if isinstance(one, Exception) else replace(one, variant=name) for one in shown]
@@ -220,8 +220,8 @@ class Service:
 
     def _longest(self, variant: str) -> int:
         """Maximum list length of a variant; of interleaved lists, that of both."""
-        arms = [self.arms[variant]] if variant in self.arms else self.arms.values()
-        return min(one.current.bundle.k for one in arms)
+        asked = [self.of_variant[variant]] if variant in self.of_variant else self.of_variant.values()
+        return min(one.current.bundle.k for one in asked)
 
     def _guard(self) -> Watch | None:
         if self.options.guard is None or self.log is None or self.ended is None:

@@ -126,7 +126,7 @@ def assigned(user_id: int | str, experiment: str, variants: Sequence[Variant]) -
     return next((one.name for one, until in zip(variants, cumulative, strict=True) if place < until), variants[-1].name)
 
 
-def open_arms(
+def open_variants(
     bundle: Path | None, options: ServerOptions, on_change: Callable[[str, LoadedBundle], None] = lambda *_: None
 ) -> dict[str, Versions]:
     """The versions of every variant by its name, the control first; without variants those of the bundle as "".
@@ -135,7 +135,7 @@ def open_arms(
         RecpoError: a bundle cannot serve, or its log and requests are not those of the control.
     """
     paths = {one.name: one.path for one in options.variants} or {"": bundle or Path()}
-    arms = {
+    found = {
         name: Versions(
             path,
             options.name,
@@ -147,7 +147,7 @@ def open_arms(
         )
         for name, path in paths.items()
     }
-    kinds = {name: log_kind(one.current) for name, one in arms.items()}
+    kinds = {name: log_kind(one.current) for name, one in found.items()}
     control = next(iter(kinds))
     if other := next((name for name, kind in kinds.items() if kind != kinds[control]), None):
         raise RecpoError(
@@ -156,7 +156,7 @@ def open_arms(
             code="mismatch",
             field="variant",
         )
-    return arms
+    return found
 
 
 def validate_log(bundle: Path | None, options: ServerOptions) -> None:

@@ -137,7 +137,7 @@ class Explore(Verb["Path | None"]):
         return Pages(
             survey,
             catalog,
-            People(data, self.split, survey.reads, survey.history_length),
+            People(data, self.split, survey.reads),
             Comparison(survey, catalog),
             Neighborhood(survey),
             None if decision is None else decision.facts,

@@ -28,7 +28,7 @@ from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
 from recpo.evaluation.decision import Choice, Criterion, choose
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Cell, Row, Table, interval_figure, render
+from recpo.evaluation.html_report.parts import Cell, Row, Table, ends_of, interval_figure, render
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
@@ -422,7 +422,7 @@ def decision_report(facts: Mapping[str, Any]) -> str:
     """
     metric, rows = facts["criterion"]["metric"], facts["leaderboard"]
     drawn = [
-        svg.IntervalRow(row["name"], row["value"], *_ends(row["value"], row["half_width"]), _style(row, facts))
+        svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
         for row in rows
     ]
     figure = interval_figure(
@@ -447,10 +447,6 @@ def tested_metrics(facts: Mapping[str, Any]) -> list[str]:
     known = {name for row in facts["leaderboard"] for name in row["test"]}
     first = [facts["criterion"]["metric"], *_METRICS]
     return sorted(known, key=lambda name: first.index(name) if name in first else first.index(name.partition("@")[0]))
-
-
-def _ends(value: float | None, half_width: float | None) -> tuple[float | None, float | None]:
-    return (None, None) if value is None or half_width is None else (value - half_width, value + half_width)
 
 
 def _style(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:

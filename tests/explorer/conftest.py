@@ -17,23 +17,10 @@ from recpo.explorer.pages import Pages
 from recpo.explorer.people import People
 from recpo.explorer.survey import Survey
 from recpo.explorer.traffic import traffic
-from recpo.log.prepared import Prepared
-from recpo.rewards.graded import FactorOptions
-from recpo.rewards.selection import fit_factors
 from recpo.verbs.contenders import contenders_of
 
 HOSTILE = "<script>alert(\"1\")</script> & 'x'"
 PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 40
-
-
-@pytest.fixture(scope="session")
-def data(prepared):
-    return Prepared.open(prepared)
-
-
-@pytest.fixture(scope="session")
-def factors(data):
-    return fit_factors(data, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +60,7 @@ def survey(data, factors):
 
 @pytest.fixture(scope="session")
 def people(data, survey):
-    return People(data, "test", survey.reads, survey.history_length)
+    return People(data, "test", survey.reads)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def test_the_lists_are_those_of_recommend(survey, people, data):
 def test_grades_and_deviations_are_those_of_the_reward_model(survey, people, factors):
     person = people.person(int(survey.users[3]))
     places = survey.lists_of(person)[1]
-    users, covariance = factors.fold_in_with_covariance(person.batch.feedback.histories)
+    users, covariance = factors.fold_in_with_covariance(person.batch(factors.max_history).feedback.histories)
     for place in places:
         row = place.item - 1
         grade = factors.mean + users[0, -1] + factors.item_bias[row] + users[0, :-1] @ factors.item_factors[row]
@@ -122,7 +122,7 @@ def test_coverage_and_calibration_are_shares(survey, catalog):
             if catalog.ranks[index] <= max(1, len(catalog.ranks) // 100)
         }
         assert one.popular == pytest.approx(np.mean([item in top for item in items.tolist()]))
-    (category, tags) = comparison.calibration(catalog)
+    (category, tags) = comparison.calibration()
     assert category.attribute == "category"
     assert sum(before for _, before, _ in category.rows) == pytest.approx(1)
     for number, one in enumerate(survey.contenders):

@@ -5,19 +5,7 @@ import pytest
 
 from recpo.base.feedback import GRADES
 from recpo.log.prepared import Prepared
-from recpo.rewards.graded import FactorOptions
-from recpo.rewards.selection import fit_factors
 from recpo.verbs.prepare import prepare
-
-
-@pytest.fixture(scope="session")
-def data(prepared):
-    return Prepared.open(prepared)
-
-
-@pytest.fixture(scope="session")
-def factors(data):
-    return fit_factors(data, FactorOptions(method="als", ranks=(3,), ridges=(2.0,), sweeps=3))
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,11 @@ def interval_figure(
     return Figure(title, Markup(svg.interval_chart(title, about, rows, with_zero=with_zero)), remark)
 
 
+def ends_of(mean: float | None, half_width: float | None) -> tuple[float | None, float | None]:
+    """Both ends of an interval; None if there is none."""
+    return (None, None) if mean is None or half_width is None else (mean - half_width, mean + half_width)
+
+
 def rows_of(document: Document) -> list[Contenders]:
     """The rows of the main tables, each with its name and color."""
     groups = seeds_of_recipes(document)
