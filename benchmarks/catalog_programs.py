@@ -98,7 +98,7 @@ def smallest(call: Any, repeats: int) -> tuple[float, float]:
 def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     """In a process of its own, whose memory is the program's alone."""
     from recpo.serving.bundle import load_runtime
-    from recpo.serving.histories import EncodedHistories
+    from recpo.serving.encoded_histories import EncodedHistories
     from recpo.serving.manifest import BundleManifest
 
     manifest = BundleManifest.read(root)

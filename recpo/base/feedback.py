@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -168,13 +169,18 @@ class FeedbackDefinition:
 
     def _watch_levels(self, watch_time: np.ndarray, duration: np.ndarray) -> np.ndarray:
         watch, bucket = _milliseconds(watch_time), self.buckets(duration)
-        fitted = np.array(sorted(self.cutoffs), np.int64)
-        limits = _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
+        fitted, limits = self._limits
         place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
         possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
         known = (fitted[place] == bucket) & possible
         passed = (watch[:, None] > limits[place]).sum(1)
         return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
+
+    @cached_property
+    def _limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """The fitted buckets, ascending, and their cutoffs in milliseconds ``[buckets, 3]``."""
+        fitted = np.array(sorted(self.cutoffs), np.int64)
+        return fitted, _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
 
     def _label_levels(self, label: np.ndarray) -> np.ndarray:
         low, high = (np.float32(t) for t in (self.rule.skip_threshold, self.rule.positive_threshold))

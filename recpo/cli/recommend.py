@@ -12,7 +12,7 @@ from recpo.artifacts import kind_of
 from recpo.base.errors import RecpoError
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command
-from recpo.serving.histories import ServingCounts
+from recpo.serving.encoded_histories import ServingCounts
 from recpo.verbs.recommend import LIST_LENGTH, Recommend
 
 _EVENTS_SHOWN_FROM = 1 << 16

@@ -20,6 +20,9 @@ from recpo.log.schema import RETIRED as RETIRED
 AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
 
 
+_FEW: Final = 4096
+
+
 class IdMap:
     """External ids of the items 1..V.
 
@@ -28,6 +31,9 @@ class IdMap:
         retired: internal ids of the retired items, which are no longer candidates, ascending; None = none.
         available: ``[2, V]`` int64, milliseconds since the epoch from which and until which item 1, item 2 and so on
             may be listed (``ALWAYS``, ``NEVER``: no limit); None = every item at every time.
+
+    Attributes:
+        is_text: the external ids are strings.
 
     Raises:
         RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
@@ -51,12 +57,13 @@ class IdMap:
                 field="item_id",
             )
         self._external = external
-        self._is_text = _is_text(external.type)
+        self.is_text = _is_text(external.type)
         # An object index keeps its hash table, so looking up a few ids does not cost a pass over the catalog.
         import pandas as pd  # imports 35 MB, and training does not look up external ids
 
-        values = external.to_numpy(zero_copy_only=False)
-        self._index = pd.Index(values.astype(object) if self._is_text else values)
+        self._values = values = external.to_numpy(zero_copy_only=False)  # strings as objects
+        self._index = pd.Index(values, dtype=object if self.is_text else None)
+        self._ascending = not self.is_text and len(values) > 0 and self._index.is_monotonic_increasing
         if not self._index.is_unique:
             raise RecpoError(
                 f"item ids: {int(self._index.duplicated().sum())} ids occur twice among {len(external)} items",
@@ -151,7 +158,7 @@ class IdMap:
 
     def equals(self, other: IdMap) -> bool:
         """Whether both maps assign the same ids to item 1, item 2 and so on."""
-        return self._is_text == other._is_text and self._index.equals(other._index)
+        return self.is_text == other.is_text and self._index.equals(other._index)
 
     def to_internal(self, values: Iterable[Any]) -> np.ndarray:
         """Internal ids, int64, one per value; 0 for unknown and null values.
@@ -162,7 +169,7 @@ class IdMap:
         given = _to_array(values)
         if not len(given) or pa.types.is_null(given.type):
             return np.zeros(len(given), dtype=np.int64)
-        if _is_text(given.type) != self._is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
+        if _is_text(given.type) != self.is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
             raise RecpoError(
                 f"item ids of this catalog are {self.type}, got {given.type}: cast them",
                 code="wrong_type",
@@ -171,8 +178,20 @@ class IdMap:
         known = given.is_valid().to_numpy(zero_copy_only=False)
         found = np.zeros(len(given), dtype=np.int64)
         plain = given.filter(given.is_valid()).to_numpy(zero_copy_only=False)
-        found[known] = self._index.get_indexer(plain.astype(object) if self._is_text else plain) + 1
+        found[known] = self.find(plain.astype(object) if self.is_text else plain)
         return found
+
+    def find(self, values: np.ndarray) -> np.ndarray:
+        """Internal ids, int64, of ids of the catalog's own type (strings as objects); 0 for unknown ones."""
+        if self._ascending and len(values) <= _FEW and values.dtype == self._values.dtype:  # an index costs more
+            place = np.minimum(np.searchsorted(self._values, values), len(self) - 1)
+            return np.where(self._values[place] == values, place + 1, 0)
+        found: np.ndarray = self._index.get_indexer(values) + 1
+        return found
+
+    def listed(self, item_ids: np.ndarray) -> list[Any]:
+        """External ids of a few items, 1..V, as Python objects."""
+        return self._values[item_ids - 1].tolist()
 
     def to_external(self, item_ids: np.ndarray | Iterable[int]) -> pa.Array:
         """External ids in their own type, flattened in order; null for internal id 0.

@@ -15,17 +15,21 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from inspect import signature
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.metrics import Metrics
+from recpo.server.metrics import REQUEST, Metrics
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
 from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
@@ -71,7 +75,8 @@ def create_app(service: Service) -> Gate:
         await service.stop()
 
     app = FastAPI(title="recpo serve", version=__version__, description=_DESCRIPTION, lifespan=lifespan)
-    for router in (_recommend_routes(service), protocol_routes(service), _admin_routes(service)):
+    recommend = _recommend_routes(service)
+    for router in (recommend, protocol_routes(service), _admin_routes(service)):
         app.include_router(router)
     _add_metrics(app, service)
     _add_faults(app)
@@ -82,7 +87,30 @@ def create_app(service: Service) -> Gate:
         api_keys=None if options.api_keys is None else Keys(options.api_keys),
         admin_keys=None if options.admin_keys is None else Keys(options.admin_keys),
         draining=lambda: service.draining,
+        direct=[_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)],
     )
+
+
+class _Direct:
+    """A route of which ``Gate`` calls the function itself.
+
+    The layers of FastAPI between the two would cost as much as reading and ranking a history.
+    """
+
+    def __init__(self, route: APIRoute) -> None:
+        self.route = route
+        self._model: type[BaseModel] = signature(route.endpoint, eval_str=True).parameters["body"].annotation
+
+    async def __call__(self, body: bytes, x_request_id: str) -> Response:
+        """The answer to a body, or the fault in it."""
+        try:
+            answer: Response = await self.route.endpoint(self._model.model_validate_json(body))
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_context=False, include_input=False)
+            return _fault(x_request_id, 422, _wrong_fields([{**one, "loc": ("body", *one["loc"])} for one in wrong]))
+        except tuple(_STATUS) as error:
+            return _fault_of(x_request_id, error)
+        return answer
 
 
 def _recommend_routes(service: Service) -> APIRouter:
@@ -107,7 +135,7 @@ def _recommend_routes(service: Service) -> APIRouter:
             answer["variant"] = shown.variant
         for item, team in zip(answer["items"], shown.team or (), strict=False):
             item["team"] = team
-        return JSONResponse(answer)
+        return Response(to_json(answer), media_type="application/json")
 
     @router.post("/feedback", response_model=FeedbackAnswer, responses=_faults(404))
     async def feedback(body: FeedbackRequest) -> Response:
@@ -165,16 +193,15 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 
 def _add_faults(app: FastAPI) -> None:
     async def of_request(request: Request, error: Exception) -> Response:
-        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-        return _fault(request, status, str(error) or _reason(status))
+        return _fault_of(request.state.x_request_id, error)
 
     async def of_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _fault(request, 422, _wrong_fields(error.errors()))
+        return _fault(request.state.x_request_id, 422, _wrong_fields(error.errors()))
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _fault(request, error.status_code, str(error.detail), error.headers)
+        return _fault(request.state.x_request_id, error.status_code, str(error.detail), error.headers)
 
     for kind in _STATUS:
         app.add_exception_handler(kind, of_request)
@@ -182,10 +209,15 @@ def _add_faults(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, of_http)
 
 
-def _fault(request: Request, status: int, detail: str, headers: Any = None) -> Response:
+def _fault_of(x_request_id: str, error: Exception) -> Response:
+    status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+    return _fault(x_request_id, status, str(error) or _reason(status))
+
+
+def _fault(x_request_id: str, status: int, detail: str, headers: Any = None) -> Response:
     headers = dict(headers or {}) | ({"Retry-After": "1"} if status in (429, 503) else {})
     detail = detail.encode("utf-8", "backslashreplace").decode()
-    return JSONResponse({"detail": detail, "x_request_id": request.state.x_request_id}, status, headers)
+    return JSONResponse({"detail": detail, "x_request_id": x_request_id}, status, headers)
 
 
 def _wrong_fields(errors: Sequence[Any]) -> str:
@@ -309,6 +341,7 @@ class Gate:
         api_keys: None = requests need no key.
         admin_keys: None = swaps are disabled.
         draining: whether the server stops, so that answers tell clients to close their connections.
+        direct: routes of POST that are called without the application.
     """
 
     def __init__(
@@ -320,7 +353,9 @@ class Gate:
         api_keys: Keys | None,
         admin_keys: Keys | None,
         draining: Callable[[], bool],
+        direct: Sequence[_Direct] = (),
     ) -> None:
+        self._direct = {one.route.path: one for one in direct}
         self.app, self._metrics, self._max_body, self._draining = app, metrics, max_body, draining
         self._api_keys, self._admin_keys = api_keys, admin_keys
 
@@ -346,14 +381,7 @@ class Gate:
             await send(message)
 
         try:
-            refused = self._refusal(scope["path"], headers)
-            body = b"" if refused else await self._body(receive)
-            if refused is None and body is None:
-                refused = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
-            if refused is not None:
-                await _send_fault(answer, *refused, x_request_id)
-            else:
-                await self.app(scope, _replay(body or b"", receive), answer)
+            await self._handle(scope, headers, receive, answer)
         except _ClientGoneError:
             status = 499
         except Exception:
@@ -364,6 +392,21 @@ class Gate:
                 )
         finally:
             self._account(scope, status, time.perf_counter() - begun, x_request_id)
+
+    async def _handle(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        x_request_id = scope["state"]["x_request_id"]
+        refused = self._refusal(scope["path"], headers)
+        body = b"" if refused else await self._body(receive)
+        if refused is None and body is None:
+            refused = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
+        if refused is not None:
+            await _send_fault(send, *refused, x_request_id)
+        elif scope["method"] == "POST" and (direct := self._direct.get(scope["path"])) is not None:
+            scope["route"] = direct.route
+            response = await direct(body or b"", x_request_id)
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, _replay(body or b"", receive), send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         """Status and reason if the request is rejected here."""
@@ -411,7 +454,7 @@ class Gate:
             "status": status,
             "ms": round(seconds * 1000, 2),
         }
-        _LOG.info("request", extra={"fields": fields})
+        _LOG.info(REQUEST, extra={"fields": fields})
 
 
 async def _send_fault(send: Send, status: int, detail: str, x_request_id: str) -> None:

@@ -34,13 +34,15 @@ from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
 from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
+from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.golden import check_golden
-from recpo.serving.histories import ITEM_ID, EncodedHistories, HistoryReader
+from recpo.serving.histories import ITEM_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
-from recpo.serving.manifest import MANIFEST, BundleFeatures
+from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM, BundleFeatures
 from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"
+_SMALL_PROGRAM: Final = 1 << 26  # bytes
 _KEPT: Final = 100  # number of names in the list of versions that served before
 _LOG = logging.getLogger("recpo.server")
 _REMEDY: Final = f"remove {ACTIVE}: the newest version serves then"
@@ -134,13 +136,17 @@ class LoadedBundle:
         reranking: Reranking | None = None,
         provider: str = CPU_PROVIDER,
     ) -> LoadedBundle:
-        """Verifies, loads and tests a bundle with ``threads`` (0 = one per core) and ``provider`` of ONNX Runtime.
+        """Verifies, loads and tests a bundle with ``threads`` and ``provider`` of ONNX Runtime.
+
+        ``threads`` 0 = one for a program below 64 MiB, for which a second one takes more processor time than it saves,
+        otherwise one per core.
 
         Raises:
             RecpoError: it is not a bundle, was altered, answers its golden requests differently than at export, or
                 lacks item attributes that re-ranking needs.
         """
-        bundle = Bundle.open(path, threads=threads, provider=provider)
+        size = sum(file.stat().st_size for file in path.glob(f"{ONNX_PROGRAM}*"))
+        bundle = Bundle.open(path, threads=threads or int(0 < size < _SMALL_PROGRAM), provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
@@ -154,7 +160,7 @@ class Versions:
         path: a bundle, or a directory of bundles.
         name: name of the model; None = the name of the directory.
         on_change: called with each bundle that starts to serve.
-        threads: threads of ONNX Runtime; 0 = one per core.
+        threads: threads of ONNX Runtime; 0 = see ``LoadedBundle.load``.
         shortlist: minimum list length of a bundle, for exploration and re-ranking.
         reranking: how complete slates are chosen; None = in the policy's order.
         provider: execution provider of ONNX Runtime.

@@ -11,12 +11,13 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Final
 
 from recpo.server.bundles import LoadedBundle
 from recpo.server.impressions import Settled
-from recpo.serving.histories import ServingCounts
+from recpo.serving.encoded_histories import ServingCounts
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 _LATENCIES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -75,6 +76,7 @@ class Metrics:
             multiprocess_mode="livemax",
         )
         self._serving: dict[str, tuple[str, str, str]] = {}
+        self._of_routes: dict[tuple[str, int], tuple[Counter, Histogram]] = {}  # looking labels up costs more
         self._of_variants: tuple[Counter, Gauge] | None = None
         if variants:
             self._of_variants = (
@@ -93,8 +95,12 @@ class Metrics:
 
     def of_request(self, route: str, status: int, seconds: float) -> None:
         """Records an answer that was sent."""
-        self.requests.labels(route, str(status)).inc()
-        self.latency.labels(route).observe(seconds)
+        of_route = self._of_routes.get((route, status))
+        if of_route is None:
+            of_route = self.requests.labels(route, str(status)), self.latency.labels(route)
+            self._of_routes[route, status] = of_route
+        of_route[0].inc()
+        of_route[1].observe(seconds)
 
     def of_histories(self, counts: ServingCounts) -> None:
         """Records the histories of a batch."""
@@ -139,6 +145,10 @@ class Metrics:
         return generate_latest(shared)
 
 
+REQUEST: Final = "request"  # the message of the line of a request
+_MOST_WAITING: Final = 100
+_LOG = logging.getLogger("recpo.server")
+_ENCODER: Final = json.JSONEncoder(default=str)
 _QUIET: Final = ("uvicorn.access",)  # the gate writes a line for each request, with its id
 
 
@@ -156,12 +166,40 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _ENCODER.encode(line)
+
+
+class _Lines(logging.Handler):
+    """Writes lines to standard error; those of requests together, because a system call for each costs too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line. One of a request waits for the next other line, for 100 of its kind, or for ``flush``."""
+        self._waiting.append(self.format(record) + "\n")
+        if record.msg != REQUEST or len(self._waiting) >= _MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the lines that wait."""
+        with self.lock or nullcontext():
+            lines, self._waiting = self._waiting, []
+            if lines:
+                sys.stderr.write("".join(lines))
+                sys.stderr.flush()
+
+
+def flush_logs() -> None:
+    """Writes the lines of requests that wait."""
+    for handler in _LOG.handlers:
+        handler.flush()
 
 
 def log_as_json() -> None:
     """Sends the log records of recpo's server and of uvicorn to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines()
     handler.setFormatter(JsonFormatter())
     for name in ("recpo.server", "uvicorn", "uvicorn.error", "uvicorn.asgi"):
         logger = logging.getLogger(name)

@@ -91,7 +91,7 @@ class ServerOptions:
     drain_s: NonNegativeFloat = 0.0
     """when the server stops, seconds between reporting "not ready" and closing the socket"""
     threads: NonNegativeInt = 0
-    """threads of ONNX Runtime in a worker; 0 = one per core"""
+    """threads of ONNX Runtime in a worker; 0 = one for a program below 64 MiB, otherwise one per core"""
     provider: str = CPU_PROVIDER
     """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
 

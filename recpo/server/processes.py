@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import socket
+import struct
+import sys
 import tempfile
 import threading
 import time
@@ -30,9 +33,13 @@ _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
 #: least and most time for requests on connections that were open when the server stopped listening
 _LAST_REQUESTS_S = (0.5, 3.0)
+_HANDSHAKES_S = 0.2  # connections that have begun arrive in this time
 _RESTART_S = 1.0
 _SOON_S = 10.0  # a worker that ends sooner never became ready
 _ATTEMPTS = 3
+_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+#: a classic BPF program: drop (0 bytes) what has the flag SYN without ACK in byte 13 of its TCP header, keep the rest
+_NO_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 _LOG = logging.getLogger("recpo.server")
 
 
@@ -93,10 +100,14 @@ class _Worker(uvicorn.Server):
         """Stops without resetting a connection.
 
         The system resets the connections that wait for being accepted when the last process closes the socket, so they
-        are accepted before. It also resets a connection that is closed while its request arrives. Uvicorn closes idle
-        connections at once; here they get up to three seconds, in which every answer tells its client to close the
-        connection, and which are over early if no connection is open. Those just accepted are not yet counted as open.
+        are accepted before, and none may begin between the last one and the end of the socket. It also resets a
+        connection that is closed while its request arrives. Uvicorn closes idle connections at once; here they get up
+        to three seconds, in which every answer tells its client to close the connection, and which are over early if
+        no connection is open. Those just accepted are not yet counted as open.
         """
+        for listening in sockets or []:
+            begin_no_connections(listening)
+        await asyncio.sleep(_HANDSHAKES_S)
         waiting = [connection for listening in sockets or [] for connection in _accepted(listening)]
         for server in self.servers:
             server.close()
@@ -288,6 +299,19 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
     listening.set_inheritable(True)
     return listening
+
+
+def begin_no_connections(listening: socket.socket) -> None:
+    """Drops the first packet of further connections; those that have begun arrive. On Linux only.
+
+    Their clients try again a second later, and are refused if nobody listens then.
+    """
+    if sys.platform != "linux":
+        return
+    size = len(_NO_SYN)
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in _NO_SYN))
+    with suppress(OSError):  # a kernel that has no filters
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", size, ctypes.addressof(filters)))
 
 
 def _accepted(listening: socket.socket) -> Iterator[socket.socket]:

@@ -8,6 +8,8 @@ has all cores to itself, and queries wait in the event loop. Without load, a que
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories, ServingCounts
+from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
@@ -169,7 +171,7 @@ class Ranker:
         for k, rows in exploring.items():
             for row, slate in zip(rows, self._drawn(inputs, (top_items, scores), bundle, k, rows), strict=True):
                 slates[row] = slate
-        external = bundle.items.to_external(np.concatenate([slate.items for slate in slates])).to_pylist()
+        external = bundle.items.listed(np.concatenate([slate.items for slate in slates]))
         ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
         return [
             _shown(loaded, slate, external[end - len(slate.items) : end], own[row])
@@ -214,15 +216,18 @@ def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
 
 def _best(top_items: np.ndarray) -> Slate:
     """The deterministic slate: the n best items, each with propensity 1 / n."""
-    listed = int((top_items > 0).sum())  # empty places are at the end
+    listed = int(np.count_nonzero(top_items))  # empty places are at the end
     places = np.arange(listed)
     return Slate(top_items[:listed], np.full(listed, 1 / max(1, listed)), np.zeros(listed, bool), False, places)
 
 
 def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
-    known = [float(scores[place]) if place >= 0 else None for place in slate.positions.tolist()]
+    of_places = scores.tolist()
+    known = [of_places[place] if place >= 0 else None for place in slate.positions.tolist()]
     return Shown(bundle, items, known, slate.propensity.tolist(), slate.explored.tolist(), slate.is_random)
 
+
+_SHORT_S = 0.004  # a batch that is done sooner may keep the event loop waiting
 
 QueryT = TypeVar("QueryT")
 AnswerT = TypeVar("AnswerT")
@@ -271,6 +276,7 @@ class Batcher(Generic[QueryT, AnswerT]):
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "recpo-batch")
         self._task: asyncio.Task[None] | None = None
+        self._query_s = math.inf  # time of the last batch, for each of its queries
         self._unanswered = 0
         self._closed = False
 
@@ -327,8 +333,15 @@ class Batcher(Generic[QueryT, AnswerT]):
             if batch := self._take():
                 queries = [waiting.query for waiting in batch]
                 self._on_batch(len(batch))
-                answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
+                begun = time.perf_counter()
+                if self._query_s * len(batch) <= _SHORT_S:
+                    answers = self._answers(queries)
+                else:
+                    answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
+                self._query_s = (time.perf_counter() - begun) / len(batch)
                 _resolve(batch, answers)
+                if self._queue:
+                    await asyncio.sleep(0)  # for these answers, and for requests that have arrived
 
     async def _wait_for_others(self) -> None:
         self._full.clear()

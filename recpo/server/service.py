@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import LoadedBundle, feature_kinds
 from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_propensities
-from recpo.server.metrics import Metrics
+from recpo.server.metrics import Metrics, flush_logs
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
 from recpo.server.variants import EndedVariants, assigned, open_variants, validate_log
@@ -86,7 +86,11 @@ class Service:
     def start(self) -> None:
         """Starts answering. Call it in the event loop."""
         self._batcher.start()
-        look: list[Callable[[], object]] = [*(one.follow for one in self.of_variant.values()), self._follow_ended]
+        look: list[Callable[[], object]] = [
+            *(one.follow for one in self.of_variant.values()),
+            self._follow_ended,
+            flush_logs,
+        ]
         look += [lambda: self.metrics.queue.set(self._batcher.waiting)]
         look += [self._settle] if self.log is not None else []
         look += [self._watch.look] if self._watch is not None else []
@@ -117,7 +121,7 @@ class Service:
         """
         variant = self._variant(request.user_id)
         self._validate(request, variant)
-        query = replace(self._query(request), variant=variant)
+        query = self._query(request, variant)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
         try:
@@ -173,7 +177,7 @@ class Service:
         self.metrics.outcomes.inc(len(outcomes))
         return len(outcomes)
 
-    def _query(self, request: RecommendRequest) -> Query:
+    def _query(self, request: RecommendRequest, variant: str) -> Query:
         """The query for a request, with the features and behaviors that the bundle reads.
 
         Raises:
@@ -192,9 +196,7 @@ class Service:
             _event(event, known, f"history.{place}") if "behaviors" in event or "context" in event else event
             for place, event in enumerate(request.history)
         ]
-        return Query(
-            history, request.exclude, request.k, explores, user, context, allow=request.allow, deny=request.deny
-        )
+        return Query(history, request.exclude, request.k, explores, user, context, request.allow, request.deny, variant)
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
@@ -266,14 +268,15 @@ class Service:
                 code="wrong_type",
                 field="user_id",
             )
-        text = "string" in str(bundle.items.type)
-        for item in (*(event["item_id"] for event in request.history), *request.exclude):
-            if isinstance(item, str) != text:
-                raise RecpoError(
-                    f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}",
-                    code="wrong_type",
-                    field="item_id",
-                )
+        named = [*(event["item_id"] for event in request.history), *request.exclude]
+        expected: type = str if bundle.items.is_text else int
+        if set(map(type, named)) - {expected}:
+            wrong = next(item for item in named if type(item) is not expected)
+            raise RecpoError(
+                f"item ids of this bundle are {'strings' if expected is str else 'integers'}, got {wrong!r:.80}",
+                code="wrong_type",
+                field="item_id",
+            )
 
 
 def _event(event: Mapping[str, Any], known: BundleFeatures, where: str) -> dict[str, Any]:

@@ -34,12 +34,6 @@ Filter = Annotated[
 Behaviors = Annotated[dict[str, StrictBool], Field(max_length=62)]
 
 
-def _in_milliseconds(time: int) -> int:
-    if SECONDS_FROM <= time < SECONDS_UNTIL:
-        raise ValueError("seconds? expected milliseconds since 1970")
-    return time
-
-
 Time = Annotated[StrictInt, Field(ge=0, lt=LATEST_MS)]
 
 
@@ -109,8 +103,8 @@ class RecommendRequest(BaseModel):
 
     @model_validator(mode="after")
     def _times(self) -> RecommendRequest:
-        for event in self.history:
-            _in_milliseconds(event["timestamp"])
+        if any(SECONDS_FROM <= event["timestamp"] < SECONDS_UNTIL for event in self.history):
+            raise ValueError("seconds? expected milliseconds since 1970")
         return self
 
 

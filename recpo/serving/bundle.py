@@ -26,7 +26,8 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving.attributes import ItemFilters, Wanted, filtered
-from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
 from recpo.serving.recommending import (

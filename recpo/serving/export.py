@@ -29,8 +29,8 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_search import Precision, validate_precision
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
+from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.golden import GOLDEN, write_golden
-from recpo.serving.histories import EncodedHistories
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest

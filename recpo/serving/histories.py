@@ -5,8 +5,8 @@ Training runs, bundles and servers all use this module. NumPy and Arrow only; it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from recpo.base.features import FeatureArrays, missing_features
 from recpo.base.feedback import UNKNOWN, FeedbackDefinition
 from recpo.base.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
 from recpo.log.id_map import IdMap
+from recpo.serving.encoded_histories import EncodedHistories, PerUser, ServingCounts, UserHistories
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
 #: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
@@ -28,166 +29,43 @@ EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike
 #: and integers above the last one are microseconds. Smaller integers may be event counters ("order").
 SECONDS_FROM, SECONDS_UNTIL, LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
 _LONGEST_S = 1e9  # 30 years: no event lasts longer
-
-
-class EncodedHistories(NamedTuple):
-    """The input of a policy for some users, int64, padded with 0 on the right.
-
-    Attributes:
-        item_ids: ``[B, H]`` internal ids, oldest first.
-        feedback: ``[B, H]`` feedback levels (``recpo.base.feedback``).
-        exclude: ``[B, M]`` internal ids that must not be listed, in addition to ``item_ids``.
-        timestamps: ``[B, H]`` milliseconds since the epoch; None if the policy does not read them.
-        behaviors: ``[B, H]`` bit sets; None if the policy does not read them.
-        user: features of the users, ``[B]``; None if the policy does not read them.
-        context: features of requests, ``[B, H + 1]``, as in ``base.types.Histories``; None if the policy does not read
-            them.
-        allowed: ``[B, V + 1]`` bool, the items that may be listed; None = all.
-    """
-
-    item_ids: np.ndarray
-    feedback: np.ndarray
-    exclude: np.ndarray
-    timestamps: np.ndarray | None = None
-    behaviors: np.ndarray | None = None
-    user: FeatureArrays | None = None
-    context: FeatureArrays | None = None
-    allowed: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class ServingCounts:
-    """Counts of what was served and what was left out. Events and items of users who are not served do not count.
-
-    Attributes:
-        users: number of users served.
-        events: events of their histories, including the skipped ``unknown_items``.
-        unknown_items: events whose item is not in the catalog.
-        impossible_values: watch times and durations that cannot be true (negative, infinite); treated as missing.
-        events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time, duration
-            or label is missing.
-        empty_histories: users without an event of a known item; they get the recommendations for an empty history.
-        truncated_histories: users with more events than the policy reads. It reads the most recent ones; the older
-            items are not listed either.
-        unknown_excluded: items to exclude that are not in the catalog.
-        unknown_candidates: candidates to score that are not in the catalog.
-        short_lists: users with fewer than k items left.
-    """
-
-    users: int = 0
-    events: int = 0
-    unknown_items: int = 0
-    impossible_values: int = 0
-    events_without_feedback: int = 0
-    empty_histories: int = 0
-    truncated_histories: int = 0
-    unknown_excluded: int = 0
-    unknown_candidates: int = 0
-    short_lists: int = 0
-
-    def __add__(self, other: ServingCounts) -> ServingCounts:
-        """The sum of two counts."""
-        return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def to_dict(self) -> dict[str, int]:
-        """By name, for JSON."""
-        return asdict(self)
-
-
-class _PerUser(NamedTuple):
-    """Values of all users, concatenated: the values of user u are ``values[offsets[u] : offsets[u + 1]]``."""
-
-    values: tuple[np.ndarray, ...]
-    offsets: np.ndarray
-
-    @classmethod
-    def of(cls, num_users: int, user: np.ndarray, *values: np.ndarray) -> _PerUser:
-        """From values sorted by ``user [N]``."""
-        return cls(values, np.concatenate([[0], np.cumsum(np.bincount(user, minlength=num_users))]))
-
-    def padded(self, begin: int, end: int, column: int, width: int) -> np.ndarray:
-        """The last ``width`` values of the users ``begin .. end - 1``, ``[end - begin, width]``."""
-        offsets = self.offsets[begin : end + 1]
-        lengths = np.diff(offsets)
-        row = np.repeat(np.arange(end - begin), lengths)
-        place = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[1:] - np.minimum(lengths, width), lengths)
-        kept = place >= 0
-        table = np.zeros((end - begin, width), np.int64)
-        table[row[kept], place[kept]] = self.values[column][offsets[0] : offsets[-1]][kept]
-        return table
-
-
-@dataclass(frozen=True)
-class UserHistories:
-    """The histories of a number of users, ready to be read in batches.
-
-    Attributes:
-        users: external ids, in the order in which they are served.
-        counts: what was read and what was left out.
-        events: item, feedback level and time of every known event, sorted by user and time.
-        exclude: items that must not be listed, including items that are too old to be read; distinct and ascending.
-        max_history: H.
-        reads_timestamps: whether the batches have times.
-        unlisted: items that are listed for no user.
-        reads_behaviors: whether the batches have behaviors.
-        user: features of the users ``[U]``; None = the policy does not read them.
-        context: features of requests: one row for no event, the rows of ``events``, and the rows of the users' current
-            requests; None as above.
-    """
-
-    users: pa.Array
-    counts: ServingCounts
-    events: _PerUser
-    exclude: _PerUser
-    max_history: int
-    reads_timestamps: bool
-    unlisted: np.ndarray
-    reads_behaviors: bool = False
-    user: FeatureArrays | None = None
-    context: FeatureArrays | None = None
-
-    def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
-        """Yields ``size`` users at a time: their indices, and the input of the policy."""
-        for begin in range(0, len(self.users), size):
-            end = min(begin + size, len(self.users))
-            yield slice(begin, end), self._encoded(begin, end)
-
-    def _encoded(self, begin: int, end: int) -> EncodedHistories:
-        item_ids, feedback, timestamps, behaviors = (
-            self.events.padded(begin, end, column, self.max_history) for column in range(4)
-        )
-        width = max(1, int(np.diff(self.exclude.offsets[begin : end + 1]).max()))
-        exclude = self.exclude.padded(begin, end, 0, width)
-        if len(self.unlisted):
-            exclude = np.concatenate([exclude, np.tile(self.unlisted, (end - begin, 1))], 1)
-        return EncodedHistories(
-            item_ids,
-            feedback,
-            exclude,
-            timestamps if self.reads_timestamps else None,
-            behaviors if self.reads_behaviors else None,
-            None if self.user is None else self.user.rows(np.arange(begin, end)),
-            None if self.context is None else self.context.rows(self._requests(begin, end)),
-        )
-
-    def _requests(self, begin: int, end: int) -> np.ndarray:
-        """Rows of ``context``, ``[B, H + 1]``: the events, followed by the user's current request."""
-        rows = np.pad(self.events.padded(begin, end, 4, self.max_history), ((0, 0), (0, 1)))
-        lengths = np.minimum(np.diff(self.events.offsets[begin : end + 1]), self.max_history)
-        now = 1 + len(self.events.values[0]) + np.arange(begin, end)
-        np.put_along_axis(rows, lengths[:, None], now[:, None], 1)
-        return rows
+_TEXT, _INTEGER = frozenset([str]), frozenset([int])
+_NUMBER, _FLAG = frozenset([int, float, type(None)]), frozenset([bool, type(None)])
+#: the types that JSON has for the values of an event
+_JSON_TYPES = {
+    TIMESTAMP: _INTEGER,
+    "watch_time": _NUMBER,
+    "duration": _NUMBER,
+    "label": _NUMBER,
+    "dislike": _FLAG,
+}
 
 
 class _Events(NamedTuple):
-    """Columns of the events of the served users, ``[N]`` each, sorted by user and time."""
+    """Columns of events, ``[N]`` each, in any order.
+
+    Attributes:
+        user: index of the user; -1 is not served.
+        item: internal id; 0 is unknown.
+        time: milliseconds since the epoch.
+        level: feedback level.
+        impossible: number of values that cannot be true, of watch time and duration.
+        behaviors: bit sets.
+    """
 
     user: np.ndarray
     item: np.ndarray
-    level: np.ndarray
     time: np.ndarray
+    level: np.ndarray
+    impossible: np.ndarray
     behaviors: np.ndarray
-    row: np.ndarray
+
+
+class _Excluded(NamedTuple):
+    """Pairs of a user and an item that must not be listed, ``[N]`` each, as in ``_Events``."""
+
+    user: np.ndarray
+    item: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -251,29 +129,68 @@ class HistoryReader:
         table = to_arrow(histories, "histories")
         owner = id_column(table, USER_ID, "histories")
         served = owner.unique() if users is None else _asked_for(users)
-        events, counts = self._events(table, rows_of_users(owner, served, "histories"), len(served))
-        lengths = np.bincount(events.user, minlength=len(served))
-        excluded = self._excluded(events, lengths, exclude, served)
-        counts = replace(
-            counts,
-            empty_histories=int((lengths == 0).sum()),
-            truncated_histories=int((lengths > self.max_history).sum()),
-            unknown_excluded=excluded[1],
+        columns = {name: _numbers(table, name) for name in ("watch_time", "duration", "label")}
+        level, impossible = self._levels(**columns, dislike=flag_column(table, "dislike", "histories"))
+        events = _Events(
+            rows_of_users(owner, served, "histories"),
+            self.known_items(table, "histories"),
+            _plausible(time_column(table, TIMESTAMP, "histories")),
+            level,
+            impossible,
+            self._bits([flag_column(table, name, "histories") for name in self.behaviors], len(table)),
         )
-        number = np.arange(1, len(events.user) + 1)
-        columns = (events.item, events.level, events.time, events.behaviors, number)
-        by_user = _PerUser.of(len(served), events.user, *columns)
+        excluded = None
+        if exclude is not None:
+            named = to_arrow(exclude, "exclude")
+            places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
+            excluded = _Excluded(places, self.known_items(named, "exclude"))
+        return self._assembled(served, events, excluded, table, user_features=user_features, context=context, at=at)
+
+    def _assembled(
+        self,
+        served: pa.Array,
+        events: _Events,
+        excluded: _Excluded | None,
+        contexts: Frame,
+        *,
+        user_features: Frame | None,
+        context: Frame | None,
+        at: int | None,
+    ) -> UserHistories:
+        """The histories of the users ``served``; ``contexts`` has a row of features of requests for each event."""
+        is_served = events.user >= 0
+        known = is_served & (events.item > 0)
+        rows = np.flatnonzero(known)
+        rows = rows[np.lexsort((events.time[rows], events.user[rows]))]
+        user, item, level = events.user[rows], events.item[rows], events.level[rows].astype(np.int64)
+        lengths = np.bincount(user, minlength=len(served))
+        pairs, unknown = self._excluded(user, item, lengths, excluded)
+        counts = ServingCounts(
+            users=len(served),
+            events=int(np.count_nonzero(is_served)),
+            unknown_items=int(np.count_nonzero(is_served & ~known)),
+            impossible_values=int(events.impossible[is_served].sum()),
+            events_without_feedback=int(np.count_nonzero(level == UNKNOWN)),
+            empty_histories=int(np.count_nonzero(lengths == 0)),
+            truncated_histories=int(np.count_nonzero(lengths > self.max_history)),
+            unknown_excluded=unknown,
+        )
+        columns = {"item_ids": item, "feedback": level}
+        if self.reads_timestamps:
+            columns["timestamps"] = events.time[rows]
+        if self.behaviors:
+            columns["behaviors"] = events.behaviors[rows]
+        if self.context is not None:
+            columns["context"] = np.arange(1, len(user) + 1)
         return UserHistories(
             served,
             counts,
-            by_user,
-            excluded[0],
+            PerUser.of(len(served), user, **columns),
+            pairs,
             self.max_history,
-            self.reads_timestamps,
             self.items.unlisted(at),
-            bool(self.behaviors),
             None if self.user is None else _of_users(self.user, user_features, served, "user_features"),
-            None if self.context is None else self._contexts(self.context, table, events.row, context, served),
+            None if self.context is None else self._contexts(self.context, contexts, rows, context, served),
         )
 
     def read_request(
@@ -326,25 +243,67 @@ class HistoryReader:
             RecpoError: as in ``read``; a fault in one request fails all of them.
         """
         events = [event for history, _ in requests for event in history]
+        named = [item for _, items in requests for item in items]
+        numbers = np.arange(len(requests))
+        owner = numbers.repeat([len(history) for history, _ in requests])
+        named_owner = numbers.repeat([len(items) for _, items in requests])
+        features = None if user_features is None else _rows(user_features)
+        now = None if context is None else _rows(context)
+        plain = self._plain_events(owner, events), self._plain_items(named)
+        if plain[0] is not None and plain[1] is not None:
+            excluded = _Excluded(named_owner, plain[1])
+            contexts = {name: [event.get(name) for event in events] for name in self._context_names}
+            served = pa.array(numbers)
+            return self._assembled(served, plain[0], excluded, contexts, user_features=features, context=now, at=at)
         columns = {
             name: [event.get(name) for event in events]
             for name in self.columns[1:]
             if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
         }
-        numbers = np.arange(len(requests))
-        owner = np.repeat(numbers, [len(history) for history, _ in requests])
-        excluded = {
-            USER_ID: np.repeat(numbers, [len(items) for _, items in requests]),
-            ITEM_ID: [item for _, items in requests for item in items],
-        }
         return self.read(
             {USER_ID: owner, **columns},
-            exclude=excluded,
+            exclude={USER_ID: named_owner, ITEM_ID: named},
             users=numbers,
-            user_features=None if user_features is None else _rows(user_features),
-            context=None if context is None else _rows(context),
+            user_features=features,
+            context=now,
             at=at,
         )
+
+    def _plain_events(self, owner: np.ndarray, events: Sequence[Mapping[str, Any]]) -> _Events | None:
+        """The events of requests without a detour through a frame, which would cost most of a small request.
+
+        None if some value is not of the types that JSON has for it: ``read`` converts it, or says what is wrong.
+        """
+        present = set().union(*events)
+        columns = {name: [event.get(name) for event in events] for name in self.columns[1:] if name in present}
+        expected = {**_JSON_TYPES, **dict.fromkeys(self.behaviors, _FLAG)}
+        if any(not expected[name].issuperset(map(type, columns[name])) for name in expected if name in columns):
+            return None
+        item = self._plain_items(columns.get(ITEM_ID, []))
+        try:
+            time = np.array(columns.get(TIMESTAMP, []), np.int64)
+        except OverflowError:
+            return None
+        if item is None or not len(item) == len(time) == len(events):
+            return None
+        numbers = {  # None is nan
+            name: np.array(columns[name], np.float64) if name in columns else np.full(len(events), np.nan)
+            for name in ("watch_time", "duration", "label")
+        }
+        dislike, *behaviors = (  # None is False
+            np.array(columns[name], bool) if name in columns else None for name in ("dislike", *self.behaviors)
+        )
+        level, impossible = self._levels(**numbers, dislike=dislike)
+        return _Events(owner, item, _plausible(time), level, impossible, self._bits(behaviors, len(events)))
+
+    def _plain_items(self, items: Sequence[Any]) -> np.ndarray | None:
+        """Internal ids of ids of the catalog's type; None if one is of another type."""
+        if not (_TEXT if self.items.is_text else _INTEGER).issuperset(map(type, items)):
+            return None
+        try:
+            return self.items.find(np.array(items, object if self.items.is_text else np.int64))
+        except OverflowError:
+            return None
 
     def known_items(self, table: pa.Table, name: str) -> np.ndarray:
         """Internal ids ``[N]`` of the column ``item_id`` of a table called ``name``; 0 for unknown items.
@@ -396,45 +355,27 @@ class HistoryReader:
 
     @staticmethod
     def _contexts(
-        fitted: FittedFeatures, table: pa.Table, rows: np.ndarray, context: Frame | None, served: pa.Array
+        fitted: FittedFeatures, contexts: Frame, rows: np.ndarray, context: Frame | None, served: pa.Array
     ) -> FeatureArrays:
-        """Features of requests: one row for no event, the events at ``rows`` of ``table``, and the current requests."""
-        of_events = fitted.read(table.take(pa.array(rows)), "histories", by_name=True)
+        """Features of requests: one row for no event, the events at ``rows`` of ``contexts``, the current requests."""
+        of_events = fitted.read(to_arrow(contexts, "histories").take(pa.array(rows)), "histories", by_name=True)
         now = _of_users(fitted, context, served, "context", by_name=True)
         return missing_features(fitted.features, (1,)).joined(of_events, now)
 
-    def _behaviors(self, table: pa.Table) -> np.ndarray:
-        """Bit sets ``[N]``. A behavior without a column counts as not done."""
-        bits = np.zeros(len(table), np.int64)
-        for bit, name in enumerate(self.behaviors):
-            flags = flag_column(table, name, "histories")
-            if flags is not None:
-                bits |= flags.astype(np.int64) << bit
+    @staticmethod
+    def _bits(flags: Sequence[np.ndarray | None], length: int) -> np.ndarray:
+        """Bit sets ``[N]`` of behaviors. A behavior without a column counts as not done."""
+        bits = np.zeros(length, np.int64)
+        for bit, column in enumerate(flags):
+            if column is not None:
+                bits |= column.astype(np.int64) << bit
         return bits
 
-    def _events(self, table: pa.Table, user: np.ndarray, num_users: int) -> tuple[_Events, ServingCounts]:
-        """The events of known items, sorted, and the counts of the others."""
-        item = self.known_items(table, "histories")
-        time = _times(table)
-        level, impossible = self._levels(table)
-        served, known = user >= 0, item > 0
-        counts = ServingCounts(
-            users=num_users,
-            events=int(served.sum()),
-            unknown_items=int((served & ~known).sum()),
-            impossible_values=int(impossible[served].sum()),
-            events_without_feedback=int((served & known & (level == UNKNOWN)).sum()),
-        )
-        kept = np.flatnonzero(served & known)
-        kept = kept[np.lexsort((time[kept], user[kept]))]
-        bits = self._behaviors(table)[kept]
-        return _Events(user[kept], item[kept], level[kept].astype(np.int64), time[kept], bits, kept), counts
-
-    def _levels(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    def _levels(
+        self, watch_time: np.ndarray, duration: np.ndarray, label: np.ndarray, dislike: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Feedback levels ``[N]``, and the number of impossible values ``[N]`` that were ignored."""
-        missing = np.full(len(table), np.nan)
-        label = _numbers(table, "label", missing)
-        outside = ~np.isnan(label) & ~((label >= 0) & (label <= 1))
+        outside = (label < 0) | (label > 1)  # False for nan
         if outside.any():
             raise RecpoError(
                 f"histories: {int(outside.sum())} labels lie outside [0, 1], the first is {label[outside.argmax()]:g} "
@@ -443,34 +384,30 @@ class HistoryReader:
                 code="out_of_range",
                 field="label",
             )
-        watch_time, duration = (_numbers(table, name, missing) for name in ("watch_time", "duration"))
-        longest = self.feedback.max_watch_time, _LONGEST_S
-        false_watch, false_duration = (
-            (s < 0) | (s > most) for s, most in zip((watch_time, duration), longest, strict=True)
-        )
-        dislike = flag_column(table, "dislike", "histories")
-        dislike = np.zeros(len(table), bool) if dislike is None else dislike
+        false_watch = (watch_time < 0) | (watch_time > self.feedback.max_watch_time)
+        false_duration = (duration < 0) | (duration > _LONGEST_S)
+        dislike = np.zeros(len(label), bool) if dislike is None else dislike
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
         impossible = false_watch.astype(np.int64) + false_duration
         return self.feedback.levels(watch_time, duration, dislike, label), impossible
 
     def _excluded(
-        self, events: _Events, lengths: np.ndarray, exclude: Frame | None, served: pa.Array
-    ) -> tuple[_PerUser, int]:
-        """The items of ``exclude`` and, unless items may repeat, the history items that are too old to be read."""
-        from_the_end = np.cumsum(lengths)[events.user] - np.arange(len(events.user))
+        self, user: np.ndarray, item: np.ndarray, lengths: np.ndarray, excluded: _Excluded | None
+    ) -> tuple[PerUser, int]:
+        """What must not be listed: ``excluded`` and, unless items may repeat, the items too old to be read.
+
+        Also the number of excluded items that are unknown.
+        """
+        from_the_end = lengths.cumsum()[user] - np.arange(len(user))
         older = (from_the_end > self.max_history) & (not self.repeats)
-        user, item, unknown = events.user[older], events.item[older], 0
-        if exclude is not None:
-            table = to_arrow(exclude, "exclude")
-            owner = rows_of_users(id_column(table, USER_ID, "exclude"), served, "exclude")
-            named = self.known_items(table, "exclude")
-            unknown = int(((owner >= 0) & (named == 0)).sum())
-            kept = (owner >= 0) & (named > 0)
-            user, item = np.concatenate([user, owner[kept]]), np.concatenate([item, named[kept]])
+        user, item, unknown = user[older], item[older], 0
+        if excluded is not None and len(excluded.user):
+            kept = (excluded.user >= 0) & (excluded.item > 0)
+            unknown = int(((excluded.user >= 0) & (excluded.item == 0)).sum())
+            user, item = np.concatenate([user, excluded.user[kept]]), np.concatenate([item, excluded.item[kept]])
         stride = len(self.items) + 1
         pairs = np.unique(user.astype(np.int64) * stride + item)
-        return _PerUser.of(len(served), pairs // stride, pairs % stride), unknown
+        return PerUser.of(len(lengths), pairs // stride, item_ids=pairs % stride), unknown
 
 
 def _column_names(frame: Frame | None, name: str) -> set[str]:
@@ -539,14 +476,13 @@ def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
     return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _numbers(table: pa.Table, name: str, missing: np.ndarray) -> np.ndarray:
+def _numbers(table: pa.Table, name: str) -> np.ndarray:
     values = number_column(table, name, "histories")
-    return missing if values is None else values
+    return np.full(len(table), np.nan) if values is None else values
 
 
-def _times(table: pa.Table) -> np.ndarray:
-    """Milliseconds since the epoch. Rejects numbers in another unit."""
-    times = time_column(table, TIMESTAMP, "histories")
+def _plausible(times: np.ndarray) -> np.ndarray:
+    """``times``, milliseconds since the epoch. Rejects numbers in another unit."""
     if not len(times):
         return times
     wrong = (times < 0) | (times >= LATEST_MS) | ((times >= SECONDS_FROM) & (times < SECONDS_UNTIL))

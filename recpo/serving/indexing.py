@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
 from recpo.serving.program import has_item_matrix, histories_of, item_matrix

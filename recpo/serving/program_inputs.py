@@ -13,7 +13,7 @@ import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Reads, Vector, of_type
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
 
 EXCLUDE: Final = "exclude"
 ALLOWED: Final = "allowed"

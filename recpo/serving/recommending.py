@@ -14,16 +14,8 @@ import pyarrow as pa
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, to_arrow
-from recpo.serving.histories import (
-    ITEM_ID,
-    LATEST_MS,
-    SECONDS_UNTIL,
-    USER_ID,
-    HistoryReader,
-    ServingCounts,
-    UserHistories,
-    rows_of_users,
-)
+from recpo.serving.encoded_histories import ServingCounts, UserHistories
+from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
 from recpo.serving.runtimes import Runtime
 
 BATCH_SIZE = 256

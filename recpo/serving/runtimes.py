@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import HIGHEST
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.program_inputs import ProgramInput, ProgramReads, program_inputs
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class Runtime(ABC):
         _check_range("candidates", candidates, self.num_items)
         return self._score(inputs, candidates)
 
+    @cached_property
+    def _inputs(self) -> tuple[ProgramInput, ...]:
+        return program_inputs(self.max_history, self.reads)
+
     @abstractmethod
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -102,7 +107,7 @@ class Runtime(ABC):
         _check_range("item_ids", inputs.item_ids, self.num_items, history)
         _check_range("feedback", inputs.feedback, HIGHEST, history)
         _check_range("exclude", inputs.exclude, self.num_items, (users, inputs.exclude.shape[-1]))
-        for one in program_inputs(self.max_history, self.reads):
+        for one in self._inputs:
             one.of(inputs)
         if self.reads.timestamps and inputs.timestamps is not None:
             _check_range("timestamps", inputs.timestamps, np.iinfo(np.int64).max, history)
@@ -124,8 +129,7 @@ class OnnxRuntime(Runtime):
     def __init__(self, path: Path, sizes: ProgramSizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
         self.num_items, self.max_history, self.k = sizes.num_items, sizes.max_history, sizes.k
         self.reads = sizes.reads
-        given = program_inputs(sizes.max_history, sizes.reads)
-        self._session = OnnxSession(path, given, {name: [sizes.k] for name in OUTPUTS}, threads, provider)
+        self._session = OnnxSession(path, self._inputs, {name: [sizes.k] for name in OUTPUTS}, threads, provider)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         top_items, scores = self._session.run(inputs)
@@ -268,7 +272,6 @@ class TorchProgramRuntime(Runtime):
         self._program = program
         self.num_items, self.max_history, self.k = like.num_items, like.max_history, like.k
         self.reads = like.reads
-        self._inputs = program_inputs(like.max_history, like.reads)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         import torch

@@ -14,7 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.policies.catalog_search import Precision
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.program import CatalogSearch, ServingProgram
 from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime

@@ -47,7 +47,8 @@ from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import ITEM_ID, USER_ID, EncodedHistories, HistoryReader, ServingCounts
+from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
+from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.program_inputs import ProgramReads

@@ -20,7 +20,8 @@ from recpo.artifacts import sha256
 from recpo.base.errors import RecpoError, validate_seed
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import ITEM_ID, USER_ID, EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.histories import ITEM_ID, USER_ID
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.recommending import BATCH_SIZE
 from recpo.serving.runtimes import excluded

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from recpo.server import ranking
 from recpo.server.ranking import Batcher, ClosedError
 
 
@@ -44,3 +45,25 @@ def test_a_closed_batcher_rejects_queries():
 
     with pytest.raises(ClosedError):
         asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_short_batches_run_in_the_event_loop_and_long_ones_beside_it(monkeypatch):
+    now, seconds, ran_in_loop = [0.0], [0.001], []
+    monkeypatch.setattr(ranking.time, "perf_counter", lambda: now[0])
+
+    def work(queries):
+        ran_in_loop.append(threading.current_thread() is threading.main_thread())
+        now[0] += seconds[0] * len(queries)
+        return list(queries)
+
+    async def run():
+        batcher = Batcher(work, max_batch=8)
+        batcher.start()
+        for seconds[0] in (0.001, 0.001, 0.05, 0.001, 0.001):
+            assert await batcher.submit(7) == 7
+        assert await asyncio.gather(*map(batcher.submit, range(8))) == list(range(8))
+        await batcher.close()
+
+    asyncio.run(run())
+    # the time of the first one is not known, that of a slow one only when it is over, and eight take longer than one
+    assert ran_in_loop == [False, True, True, False, True, False]

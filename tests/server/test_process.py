@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 import recpo
 from recpo.server.impressions import settle
+from recpo.server.processes import begin_no_connections
 from recpo.serving.bundle import Bundle
 from tests.refusals import refused
 from tests.server.conftest import process, request
@@ -88,6 +90,23 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
     assert [line["message"] for line in server.lines if line["level"] == "error"] == []
     requests = [line for line in server.lines if line["message"] == "request"]
     assert {"x_request_id", "method", "path", "status", "ms"} <= set(requests[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_connections_that_began_arrive_and_no_others_begin():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as early,
+    ):
+        begin_no_connections(listening)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(listening.getsockname(), timeout=0.3)
+        early.sendall(b"asked")
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.recv(9) == b"asked"
+            accepted.sendall(b"answered")
+        assert early.recv(9) == b"answered"
 
 
 def test_faults_of_the_start_are_one_message(bundles, tmp_path):

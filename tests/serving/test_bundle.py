@@ -10,7 +10,7 @@ import torch
 
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories
 from tests.refusals import refused
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20

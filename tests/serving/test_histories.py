@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.serving.histories import HistoryReader, ServingCounts
+from recpo.serving.encoded_histories import ServingCounts
+from recpo.serving.histories import HistoryReader
 from tests.refusals import refused
 
 T0 = 1_650_000_000_000
@@ -37,7 +39,7 @@ def test_events_are_sorted_by_user_and_time_and_ties_keep_their_order():
     assert read.users.to_pylist() == ["u", "v"]
     assert encoded(read).item_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
     assert encoded(read).timestamps.tolist() == [[T0 + 60_000, T0 + 60_000, T0 + 300_000], [T0, 0, 0]]
-    assert NUMBERED.read({"user_id": [1], "item_id": [20], "timestamp": [5]}).reads_timestamps is False
+    assert encoded(NUMBERED.read({"user_id": [1], "item_id": [20], "timestamp": [5]})).timestamps is None
 
 
 @pytest.mark.parametrize(
@@ -204,3 +206,66 @@ def test_no_events_and_no_users():
     assert new.item_ids.tolist() == [[0, 0, 0]] * 2
     assert new.exclude.tolist() == [[0], [5]]
     assert READER.read_request([], exclude=["d", "?"]).exclude.tolist() == [[4]]
+
+
+def of_requests(generator, ids, times):
+    """Requests with events in any order, with unknown items, and with values that are absent, null or impossible."""
+
+    def value(kinds):
+        return kinds[generator.integers(len(kinds))]
+
+    def event():
+        known = {
+            "item_id": value(ids),
+            "timestamp": value(times),
+            "watch_time": value([None, 0, 3, 5.5, -1.0, float("nan"), 1e12]),
+            "duration": value([None, 10, 9.5, -3, 0.0]),
+            "dislike": value([None, True, False]),
+            "likes": value([None, True, False]),
+        }
+        return {name: known[name] for name in known if name in ("item_id", "timestamp") or generator.random() < 0.8}
+
+    return [
+        ([event() for _ in range(generator.integers(6))], [value(ids) for _ in range(generator.integers(3))])
+        for _ in range(generator.integers(1, 5))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("ids", "times"),
+    [
+        ([10, 20, 30, 99], [T0, T0 + 1, T0 + 2]),
+        (["a", "b", "c", "?"], [T0, T0 + 1]),
+        (["a", "b"], [datetime.datetime(2024, 1, day, tzinfo=datetime.UTC) for day in (1, 2)]),
+        ([np.int64(30), 20], [T0]),
+    ],
+)
+def test_requests_are_read_as_the_same_events_in_a_frame(ids, times, seed):
+    of = NUMBERED if not isinstance(ids[0], str) else READER
+    reader = dataclasses.replace(of, behaviors=("likes", "shares"), reads_timestamps=bool(seed % 2))
+    requests = of_requests(np.random.default_rng(seed), ids, times)
+    rows = [{"user_id": user, **event} for user, (history, _) in enumerate(requests) for event in history]
+    names = dict.fromkeys(["user_id", "item_id", "timestamp", *(name for row in rows for name in row)])
+    excluded = [(user, item) for user, (_, items) in enumerate(requests) for item in items]
+    expected = reader.read(
+        {name: [row.get(name) for row in rows] for name in names},
+        exclude={"user_id": [user for user, _ in excluded], "item_id": [item for _, item in excluded]},
+        users=range(len(requests)),
+    )
+    found = reader.read_requests(requests)
+    assert found.counts == expected.counts
+    for one, other in zip(encoded(found), encoded(expected), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("ids", [[3, 9, 40], [40, 3, 9], [2**62, 7, -5]])
+def test_a_few_ids_are_found_as_many_are(ids):
+    items = IdMap(pa.array(ids))
+    asked = np.array([*ids, 8, -1, 2**63 - 1, ids[0]])
+    expected = [ids.index(one) + 1 if one in ids else 0 for one in asked.tolist()]
+    assert items.find(asked).tolist() == expected
+    assert items.find(np.tile(asked, 1000)).tolist() == expected * 1000
+    assert items.find(asked[:0]).tolist() == []
+    assert items.listed(np.array([3, 1])) == [ids[2], ids[0]]
