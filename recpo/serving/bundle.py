@@ -31,9 +31,7 @@ from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
 from recpo.serving.recommending import (
-    BATCH_SIZE,
     Moment,
-    Served,
     milliseconds,
     recommend_lists,
     score_candidates,
@@ -165,33 +163,6 @@ class Bundle:
         Raises:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
-        return self.serve(
-            histories,
-            k,
-            exclude=exclude,
-            users=users,
-            user_features=user_features,
-            context=context,
-            allow=allow,
-            deny=deny,
-            at=at,
-        ).to_pandas()
-
-    def serve(
-        self,
-        histories: Frame,
-        k: int | None = None,
-        *,
-        exclude: Frame | None = None,
-        users: Iterable[Any] | None = None,
-        user_features: Frame | None = None,
-        context: Frame | None = None,
-        allow: Wanted | None = None,
-        deny: Wanted | None = None,
-        at: Moment | None = None,
-        batch_size: int = BATCH_SIZE,
-    ) -> Served:
-        """``recommend`` as an Arrow table with its typed counts. ``batch_size`` users are ranked at once."""
         return recommend_lists(
             self.runtime,
             self.reader,
@@ -203,8 +174,7 @@ class Bundle:
             context=context,
             allowed=filtered(self.filters, allow, deny),
             at=at,
-            batch_size=batch_size,
-        )
+        ).to_pandas()
 
     def recommend_one(
         self,

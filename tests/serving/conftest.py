@@ -15,6 +15,7 @@ from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.recommending import recommend_lists
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
@@ -77,3 +78,8 @@ def exported(request, export_once):
 def bundle_path(export_once):
     """A bundle of a policy that does not read timestamps."""
     return export_once("sasrec")[1]
+
+
+def served_by(bundle, histories, **options):
+    """What ``Bundle.recommend`` makes a frame of: an Arrow table, and typed counts."""
+    return recommend_lists(bundle.runtime, bundle.reader, histories, **options)

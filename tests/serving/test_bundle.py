@@ -12,6 +12,7 @@ from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
 from tests.refusals import refused
+from tests.serving.conftest import served_by
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 #: Feedback that has the level of its index, for the cutoffs of conftest.
@@ -107,9 +108,9 @@ def test_scores_of_unknown_candidates_and_of_the_onnx_engine(bundle_path, bundle
 
 def test_the_answer_does_not_depend_on_the_batch(bundle):
     _, frame, names = random_histories()
-    whole = bundle.serve(frame, users=names)
+    whole = served_by(bundle, frame, users=names)
     for batch_size in (1, 7):
-        parts = bundle.serve(frame, users=names, batch_size=batch_size)
+        parts = served_by(bundle, frame, users=names, batch_size=batch_size)
         assert lists_of(parts.to_pandas()) == lists_of(whole.to_pandas())
         assert parts.counts == whole.counts
 
@@ -132,7 +133,7 @@ def test_history_and_excluded_items_are_not_recommended(bundle):
 def test_unknown_items_are_skipped_with_their_feedback_and_counted(bundle):
     known = history(external(3), external(8)) | {"watch_time": [8.0, 1.0], "duration": [10.0, 10.0]}
     mixed = history("?", external(3), "!", external(8)) | {"watch_time": [1.0, 8.0, 5.0, 1.0], "duration": [10.0] * 4}
-    plain, with_unknown = bundle.serve(known), bundle.serve(mixed)
+    plain, with_unknown = served_by(bundle, known), served_by(bundle, mixed)
     assert with_unknown.table.equals(plain.table)
     assert with_unknown.counts.unknown_items == 2
 
@@ -148,9 +149,9 @@ def test_every_form_of_an_empty_history_has_the_same_answer(bundle):
 def test_long_histories_keep_the_most_recent_events_and_hide_the_older_ones(bundle):
     order = np.random.default_rng(1).permutation(NUM_ITEMS)[: MAX_HISTORY + 30] + 1
     items = [external(i) for i in order]
-    long = bundle.serve(history(*items))
+    long = served_by(bundle, history(*items))
     older = {"user_id": ["u"] * 30, "item_id": items[:-MAX_HISTORY]}
-    assert long.table.equals(bundle.serve(history(*items[-MAX_HISTORY:]), exclude=older).table)
+    assert long.table.equals(served_by(bundle, history(*items[-MAX_HISTORY:]), exclude=older).table)
     assert long.counts.truncated_histories == 1
 
 
@@ -176,7 +177,7 @@ def test_one_request_is_answered_as_a_frame_is(exported):
 
 def test_no_users_at_all_give_a_frame_with_its_columns(bundle):
     _, frame, _ = random_histories(5)
-    assert bundle.serve(frame.iloc[:0].astype({"user_id": str})).table.num_rows == 0
+    assert served_by(bundle, frame.iloc[:0].astype({"user_id": str})).table.num_rows == 0
     assert list(bundle.recommend(frame.iloc[:0])) == ["user_id", "rank", "item_id", "score"]
 
 
@@ -203,7 +204,7 @@ def test_an_unknown_engine_is_refused(bundle_path, engine):
 @pytest.mark.parametrize("batch_size", [0, -3, 1.5, True])
 def test_an_impossible_batch_size_is_refused(bundle, batch_size):
     with refused("out_of_range", "batch_size"):
-        bundle.serve(history(external(3)), batch_size=batch_size)
+        served_by(bundle, history(external(3)), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("engine", ["onnx", "torch"])

@@ -25,6 +25,7 @@ from recpo.base.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
 from tests.refusals import refused
+from tests.serving.conftest import served_by
 
 REPOSITORY = Path(recpo.__file__).parent.parent
 HISTORY = {"user_id": [1], "item_id": ["item-3"], "timestamp": [5], "watch_time": [8.0], "duration": [10.0]}
@@ -319,7 +320,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
     )
     assert done.returncode == 0, done.stderr
     assert "unknown items skipped: 1; events without feedback: 1" in done.stdout
-    expected = Bundle.open(bundle_path, engine).serve(histories, 3).table
+    expected = served_by(Bundle.open(bundle_path, engine), histories, k=3).table
     assert pq.read_table(tmp_path / "lists.parquet").equals(expected)
 
 

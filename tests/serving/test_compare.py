@@ -27,6 +27,7 @@ from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.manifest import BundleFeatures
 from tests.log.test_features import prepare
 from tests.refusals import refused
+from tests.serving.conftest import served_by
 
 K = 5
 
@@ -114,7 +115,7 @@ def test_bundles_of_other_items_and_cutoffs_are_compared_by_external_id(bundles,
         for user, past in zip(batch.user_ids.tolist(), batch.exclude.numpy(), strict=True):
             events = histories.events(np.array([user]))
             exclude = {"user_id": [user] * int((past > 0).sum()), "item_id": items.to_external(past[past > 0])}
-            one, two = (b.serve(events, K, exclude=exclude, users=[user]) for b in (old, other))
+            one, two = (served_by(b, events, k=K, exclude=exclude, users=[user]) for b in (old, other))
             listed = [set(served.table["item_id"].to_pylist()) for served in (one, two)]
             shared.append(len(listed[0] & listed[1]) / K)
             strange += len(listed[1] & {10**6, 10**6 + 1})
