@@ -26,6 +26,7 @@ from .evaluation.candidates import CandidateTable as CandidateTable
 from .evaluation.comparison import Comparison as Comparison
 from .evaluation.contenders import Lists as Lists
 from .evaluation.evaluation import Evaluation as Evaluation
+from .evaluation.evaluation import VariantEvaluation as VariantEvaluation
 from .evaluation.measures import Measure as Measure
 from .evaluation.measures import Observed as Observed
 from .items.sources import (

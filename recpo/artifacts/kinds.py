@@ -95,6 +95,7 @@ Kind = Literal[
     "run",
     "checkpoint",
     "evaluation",
+    "variants",
     "bundle",
     "demo",
     "factors",
@@ -128,6 +129,7 @@ def described(kind: Kind) -> str:
         "codes": "semantic codes",
         "factors": "factors",
         "impressions": "a log of impressions",
+        "variants": "an evaluation of variants",
     }
     return names.get(kind, f"{'an' if kind == 'evaluation' else 'a'} {kind}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -25,7 +26,7 @@ _MOST_FOR_ALL_PAIRS = 4
 def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
     if isinstance(evaluation, VariantEvaluation):
-        return _show_variants(evaluation)
+        return replace(_show_variants(evaluation), wrote=_written(evaluation))
     print_evaluation(evaluation)
     document = evaluation.document
     metrics = {one["name"]: one["metrics"] for one in document["contenders"]}
@@ -33,8 +34,11 @@ def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     best = best_by_value(document, list(runs))
     served = runs.get(best, next(reversed(runs.values()), None))
     following = None if served is None else command("export", "--run", served, "--out", "runs/bundle")
-    wrote = () if evaluation.path is None else (str(evaluation.path), str(evaluation.report))
-    return VerbResult(wrote, following, {"warnings": evaluation.warnings, "metrics": metrics})
+    return VerbResult(_written(evaluation), following, {"warnings": evaluation.warnings, "metrics": metrics})
+
+
+def _written(evaluation: Evaluation) -> tuple[str, ...]:
+    return () if evaluation.path is None else (str(evaluation.path), str(evaluation.report))
 
 
 def _show_variants(evaluation: VariantEvaluation) -> VerbResult:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import yaml
 
-from recpo.artifacts import output_directory, read_yaml
+from recpo.artifacts import Kind, output_directory, read_yaml
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
+from recpo.evaluation.html_report.variants import variants_report
 from recpo.evaluation.html_report.view import html_report, html_table
 from recpo.evaluation.reading import Document
 
@@ -34,7 +35,7 @@ class Evaluation(Artifact):
         path: the directory; None = the evaluation is only in memory.
     """
 
-    kind: ClassVar = "evaluation"
+    kind: ClassVar[Kind] = "evaluation"
     version: ClassVar = 6
     facts_file: ClassVar = METRICS
     made_by: ClassVar = "recpo evaluate"
@@ -45,7 +46,7 @@ class Evaluation(Artifact):
     path: Path | None = None
 
     @classmethod
-    def open(cls, path: Path | str) -> Evaluation:
+    def open(cls, path: Path | str) -> Self:
         """Reads a directory that ``evaluate`` wrote.
 
         Raises:
@@ -68,7 +69,7 @@ class Evaluation(Artifact):
         """The report's page."""
         return html_report(self.document)
 
-    def write(self, path: Path | str, *, overwrite: bool = False) -> Evaluation:
+    def write(self, path: Path | str, *, overwrite: bool = False) -> Self:
         """Writes the directory, which appears complete or not at all.
 
         Args:
@@ -82,9 +83,9 @@ class Evaluation(Artifact):
             RecpoError: it exists and ``overwrite`` is False.
         """
         root = Path(path)
-        with output_directory(root, kind="evaluation", overwrite=overwrite, sealed=self.sealed) as partial:
+        with output_directory(root, kind=self.kind, overwrite=overwrite, sealed=self.sealed) as partial:
             self.write_files(partial)
-        return Evaluation(self.document, self.options, root)
+        return replace(self, path=root)
 
     def write_files(self, directory: Path) -> None:
         """Writes the files of an evaluation into an empty directory, which the caller then moves into place."""
@@ -163,10 +164,11 @@ def _off_policy_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...
 
 
 class VariantEvaluation(Evaluation):
-    """The variants of a served log: ``document`` is that of ``recpo.evaluation.variants.variants_document``.
+    """The variants of a served log: ``document`` is that of ``recpo.evaluation.variants.variants_document``."""
 
-    It is only in memory: it has no directory and no report.
-    """
+    kind: ClassVar[Kind] = "variants"
+    version: ClassVar = 1
+    made_by: ClassVar = "recpo evaluate --log LOG --by variant"
 
     def to_pandas(self, rows: Rows = "metrics") -> pd.DataFrame:
         """A row per variant and number: ``variant metric mean half_width low high``, ends of the confidence sequence.
@@ -192,12 +194,8 @@ class VariantEvaluation(Evaluation):
         return pd.DataFrame(found, columns=["variant", "metric", "mean", "half_width", "low", "high"])
 
     def html(self) -> str:
-        """The numbers as a table."""
-        return str(self.to_pandas().to_html(index=False))
-
-    def write(self, path: Path | str, *, overwrite: bool = False) -> Evaluation:
-        """Raises: variants are kept in memory only; ``document`` has every number as JSON values."""
-        raise RecpoError("write: variants are kept in memory only: keep `document`", code="unsupported", field="path")
+        """The report's page."""
+        return variants_report(self.document)
 
     def _repr_html_(self) -> str:
-        return self.html()
+        return str(self.to_pandas().to_html(index=False))

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
+from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.evaluation.sequences import ClusteredMean, EmpiricalBernstein, clustered_mean
 
@@ -181,6 +182,7 @@ def variants_document(
         "variants": rows,
         "preference": None if interleaved is None else _preference(interleaved, _teams(table, chosen), alpha),
         "warnings": warnings,
+        "recpo_version": __version__,
     }
 
 

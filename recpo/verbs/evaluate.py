@@ -69,7 +69,7 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
     (docs/experiments.md)"""
     by: By | None = None
     """``variant``: value, dislikes and differences of the variants of ``log``, with intervals and confidence sequences;
-    of the other options only ``control`` and ``reward.dislike_cost`` count"""
+    of the other options only ``control``, ``reward.dislike_cost``, ``out`` and ``overwrite`` count"""
     control: str | None = None
     """variant that the others are compared with; null = the one with most impressions"""
     out: Path | str | None = None
@@ -111,17 +111,18 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
         return evaluation if self.out is None else replace(evaluation, path=Path(self.out))
 
     def _by_variant(self) -> Evaluation:
-        """The variants of a served log, in memory."""
+        """The variants of a served log."""
         if self.log is None or self.by is None:
             name = "log" if self.by is not None else "by" if self.log is not None else "prepared"
             message = "evaluate: give prepared data (--prepared), or the log of a server (--log LOG --by variant)"
             raise RecpoError(message, code="missing_option", field=name)
-        for name in ("prepared", "contenders", "out"):
+        for name in ("prepared", "contenders"):
             if getattr(self, name) not in (None, (), []):
                 message = f"evaluate: --{name} has no effect on variants of a served log: leave it out"
                 raise RecpoError(message, code="conflicting_options", field=name)
         document = variants_document(self.log, control=self.control, dislike_cost=self.reward.dislike_cost)
-        return VariantEvaluation(document, self.recorded())
+        evaluation = VariantEvaluation(document, self.recorded())
+        return evaluation if self.out is None else evaluation.write(self.out, overwrite=self.overwrite)
 
     def measured(self, result: Evaluation) -> Mapping[str, float | str]:
         """Every metric of every contender or variant, as CONTENDER/METRIC."""

@@ -32,13 +32,15 @@ _CLASSES: Final[Mapping[Kind | None, str]] = {
     "codes": "Codes",
     "factors": "Factors",
     "evaluation": "Evaluation",
+    "variants": "VariantEvaluation",
     "comparison": "Comparison",
     "loop": "LoopResult",
     "decision": "Decision",
     "simulation": "Simulation",
 }
 _READABLE = (
-    "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop, a decision or a simulation"
+    "prepared data, codes, factors, a run, a bundle, an evaluation (of variants too), a comparison, a loop, "
+    "a decision or a simulation"
 )
 
 

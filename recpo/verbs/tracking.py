@@ -37,6 +37,7 @@ DOCUMENTS: Final[Mapping[Kind, str]] = {
     "factors": "manifest.json",
     "run": "run.json",
     "evaluation": "metrics.json",
+    "variants": "metrics.json",
     "bundle": "manifest.json",
     "comparison": "compare.json",
     "decision": "decision.json",

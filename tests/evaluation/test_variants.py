@@ -122,8 +122,6 @@ def test_evaluate_by_variant_prints_and_returns_the_document(log, capsys):
     assert "difference" in result.html()
     with refused("unknown_name", "rows"):
         result.to_pandas("off_policy")
-    with refused("unsupported", "path"):
-        result.write("x")
     assert main(["evaluate", "--log", str(log), "--by", "variant", "--control", "B", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["control"] == "B"
@@ -132,6 +130,32 @@ def test_evaluate_by_variant_prints_and_returns_the_document(log, capsys):
     )
     assert main(["evaluate", "--log", str(log), "--by", "variant"]) == 0
     assert "control A" in capsys.readouterr().out
+
+
+def test_an_evaluation_of_variants_has_a_directory_and_a_report(log, tmp_path, capsys):
+    flags = ["evaluate", "--log", str(log), "--by", "variant", "--out", str(tmp_path / "found")]
+    assert main([*flags, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["wrote"] == [str(tmp_path / "found"), str(tmp_path / "found" / "report.html")]
+    opened = recpo.load(tmp_path / "found")
+    assert isinstance(opened, VariantEvaluation)
+    assert opened.document == variants_document(log)
+    assert opened.options["by"] == "variant"
+    page = opened.report.read_text()
+    assert f"{opened.document['variants'][1]['difference']['mean']:+.4f}" in page
+    assert page == opened.html()
+    assert main(flags) == 1  # it exists
+    assert recpo.evaluate(log=log, by="variant", out=tmp_path / "found", overwrite=True).path == tmp_path / "found"
+    with refused("wrong_file", "metrics.json"):
+        recpo.Evaluation.open(tmp_path / "found")
+
+
+def test_the_report_names_what_interleaved_lists_prefer(tmp_path):
+    frame = served(interleaved=True, gain=1.0).astype({"variant": "string"})
+    pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), tmp_path / "a.parquet")
+    result = recpo.evaluate(log=tmp_path, by="variant")
+    preferred = "B" if result.document["preference"]["mean"] > 0 else "A"
+    assert f"prefer <strong>{preferred}</strong>" in result.html()
 
 
 def test_the_latest_experiment_counts(log):
