@@ -32,6 +32,12 @@ class Finding(NamedTuple):
     words: str
 
 
+_TORCH_PROGRAM = """
+import os, torch
+torch.ones(2).sum()
+waiting = "waiting passively" if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else "spinning as they wait"
+print(f"threads: {torch.get_num_threads()}, {waiting}")
+"""
 _ONNX_PROGRAM = """
 import onnxruntime
 print(", ".join(name.removesuffix("ExecutionProvider") for name in onnxruntime.get_available_providers()))
@@ -50,7 +56,7 @@ assert torch.cuda.is_available(), "no device: everything runs on the CPU"
 print(", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
 """
 PARTS = (
-    Part("torch", ("torch",), "import torch; torch.ones(2).sum()", True),
+    Part("torch", ("torch",), _TORCH_PROGRAM, True),
     Part("lightning", ("lightning",), "import lightning.pytorch", True),
     Part("ibis", ("ibis-framework",), _IBIS_PROGRAM, True),
     Part("duckdb", ("duckdb",), "import duckdb; duckdb.sql('select 1').fetchall()", True),

@@ -52,3 +52,13 @@ def test_doctor_finds_this_environment_whole():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "onnxruntime" in done.stdout
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_passively_unless_the_user_says_otherwise(monkeypatch, given, expected):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    code = "import sys, os, recpo; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [expected, "False"]
