@@ -178,9 +178,12 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line. One of a request waits for the next other line, for 100 of its kind, or for ``flush``."""
-        self._waiting.append(self.format(record) + "\n")
-        if record.msg != REQUEST or len(self._waiting) >= _MOST_WAITING:
-            self.flush()
+        try:
+            self._waiting.append(self.format(record) + "\n")
+            if record.msg != REQUEST or len(self._waiting) >= _MOST_WAITING:
+                self.flush()
+        except Exception:  # such as a closed pipe: no request fails for its line
+            self.handleError(record)
 
     def flush(self) -> None:
         """Writes the lines that wait."""
