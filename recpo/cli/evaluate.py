@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,6 +15,7 @@ from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
 from recpo.evaluation.segments import NEW_METRICS
+from recpo.evaluation.variants import INTERVALS
 from recpo.verbs.evaluate import Evaluate
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
@@ -26,7 +26,7 @@ _MOST_FOR_ALL_PAIRS = 4
 def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
     if isinstance(evaluation, VariantEvaluation):
-        return replace(_show_variants(evaluation), wrote=_written(evaluation))
+        return _show_variants(evaluation)
     print_evaluation(evaluation)
     document = evaluation.document
     metrics = {one["name"]: one["metrics"] for one in document["contenders"]}
@@ -45,10 +45,9 @@ def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
     document, terminal = evaluation.document, console()
     for warning in evaluation.warnings:
         terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    caption = "per impression, ± half of the 95 % interval over users; [low, high]: 95 % at all times together"
     names = ("value", "dislikes", "difference")
     if document["variants"]:
-        table = _table(f"experiment {document['experiment']}; control {document['control']}", caption)
+        table = _table(f"experiment {document['experiment']}; control {document['control']}", INTERVALS)
         for name in ("variant", "users", "impressions", *names):
             table.add_column(name, justify="left" if name == "variant" else "right")
         for one in document["variants"]:
@@ -56,14 +55,14 @@ def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
             table.add_row(Text(one["variant"]), f"{one['users']:,}", f"{one['impressions']:,}", *cells)
         terminal.print(table)
     if (found := document["preference"]) is not None:
-        table = _table(f"experiment {document['experiment']}; interleaved lists", caption)
+        table = _table(f"experiment {document['experiment']}; interleaved lists", INTERVALS)
         for name in ("preference", "users", "impressions", "credit", "won", "lost"):
             table.add_column(name, justify="left" if name == "preference" else "right")
         counts = f"{found['users']:,}", f"{found['impressions']:,}"
         shares = f"{100 * found['wins']:.1f} %", f"{100 * found['losses']:.1f} %"
         table.add_row(Text(f"{found['of']} over {found['over']}"), *counts, _sequence_cell(found, signed=True), *shares)
         terminal.print(table)
-    return VerbResult(result=document)
+    return VerbResult(_written(evaluation), result=document)
 
 
 def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:

@@ -12,9 +12,10 @@ import yaml
 from recpo.artifacts import Kind, output_directory, read_yaml
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
-from recpo.evaluation.html_report.variants import variants_report
+from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.view import html_report, html_table
 from recpo.evaluation.reading import Document
+from recpo.evaluation.variants import INTERVALS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -195,7 +196,31 @@ class VariantEvaluation(Evaluation):
 
     def html(self) -> str:
         """The report's page."""
-        return variants_report(self.document)
+        document = self.document
+        head = ("variant", "users", "impressions", "value", "dislikes", "difference of value", "difference of dislikes")
+        names = ("value", "dislikes", "difference", "dislikes_difference")
+        rows = [
+            Row(one["variant"], [Cell(f"{one[n]:,}") for n in head[1:3]] + [_variant_cell(one.get(n)) for n in names])
+            for one in document["variants"]
+        ]
+        return render(
+            "variants.html.jinja",
+            title=f"Variants of experiment {document['experiment']}",
+            subtitle="impressions of a server's log; a value is the sum of the grades of a list less its dislikes",
+            version=document["recpo_version"],
+            numbers=METRICS,
+            document=document,
+            table=Table(INTERVALS, head, rows),
+        )
 
     def _repr_html_(self) -> str:
         return str(self.to_pandas().to_html(index=False))
+
+
+def _variant_cell(value: Mapping[str, Any] | None) -> Cell:
+    if value is None:
+        return Cell("")
+    low, high = value["sequence"] or (None, None)
+    sequence = "" if low is None else f" [{low:.4f}, {high:.4f}]"
+    half = "" if value["half_width"] is None else f" ± {value['half_width']:.4f}"
+    return Cell(f"{value['mean']:.4f}{half}{sequence}" if value["mean"] is not None else "")

@@ -29,6 +29,8 @@ from recpo.evaluation.sequences import ClusteredMean, EmpiricalBernstein, cluste
 _NEEDED: Final = ("user_id", "timestamp", "request_id", "dislike", "experiment", "variant")
 _GRADES: Final = ("label", "watch_time", "duration")
 _INTERLEAVED: Final = ("team", "credit")
+#: What the intervals in tables of variants are.
+INTERVALS: Final = "per impression, ± half of the 95 % interval over users; [low, high]: 95 % at all times together"
 #: The tables of interleaved lists use this name for them.
 INTERLEAVED: Final = "interleaved"
 

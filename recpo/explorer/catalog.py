@@ -116,7 +116,7 @@ class Catalog:
     def items(self, indices: Iterable[int]) -> dict[int, Item]:
         """The items with the given internal ids; repeated ids and those of no item are ignored."""
         wanted = sorted({int(index) for index in indices if 1 <= index <= self.data.num_items})
-        ids = self._ids.to_external(np.array(wanted, np.int64)).to_pylist() if wanted else []
+        ids = self._ids.listed(np.array(wanted, np.int64))
         rows = self._rows(ids)
         return {
             index: self._item(index, item_id, rows.get(item_id, {})) for index, item_id in zip(wanted, ids, strict=True)
@@ -164,7 +164,7 @@ class Catalog:
     def values(self, attribute: str, indices: Sequence[int]) -> dict[int, list[str]]:
         """The values of an attribute of some items; lists have several, missing values none."""
         wanted = sorted({int(index) for index in indices} - {0})
-        ids = self._ids.to_external(np.array(wanted, np.int64)).to_pylist()
+        ids = self._ids.listed(np.array(wanted, np.int64))
         rows = self._rows(ids, [attribute])
         found = {}
         for index, item_id in zip(wanted, ids, strict=True):

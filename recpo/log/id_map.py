@@ -190,8 +190,9 @@ class IdMap:
         return found
 
     def listed(self, item_ids: np.ndarray) -> list[Any]:
-        """External ids of a few items, 1..V, as Python objects."""
-        return self._values[item_ids - 1].tolist()
+        """External ids of items 1..V as Python objects. The ids are not checked: 0 and beyond V have no meaning."""
+        found: list[Any] = self._values[item_ids - 1].tolist()
+        return found
 
     def to_external(self, item_ids: np.ndarray | Iterable[int]) -> pa.Array:
         """External ids in their own type, flattened in order; null for internal id 0.

@@ -146,7 +146,9 @@ class LoadedBundle:
                 lacks item attributes that re-ranking needs.
         """
         size = sum(file.stat().st_size for file in path.glob(f"{ONNX_PROGRAM}*"))
-        bundle = Bundle.open(path, threads=threads or int(0 < size < _SMALL_PROGRAM), provider=provider)
+        if threads == 0 and size < _SMALL_PROGRAM:
+            threads = 1
+        bundle = Bundle.open(path, threads=threads, provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)

@@ -215,7 +215,7 @@ class Bundle:
         """``recommend_one`` for a history that is already encoded, ``B = 1``."""
         top_items, scores = self.runtime.recommend(inputs, k)
         listed = top_items[0] > 0
-        items = self.items.to_external(top_items[0][listed]).to_pylist()
+        items = self.items.listed(top_items[0][listed])
         return list(zip(items, scores[0][listed].tolist(), strict=True))
 
     def score(

@@ -73,7 +73,7 @@ def check_golden(bundle: Bundle) -> int:
 
 
 def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dict[str, Any]:
-    items: list[Any] = bundle.items.to_external(generator.integers(1, len(bundle.items) + 1, length + 2)).to_pylist()
+    items: list[Any] = bundle.items.listed(generator.integers(1, len(bundle.items) + 1, length + 2))
     times = _FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
     history = [{"item_id": item, "timestamp": int(time)} for item, time in zip(items[2:], times, strict=True)]
     known = bundle.features

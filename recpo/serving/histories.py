@@ -29,14 +29,13 @@ EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike
 #: and integers above the last one are microseconds. Smaller integers may be event counters ("order").
 SECONDS_FROM, SECONDS_UNTIL, LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
 _LONGEST_S = 1e9  # 30 years: no event lasts longer
+_NUMBERS = ("watch_time", "duration", "label")
+#: the types that JSON has for ids, and for the values of an event
 _TEXT, _INTEGER = frozenset([str]), frozenset([int])
-_NUMBER, _FLAG = frozenset([int, float, type(None)]), frozenset([bool, type(None)])
-#: the types that JSON has for the values of an event
+_FLAG = frozenset([bool, type(None)])
 _JSON_TYPES = {
     TIMESTAMP: _INTEGER,
-    "watch_time": _NUMBER,
-    "duration": _NUMBER,
-    "label": _NUMBER,
+    **dict.fromkeys(_NUMBERS, frozenset([int, float, type(None)])),
     "dislike": _FLAG,
 }
 
@@ -129,17 +128,14 @@ class HistoryReader:
         table = to_arrow(histories, "histories")
         owner = id_column(table, USER_ID, "histories")
         served = owner.unique() if users is None else _asked_for(users)
-        columns = {name: _numbers(table, name) for name in ("watch_time", "duration", "label")}
-        level, impossible = self._levels(**columns, dislike=flag_column(table, "dislike", "histories"))
-        events = _Events(
+        events = self._events(
             rows_of_users(owner, served, "histories"),
             self.known_items(table, "histories"),
-            _plausible(time_column(table, TIMESTAMP, "histories")),
-            level,
-            impossible,
-            self._bits([flag_column(table, name, "histories") for name in self.behaviors], len(table)),
+            time_column(table, TIMESTAMP, "histories"),
+            [number_column(table, name, "histories") for name in _NUMBERS],
+            [flag_column(table, name, "histories") for name in ("dislike", *self.behaviors)],
         )
-        excluded = None
+        excluded = _Excluded(np.zeros(0, np.int64), np.zeros(0, np.int64))
         if exclude is not None:
             named = to_arrow(exclude, "exclude")
             places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
@@ -150,7 +146,7 @@ class HistoryReader:
         self,
         served: pa.Array,
         events: _Events,
-        excluded: _Excluded | None,
+        excluded: _Excluded,
         contexts: Frame,
         *,
         user_features: Frame | None,
@@ -286,15 +282,11 @@ class HistoryReader:
             return None
         if item is None or not len(item) == len(time) == len(events):
             return None
-        numbers = {  # None is nan
-            name: np.array(columns[name], np.float64) if name in columns else np.full(len(events), np.nan)
-            for name in ("watch_time", "duration", "label")
-        }
-        dislike, *behaviors = (  # None is False
-            np.array(columns[name], bool) if name in columns else None for name in ("dislike", *self.behaviors)
+        numbers, flags = (  # None is nan, and False
+            [np.array(columns[name], kind) if name in columns else None for name in names]
+            for kind, names in ((np.float64, _NUMBERS), (bool, ("dislike", *self.behaviors)))
         )
-        level, impossible = self._levels(**numbers, dislike=dislike)
-        return _Events(owner, item, _plausible(time), level, impossible, self._bits(behaviors, len(events)))
+        return self._events(owner, item, time, numbers, flags)
 
     def _plain_items(self, items: Sequence[Any]) -> np.ndarray | None:
         """Internal ids of ids of the catalog's type; None if one is of another type."""
@@ -362,17 +354,26 @@ class HistoryReader:
         now = _of_users(fitted, context, served, "context", by_name=True)
         return missing_features(fitted.features, (1,)).joined(of_events, now)
 
-    @staticmethod
-    def _bits(flags: Sequence[np.ndarray | None], length: int) -> np.ndarray:
-        """Bit sets ``[N]`` of behaviors. A behavior without a column counts as not done."""
-        bits = np.zeros(length, np.int64)
-        for bit, column in enumerate(flags):
-            if column is not None:
-                bits |= column.astype(np.int64) << bit
-        return bits
+    def _events(
+        self,
+        user: np.ndarray,
+        item: np.ndarray,
+        time: np.ndarray,
+        numbers: Sequence[np.ndarray | None],
+        flags: Sequence[np.ndarray | None],
+    ) -> _Events:
+        """From the columns ``_NUMBERS`` and ``dislike`` and the behaviors; None = there is no such column."""
+        _validate_times(time)
+        dislike, *behaviors = (np.zeros(len(user), bool) if column is None else column for column in flags)
+        watch_time, duration, label = (np.full(len(user), np.nan) if column is None else column for column in numbers)
+        level, impossible = self._levels(watch_time, duration, label, dislike)
+        bits = np.zeros(len(user), np.int64)
+        for bit, column in enumerate(behaviors):
+            bits |= column.astype(np.int64) << bit
+        return _Events(user, item, time, level, impossible, bits)
 
     def _levels(
-        self, watch_time: np.ndarray, duration: np.ndarray, label: np.ndarray, dislike: np.ndarray | None
+        self, watch_time: np.ndarray, duration: np.ndarray, label: np.ndarray, dislike: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Feedback levels ``[N]``, and the number of impossible values ``[N]`` that were ignored."""
         outside = (label < 0) | (label > 1)  # False for nan
@@ -386,13 +387,12 @@ class HistoryReader:
             )
         false_watch = (watch_time < 0) | (watch_time > self.feedback.max_watch_time)
         false_duration = (duration < 0) | (duration > _LONGEST_S)
-        dislike = np.zeros(len(label), bool) if dislike is None else dislike
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
         impossible = false_watch.astype(np.int64) + false_duration
         return self.feedback.levels(watch_time, duration, dislike, label), impossible
 
     def _excluded(
-        self, user: np.ndarray, item: np.ndarray, lengths: np.ndarray, excluded: _Excluded | None
+        self, user: np.ndarray, item: np.ndarray, lengths: np.ndarray, excluded: _Excluded
     ) -> tuple[PerUser, int]:
         """What must not be listed: ``excluded`` and, unless items may repeat, the items too old to be read.
 
@@ -400,11 +400,10 @@ class HistoryReader:
         """
         from_the_end = lengths.cumsum()[user] - np.arange(len(user))
         older = (from_the_end > self.max_history) & (not self.repeats)
-        user, item, unknown = user[older], item[older], 0
-        if excluded is not None and len(excluded.user):
-            kept = (excluded.user >= 0) & (excluded.item > 0)
-            unknown = int(((excluded.user >= 0) & (excluded.item == 0)).sum())
-            user, item = np.concatenate([user, excluded.user[kept]]), np.concatenate([item, excluded.item[kept]])
+        kept = (excluded.user >= 0) & (excluded.item > 0)
+        unknown = int(np.count_nonzero((excluded.user >= 0) & (excluded.item == 0)))
+        user = np.concatenate([user[older], excluded.user[kept]])
+        item = np.concatenate([item[older], excluded.item[kept]])
         stride = len(self.items) + 1
         pairs = np.unique(user.astype(np.int64) * stride + item)
         return PerUser.of(len(lengths), pairs // stride, item_ids=pairs % stride), unknown
@@ -476,15 +475,8 @@ def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
     return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    values = number_column(table, name, "histories")
-    return np.full(len(table), np.nan) if values is None else values
-
-
-def _plausible(times: np.ndarray) -> np.ndarray:
-    """``times``, milliseconds since the epoch. Rejects numbers in another unit."""
-    if not len(times):
-        return times
+def _validate_times(times: np.ndarray) -> None:
+    """Raises ``RecpoError`` for numbers that are no milliseconds since the epoch."""
     wrong = (times < 0) | (times >= LATEST_MS) | ((times >= SECONDS_FROM) & (times < SECONDS_UNTIL))
     if wrong.any():
         raise RecpoError(
@@ -493,4 +485,3 @@ def _plausible(times: np.ndarray) -> np.ndarray:
             code="out_of_range",
             field="timestamp",
         )
-    return times
