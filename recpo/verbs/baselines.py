@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, get_args
 
@@ -103,7 +104,6 @@ def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: Ba
 
 
 def _of_factors(name: str, factors: Factors) -> ServedBaseline:
-    made = {one: getattr(factors, one) for one in ("rank", "mean", "ridge", "bias_ridge", "max_history", "lower_bound")}
-    policy = FactorPolicy(factors.num_items, **made)
+    policy = FactorPolicy(factors.num_items, factors=factors.options)
     assign_factors(policy.factors, factors)
-    return ServedBaseline(name, policy, made)
+    return ServedBaseline(name, policy, {"factors": asdict(factors.options)})
