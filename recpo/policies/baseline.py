@@ -190,7 +190,7 @@ class ImplicitPolicy(BaselinePolicy):
 
 
 class EasePolicy(BaselinePolicy):
-    """EASE (``recpo.rewards.ease``): the sum of ``B[j, i]`` over the positives j of the history.
+    """EASE (``recpo.rewards.implicit``): the sum of ``B[j, i]`` over the positives j of the history.
 
     Args:
         num_items: catalog size V.

@@ -76,7 +76,6 @@ class Factors(Artifact):
 
     kind: ClassVar = "factors"
     version: ClassVar = 4
-    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo factorize"
 
     mean: float

@@ -40,8 +40,8 @@ from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest
-from recpo.serving.program_inputs import ProgramReads
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own

@@ -316,17 +316,13 @@ class TemperatureTrials:
         return math.nan, math.nan
 
     def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
-        value, half_width = self._value(one)
-        loss, loss_error = self._loss(one, best)
         shown = ("AUC_other", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
         means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
-            temperature=one.temperature,
-            value=value,
-            half_width=half_width,
-            loss=loss,
-            loss_error=loss_error,
+            one.temperature,
+            *self._value(one),
+            *self._loss(one, best),
             top_k=math.nan if of_list is None else of_list.value,
             policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
             grade=means["grade"],

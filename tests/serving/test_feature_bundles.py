@@ -29,9 +29,8 @@ from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
-from recpo.serving.bundle import Bundle
+from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import BundleFeatures

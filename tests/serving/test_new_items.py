@@ -21,8 +21,7 @@ from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
-from recpo.serving.bundle import Bundle
-from recpo.serving.golden import check_golden
+from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.refresh import EncodedItems, refresh_bundle
