@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.artifacts import MARKER, directory_in_place, kind_of, output_directory, verify_sealed
 from recpo.base.errors import RecpoError

@@ -9,14 +9,18 @@ killed process from the work of a running one, which holds a lock on its working
 from recpo.artifacts.documents import (
     describe_os_error,
     flush,
+    lies_in,
+    named_class,
     parse_json,
     parse_yaml,
     read_json,
     read_yaml,
+    validate_archive,
     validate_configuration_files,
     write_tensors,
 )
 from recpo.artifacts.kinds import (
+    DOCUMENTS,
     MARKER,
     Kind,
     is_inside,
@@ -39,9 +43,9 @@ from recpo.artifacts.outputs import (
     validate_output_directory,
     write_json,
 )
-from recpo.artifacts.untrusted import lies_in, named_class, validate_archive
 
 __all__ = [
+    "DOCUMENTS",
     "MARKER",
     "PARTIAL",
     "Kind",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recpo.artifacts.documents import read_json
-from recpo.artifacts.kinds import Kind, described, kind_of, seal, unseal, verify_sealed
+from recpo.artifacts.kinds import DOCUMENTS, Kind, described, kind_of, seal, unseal, verify_sealed
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 
@@ -23,8 +23,6 @@ class Artifact:
     """what ``recpo.json`` calls the directory"""
     version: ClassVar[int]
     """version of the format; others are refused"""
-    facts_file: ClassVar[str]
-    """the JSON file with the facts"""
     made_by: ClassVar[str]
     """the command that makes such a directory, for messages"""
     sealed: ClassVar[tuple[str, ...]] = ()
@@ -40,7 +38,8 @@ class Artifact:
         """
         root = Path(root)
         cls.recognize(root)
-        facts = cls.checked(read_json(root / cls.facts_file, cls.remedy()), root / cls.facts_file)
+        file = root / DOCUMENTS[cls.kind]
+        facts = cls.checked(read_json(file, cls.remedy()), file)
         if cls.sealed:
             verify_sealed(root, cls.sealed, cls.remedy())
         return facts
@@ -48,13 +47,13 @@ class Artifact:
     @classmethod
     def recognize(cls, root: Any) -> None:
         """Raises ``RecpoError`` (code ``wrong_file``) if a path, here or in an object store, is no such directory."""
-        found = kind_of(root) if isinstance(root, Path) else None
-        if found not in (None, cls.kind) or not (root / cls.facts_file).is_file():
-            lacking = f"{cls.facts_file} is missing" if found in (None, cls.kind) else f"found {described(found)}"
+        found, name = kind_of(root) if isinstance(root, Path) else None, DOCUMENTS[cls.kind]
+        if found not in (None, cls.kind) or not (root / name).is_file():
+            lacking = f"{name} is missing" if found in (None, cls.kind) else f"found {described(found)}"
             raise RecpoError(
                 f"{root}: expected {described(cls.kind)}, {lacking}; make it with `{cls.made_by}`",
                 code="wrong_file",
-                field=cls.facts_file,
+                field=name,
             )
 
     @classmethod
@@ -74,7 +73,7 @@ class Artifact:
     def write_facts(cls, directory: Path, facts: Mapping[str, Any]) -> None:
         """Writes the document into a directory whose other files are complete."""
         content = {"format_version": cls.version, **facts}
-        write_json(directory / cls.facts_file, content if cls.sealed else seal(content))
+        write_json(directory / DOCUMENTS[cls.kind], content if cls.sealed else seal(content))
 
     @classmethod
     def remedy(cls) -> str:

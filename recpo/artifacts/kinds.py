@@ -105,6 +105,20 @@ Kind = Literal[
     "impressions",
 ]
 MARKER: Final = "recpo.json"
+#: The JSON document with the facts of every kind of directory; its SHA-256 identifies the directory.
+DOCUMENTS: Final[Mapping[Kind, str]] = {
+    "simulation": "truth/truth.json",
+    "prepared": "manifest.json",
+    "codes": "manifest.json",
+    "factors": "manifest.json",
+    "run": "run.json",
+    "evaluation": "metrics.json",
+    "variants": "metrics.json",
+    "bundle": "manifest.json",
+    "comparison": "compare.json",
+    "decision": "decision.json",
+    "loop": "loop.json",
+}
 
 
 def kind_of(directory: Path | str) -> Kind | None:

@@ -37,7 +37,6 @@ class SemanticCodes(Artifact):
 
     kind: ClassVar = "codes"
     version: ClassVar = 2
-    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo tokenize"
 
     codes: np.ndarray

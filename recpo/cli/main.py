@@ -1,6 +1,6 @@
 """The command line. A verb is a typed function; flags, YAML keys, types, defaults and help come from its signature.
 
-Only the module of the requested verb is imported.
+Only the modules of the requested verb are imported.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, Final
 
 from jsonargparse import ArgumentError
 
 from recpo import __version__
 from recpo.artifacts import describe_os_error, validate_configuration_files
 from recpo.base.errors import GateClosedError, RecpoError
-from recpo.cli.help import short_help
-from recpo.cli.output import TerminalOptions, printing, terminal_options
+from recpo.cli.output import TerminalOptions, VerbResult, failed as failure, printing, terminal_options
+from recpo.cli.signatures import short_help
 from recpo.cli.spelling import check_spelling
-from recpo.cli.verb_results import VerbResult
-from recpo.cli.verb_results import failed as failure
 from recpo.verbs.tracking import run_tracked, tracked
 
 VERBS = {
@@ -50,6 +49,12 @@ VERBS = {
     "plan": "compute the memory, communication and table placement of training",
     "demo": "run every step on a simulated log",
     "doctor": "report which libraries are installed and whether they work",
+}
+
+#: The modules that print results, by ``show_VERB``; verbs that are not listed are those of ``show_policies``.
+_SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
+    "show_data": ("init", "simulate", "prepare", "tokenize", "factorize", "plan"),
+    "show_evaluations": ("evaluate", "compare", "calibrate"),
 }
 
 
@@ -204,12 +209,17 @@ def run(verb: str, options: Sequence[str]) -> VerbResult:
     """Runs a verb with the ``options`` of a command line, and prints its result."""
     from recpo.cli.parser import parse, verb_class  # imported here so that a misspelled word is reported at once
 
-    shown = importlib.import_module(f"recpo.cli.{verb}")
     made = parse(verb_class(verb), options)
-    if watch := getattr(shown, "watch", None):  # prints what happens meanwhile
+    if watch := printer(verb, "watch"):  # prints what happens meanwhile
         made = replace(made, **watch(made))
-    result: VerbResult = shown.show(made, run_tracked(made))
+    result: VerbResult = printer(verb, "show")(made, run_tracked(made))
     return result
+
+
+def printer(verb: str, prefix: str) -> Any:
+    """The function that prints the result of a verb (``show``), or what happens meanwhile (``watch``); None = none."""
+    module = next((name for name, verbs in _SHOWN.items() if verb in verbs), "show_policies")
+    return getattr(importlib.import_module(f"recpo.cli.{module}"), f"{prefix}_{verb}", None)
 
 
 def _print_help(verb: str, options: Sequence[str]) -> None:

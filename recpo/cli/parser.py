@@ -18,8 +18,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from recpo.artifacts import validate_configuration_files
 from recpo.base.errors import RecpoError
-from recpo.cli.help import documentation
-from recpo.cli.signatures import find
+from recpo.cli.signatures import documentation, find
 from recpo.verbs.verb import Verb
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

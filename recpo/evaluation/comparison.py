@@ -39,7 +39,6 @@ class Comparison(Artifact):
 
     kind: ClassVar = "comparison"
     version: ClassVar = 2
-    facts_file: ClassVar = COMPARE
     made_by: ClassVar = "recpo compare"
     sealed: ClassVar = (COMPARE,)
 

@@ -51,10 +51,9 @@ from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
-from recpo.rewards.ease import EASE, EaseOptions, fit_ease
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import ImplicitALS, ImplicitOptions, fit_implicit
+from recpo.rewards.implicit import EASE, EaseOptions, ImplicitALS, ImplicitOptions, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 
 Baseline = Literal[

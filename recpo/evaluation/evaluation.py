@@ -38,7 +38,6 @@ class Evaluation(Artifact):
 
     kind: ClassVar[Kind] = "evaluation"
     version: ClassVar = 6
-    facts_file: ClassVar = METRICS
     made_by: ClassVar = "recpo evaluate"
     sealed: ClassVar = (METRICS, RESOLVED)
 

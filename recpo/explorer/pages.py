@@ -21,10 +21,8 @@ from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Figure, ends_of, interval_figure
 from recpo.explorer.catalog import Catalog, Item
-from recpo.explorer.comparison import Comparison
-from recpo.explorer.neighborhood import Neighborhood
 from recpo.explorer.people import Event, People
-from recpo.explorer.survey import ORDERS, Listed, Shares, Survey
+from recpo.explorer.survey import ORDERS, Comparison, Listed, Neighborhood, Shares, Survey
 from recpo.explorer.traffic import Traffic
 
 #: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.

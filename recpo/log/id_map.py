@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
 from recpo.base.errors import RecpoError
-from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived
-from recpo.log.schema import RETIRED as RETIRED
+from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED, Derived
 
 #: Columns of the times at which an item may be listed, and the value without a limit.
 AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}

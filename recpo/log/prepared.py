@@ -130,7 +130,6 @@ class Prepared(Artifact):
 
     kind: ClassVar = "prepared"
     version: ClassVar = 4
-    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo prepare"
 
     root: Place

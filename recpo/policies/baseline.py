@@ -18,7 +18,7 @@ from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.linear_algebra import solve_positive_definite
 from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import GradeFactors, prefixes, validate_temperature
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, prefixes, validate_temperature
 from recpo.policies.sampling import shared_states
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
@@ -131,37 +131,13 @@ class FactorPolicy(BaselinePolicy):
 
     Args:
         num_items: catalog size V.
-        rank: rank of the factor model.
-        mean: its mean grade.
-        ridge: its ridge.
-        bias_ridge: its ridge of the user bias.
-        max_history: number of most recent events that it folds in.
-        lower_bound: reduce the grade by this many standard deviations of its posterior.
+        factors: numbers of the factor model.
         temperature: see ``BaselinePolicy``.
     """
 
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        rank: int,
-        mean: float,
-        ridge: float,
-        bias_ridge: float,
-        max_history: int,
-        lower_bound: float = 0.0,
-        temperature: float = 0.05,
-    ) -> None:
-        super().__init__(num_items, max_history=max_history, temperature=temperature)
-        self.factors = GradeFactors(
-            num_items,
-            rank=rank,
-            mean=mean,
-            ridge=ridge,
-            bias_ridge=bias_ridge,
-            max_history=max_history,
-            lower_bound=lower_bound,
-        )
+    def __init__(self, num_items: int, *, factors: GradeFactorsOptions, temperature: float = 0.05) -> None:
+        super().__init__(num_items, max_history=factors.max_history, temperature=temperature)
+        self.factors = GradeFactors(num_items, factors)
 
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``; up to what all items of a history share."""
@@ -214,7 +190,7 @@ class ImplicitPolicy(BaselinePolicy):
 
 
 class EasePolicy(BaselinePolicy):
-    """EASE (``recpo.rewards.ease``): the sum of ``B[j, i]`` over the positives j of the history.
+    """EASE (``recpo.rewards.implicit``): the sum of ``B[j, i]`` over the positives j of the history.
 
     Args:
         num_items: catalog size V.

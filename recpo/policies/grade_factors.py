@@ -1,8 +1,9 @@
 """The grades of a factor model as a module: what tilted policies, and baselines as policies, share."""
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -10,11 +11,34 @@ from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
 from recpo.base.types import Histories
 from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 
 # Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
 HISTORIES_AT_ONCE = 1 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradeFactorsOptions:
+    """The numbers of a factor model of grades, which runs and bundles keep beside its tensors."""
+
+    rank: PositiveInt
+    """r, number of factors"""
+    mean: float
+    """mean grade"""
+    ridge: PositiveFloat
+    """weight of ``|p - c|^2`` when a user is folded in"""
+    bias_ridge: PositiveFloat
+    """weight of ``(b - d)^2``"""
+    max_history: PositiveInt
+    """number of most recent events that ``fold_in`` reads"""
+    lower_bound: NonNegativeFloat = 0.0
+    """number of standard deviations of its posterior by which a grade is reduced"""
+
+    def __post_init__(self) -> None:
+        """Validates the ranges."""
+        validate_ranges(self)
 
 
 class GradeFactors(nn.Module):
@@ -27,12 +51,7 @@ class GradeFactors(nn.Module):
 
     Args:
         num_items: V.
-        rank: r.
-        mean: mean grade.
-        ridge: weight of ``|p - c|^2``; above 0.
-        bias_ridge: weight of ``(b - d)^2``; above 0.
-        max_history: number of most recent events that ``fold_in`` reads; at least 1.
-        lower_bound: standard deviations, at least 0.
+        options: the numbers of the model.
 
     Attributes:
         item_factors: ``[V + 1, r]``, ``q``; row 0 is zero and not an item.
@@ -50,37 +69,10 @@ class GradeFactors(nn.Module):
     item_variances: Tensor
     _grades: Tensor
 
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        rank: int,
-        mean: float,
-        ridge: float,
-        bias_ridge: float,
-        max_history: int,
-        lower_bound: float = 0.0,
-    ) -> None:
-        if rank < 1 or not 0 < min(ridge, bias_ridge) <= max(ridge, bias_ridge) < float("inf"):
-            raise RecpoError(
-                f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}",
-                code="out_of_range",
-                field="rank" if rank < 1 else "bias_ridge" if 0 < ridge < float("inf") else "ridge",
-            )
-        if max_history < 1:
-            raise RecpoError(
-                f"max_history of the factors is {max_history}; it is at least 1",
-                code="out_of_range",
-                field="max_history",
-            )
-        if not 0 <= lower_bound < float("inf"):
-            raise RecpoError(
-                f"lower_bound is {lower_bound}; it is at least 0", code="out_of_range", field="lower_bound"
-            )
+    def __init__(self, num_items: int, options: GradeFactorsOptions) -> None:
         super().__init__()
-        self.mean, self.ridge, self.bias_ridge, self.lower_bound = mean, ridge, bias_ridge, lower_bound
-        self.max_history = max_history
-        self.rooted = (rank + 1) * (rank + 2) if lower_bound else 0
+        self.options, rank = options, options.rank
+        self.rooted = (rank + 1) * (rank + 2) if options.lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
@@ -145,11 +137,11 @@ class GradeFactors(nn.Module):
             feedback = torch.zeros_like(item_ids)
         place = torch.arange(item_ids.shape[1], device=item_ids.device)
         lengths = histories.lengths[:, None]
-        known = (place < lengths) & (place >= lengths - self.max_history) & (feedback > 0) & (item_ids > 0)
+        known = (place < lengths) & (place >= lengths - self.options.max_history) & (feedback > 0) & (item_ids > 0)
         rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
-        targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
+        targets = self._grades[feedback] - self.options.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
-        prior = F.pad(torch.full_like(variance, self.ridge), (0, 1), value=self.bias_ridge)
+        prior = F.pad(torch.full_like(variance, self.options.ridge), (0, 1), value=self.options.bias_ridge)
         pull = prior * damped_mean(self.history_prior[item_ids], known)
         system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
@@ -157,7 +149,7 @@ class GradeFactors(nn.Module):
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
         solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
         weights = solved[..., 0].float()
-        variances = self.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
+        variances = self.options.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
 
     def tilt(self, users: Tensor, temperature: float) -> Tensor:

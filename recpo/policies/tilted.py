@@ -23,7 +23,13 @@ from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
-from recpo.policies.grade_factors import HISTORIES_AT_ONCE, GradeFactors, prefixes, validate_temperature
+from recpo.policies.grade_factors import (
+    HISTORIES_AT_ONCE,
+    GradeFactors,
+    GradeFactorsOptions,
+    prefixes,
+    validate_temperature,
+)
 from recpo.policies.sampling import shared_states
 
 
@@ -64,14 +70,9 @@ class TiltedPolicy(_OnBase, StatePolicy):
     Args:
         num_items: catalog size V.
         base: creates the policy to tilt.
-        rank: rank of the factor model.
-        mean: mean grade of the factor model.
-        ridge: ridge of the factor model.
-        bias_ridge: ridge of the user bias in the factor model.
+        factors: numbers of the factor model. The base reads its own number of events, and the policy's ``max_history``
+            is the larger of the two.
         temperature: the grade that is worth one nat of log-probability; above 0.
-        max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
-            policy's ``max_history`` is the larger of the two.
-        lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
 
     base: CatalogSoftmaxPolicy
@@ -81,13 +82,8 @@ class TiltedPolicy(_OnBase, StatePolicy):
         num_items: int,
         *,
         base: Callable[[int], CatalogSoftmaxPolicy],
-        rank: int,
-        mean: float,
-        ridge: float,
-        bias_ridge: float,
+        factors: GradeFactorsOptions,
         temperature: float,
-        max_history: int,
-        lower_bound: float = 0.0,
     ) -> None:
         validate_temperature(temperature)
         super().__init__()
@@ -99,17 +95,9 @@ class TiltedPolicy(_OnBase, StatePolicy):
                 code="wrong_class",
                 field="base",
             )
-        self.factors = GradeFactors(
-            num_items,
-            rank=rank,
-            mean=mean,
-            ridge=ridge,
-            bias_ridge=bias_ridge,
-            max_history=max_history,
-            lower_bound=lower_bound,
-        )
-        self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
-        self.max_history = max(self.base.max_history, max_history)
+        self.factors = GradeFactors(num_items, factors)
+        self.num_items, self.dim = num_items, self.base.dim + factors.rank + 1 + self.factors.rooted
+        self.max_history = max(self.base.max_history, factors.max_history)
         self._read_as_base()
 
     def set_item_counts(self, counts: Tensor) -> None:
@@ -268,15 +256,10 @@ class RerankedPolicy(_OnBase):
     Args:
         num_items: catalog size V.
         base: creates the policy to tilt.
-        rank: rank of the factor model.
-        mean: mean grade of the factor model.
-        ridge: ridge of the factor model.
-        bias_ridge: ridge of the user bias in the factor model.
+        factors: numbers of the factor model. The base reads its own number of events, and the policy's ``max_history``
+            is the larger of the two.
         temperature: the grade that is worth one nat of log-probability; above 0.
-        max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
-            policy's ``max_history`` is the larger of the two.
         candidates: number of the base's items to rerank; at least ``k``.
-        lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
 
     has_exact_log_prob = False
@@ -286,14 +269,9 @@ class RerankedPolicy(_OnBase):
         num_items: int,
         *,
         base: Callable[[int], Policy],
-        rank: int,
-        mean: float,
-        ridge: float,
-        bias_ridge: float,
+        factors: GradeFactorsOptions,
         temperature: float,
-        max_history: int,
         candidates: int = 200,
-        lower_bound: float = 0.0,
     ) -> None:
         validate_temperature(temperature)
         if candidates < 1:
@@ -302,17 +280,9 @@ class RerankedPolicy(_OnBase):
             )
         super().__init__()
         self.base, self.temperature, self.candidates = base(num_items), temperature, candidates
-        self.factors = GradeFactors(
-            num_items,
-            rank=rank,
-            mean=mean,
-            ridge=ridge,
-            bias_ridge=bias_ridge,
-            max_history=max_history,
-            lower_bound=lower_bound,
-        )
+        self.factors = GradeFactors(num_items, factors)
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
-        self.max_history = max(self.base.max_history, max_history)
+        self.max_history = max(self.base.max_history, factors.max_history)
         self.catalog_checksum = self.base.catalog_checksum
         self._read_as_base()
 

@@ -29,20 +29,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from recpo.artifacts import (
-    describe_os_error,
-    output_directory,
-    output_file,
-    sha256,
-    verify,
-    write_tensors,
-)
+from recpo.artifacts import describe_os_error, output_directory, output_file, sha256, verify, write_tensors
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.ops.linear_algebra import RidgeSolution, damped_mean, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
+from recpo.policies.grade_factors import GradeFactorsOptions
 
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
@@ -82,7 +76,6 @@ class Factors(Artifact):
 
     kind: ClassVar = "factors"
     version: ClassVar = 4
-    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo factorize"
 
     mean: float
@@ -141,6 +134,11 @@ class Factors(Artifact):
     def rank(self) -> int:
         """``r``."""
         return self.item_factors.shape[1]
+
+    @property
+    def options(self) -> GradeFactorsOptions:
+        """The numbers of the same model as a module (``recpo.policies.grade_factors``)."""
+        return GradeFactorsOptions(**{one.name: getattr(self, one.name) for one in fields(GradeFactorsOptions)})
 
     @property
     def tensors(self) -> dict[str, Tensor]:

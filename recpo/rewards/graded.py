@@ -49,7 +49,7 @@ class FactorOptions:
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None
-    """numbers of consumption features to try (``recpo.rewards.prior_features``): who was shown what, whatever the
+    """numbers of consumption features to try (``recpo.rewards.variational``): who was shown what, whatever the
     grades were, gives every user and item a prior mean. The first rank is fitted without and with them, and the
     validation period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
     item_features: bool | None = None

@@ -13,10 +13,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards import graded, prior_features, variational
+from recpo.rewards import graded, variational
 from recpo.rewards.factors import Factors, plain
 from recpo.rewards.graded import FactorOptions, chunks, mean_grade
-from recpo.rewards.prior_features import PriorFeatures
+from recpo.rewards.variational import PriorFeatures
 
 _USERS_PER_BATCH: Final = 256
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -54,8 +54,8 @@ def fit_factors(
         )
     priors = options.priors(has_features=bool(schema))
     models, asked = len(options.grid) + len(priors) - 1, len(options.grid) * len(options.consumption or (0,))
-    passes = models * options.sweeps + 1 + prior_features.TABLE_PASSES * any(joined for _, joined in priors)
-    passes += prior_features.CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
+    passes = models * options.sweeps + 1 + variational.TABLE_PASSES * any(joined for _, joined in priors)
+    passes += variational.CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
     with tqdm(
         total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
@@ -130,14 +130,14 @@ class _Fitting:
 
     def _features(self, number: int, item_features: bool) -> PriorFeatures:
         if number not in self._consumption:
-            made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
+            made = variational.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
             self._consumption[number] = made
         return self._consumption[number].beside(self._table) if item_features else self._consumption[number]
 
     @cached_property
     def _table(self) -> PriorFeatures:
         features = self.data.item_features().map(lambda column: column[1:])
-        return prior_features.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
+        return variational.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
 
 
 def validation_batches(data: Prepared, max_history: int, max_users: int | None = None) -> Iterator[EvaluationBatch]:

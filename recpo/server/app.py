@@ -42,7 +42,7 @@ from recpo.server.wire import (
     SwapRequest,
     VersionsAnswer,
 )
-from recpo.serving.program_inputs import program_inputs
+from recpo.serving.encoded_histories import program_inputs
 
 _DESCRIPTION = """
 Recommendations of a bundle from raw events, feedback on them, and a log of both in the columns that `recpo prepare`

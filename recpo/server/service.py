@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import LoadedBundle, feature_kinds
@@ -16,12 +16,9 @@ from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_
 from recpo.server.metrics import Metrics, flush_logs
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
-from recpo.server.variants import EndedVariants, assigned, open_variants, validate_log
+from recpo.server.variants import EndedVariants, Watch, assigned, open_variants, validate_log
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
 from recpo.serving.manifest import BundleFeatures
-
-if TYPE_CHECKING:
-    from recpo.server.guard import Watch
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
@@ -228,8 +225,6 @@ class Service:
     def _guard(self) -> Watch | None:
         if self.options.guard is None or self.log is None or self.ended is None:
             return None
-        from recpo.server.guard import Watch  # which reads the log; a server without a guard never does
-
         names = [one.name for one in self.variants]
         return Watch(self.log.root, self.options.guard, names, self.options.experiment, self.ended)
 

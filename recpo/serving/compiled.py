@@ -23,10 +23,10 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import BLOCK_ROWS
 from recpo.serving.bundle import Bundle
+from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import exported_program, traces_forgotten
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
-from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
 from recpo.serving.verification import verify_runtime
 

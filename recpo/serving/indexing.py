@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.bundle import TOLERANCE
+from recpo.serving.encoded_histories import EncodedHistories, ProgramReads, program_inputs
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
 from recpo.serving.program import has_item_matrix, histories_of, item_matrix
-from recpo.serving.program_inputs import ProgramReads, program_inputs
-from recpo.serving.verification import TOLERANCE, overlap, random_inputs
+from recpo.serving.verification import overlap, random_inputs
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured
 _SHORT: Final = 10

@@ -16,9 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from recpo.base.errors import RecpoError
-from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.encoded_histories import EncodedHistories, program_inputs
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, WEIGHTS, BundleManifest
-from recpo.serving.program_inputs import program_inputs
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
 
 _TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy

@@ -24,7 +24,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side
 from recpo.base.feedback import FeedbackDefinition
-from recpo.serving.program_inputs import ProgramReads, program_inputs
+from recpo.serving.encoded_histories import ProgramReads, program_inputs
 
 if TYPE_CHECKING:
     from recpo.policies.catalog_search import Precision
@@ -160,7 +160,6 @@ class BundleManifest(Artifact):
 
     kind: ClassVar = "bundle"
     version: ClassVar = 7
-    facts_file: ClassVar = MANIFEST
     made_by: ClassVar = "recpo export"
 
     num_items: int

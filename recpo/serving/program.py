@@ -17,7 +17,7 @@ from recpo.base.types import Features, Histories, Recommendations
 from recpo.policies.catalog_search import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.program_inputs import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
+from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
 
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
@@ -26,7 +26,7 @@ class ServingProgram(nn.Module):
     """The function that is exported: a ranking of a server's inputs.
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
-    reads behind these (``recpo.serving.program_inputs``); ids are internal, rows are padded with 0 on the right, and
+    reads behind these (``recpo.serving.encoded_histories``); ids are internal, rows are padded with 0 on the right, and
     nothing of ``exclude`` is recommended, nor of the history unless ``reads.repeats``. A value out of range counts as
     0, unknown: in a lookup -1 would stand for the last row.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -14,6 +13,7 @@ import pyarrow as pa
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, to_arrow
+from recpo.log.id_map import IdMap
 from recpo.serving.encoded_histories import ServingCounts, UserHistories
 from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
 from recpo.serving.runtimes import Runtime
@@ -46,46 +46,27 @@ class Served(NamedTuple):
 
 def recommend_lists(
     runtime: Runtime,
-    reader: HistoryReader,
-    histories: Frame,
+    known: IdMap,
+    read: UserHistories,
     *,
     k: int | None = None,
-    exclude: Frame | None = None,
-    users: Iterable[Any] | None = None,
-    user_features: Frame | None = None,
-    context: Frame | None = None,
     allowed: np.ndarray | None = None,
-    at: Moment | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
     """The best items of every user, without those of the history and those to exclude.
 
     Args:
         runtime: ranks.
-        reader: reads the histories.
-        histories: events in long format, see ``HistoryReader``.
+        known: the items of the catalog.
+        read: the users to serve, from ``HistoryReader.read``.
         k: list length; None = the longest that the runtime serves.
-        exclude: ``user_id`` and ``item_id`` of what must not be listed for whatever reason.
-        users: who is served, in this order, new users among them; None = the users of ``histories``.
-        user_features: features of users, see ``HistoryReader.read``.
-        context: features of the requests that are answered now, see ``HistoryReader.read``.
         allowed: ``[V + 1]`` bool, which items may be listed (``recpo.serving.attributes``); None = every one.
-        at: when the lists are made: items that are not available then are left out; None = now.
         batch_size: users ranked at once.
 
     Raises:
-        RecpoError: see ``HistoryReader.read``; k or batch_size is not an integer in its range; ``at`` is not a time.
+        RecpoError: k or batch_size is not an integer in its range.
     """
     k = validate_k(runtime.k if k is None else k, runtime.k)
-    reader.validate_columns(histories, user_features, context)
-    read = reader.read(
-        histories,
-        exclude=exclude,
-        users=users,
-        user_features=user_features,
-        context=context,
-        at=milliseconds(at),
-    )
     items, scores = [], []
     for _, inputs in read.batches(_validate_batch_size(batch_size)):
         if allowed is not None:
@@ -95,7 +76,7 @@ def recommend_lists(
         scores.append(top_scores)
     return _lists(
         read,
-        reader,
+        known,
         np.concatenate(items) if items else np.zeros((0, k), np.int64),
         np.concatenate(scores) if scores else np.zeros((0, k), np.float32),
     )
@@ -193,13 +174,13 @@ def _validate_batch_size(batch_size: object) -> int:
     return batch_size
 
 
-def _lists(read: UserHistories, reader: HistoryReader, items: np.ndarray, scores: np.ndarray) -> Served:
+def _lists(read: UserHistories, known: IdMap, items: np.ndarray, scores: np.ndarray) -> Served:
     filled = items > 0
     row, rank = np.nonzero(filled)
     columns = {
         USER_ID: read.users.take(pa.array(row)),
         "rank": pa.array((rank + 1).astype(np.int32)),
-        ITEM_ID: reader.items.to_external(items[filled]),
+        ITEM_ID: known.to_external(items[filled]),
         "score": pa.array(scores[filled].astype(np.float32)),
     }
     return Served(pa.table(columns), replace(read.counts, short_lists=int((~filled).any(1).sum())))

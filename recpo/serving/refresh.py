@@ -23,12 +23,11 @@ from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
-from recpo.serving.bundle import Bundle, load_runtime
-from recpo.serving.golden import GOLDEN, check_golden, write_golden
+from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
+from recpo.serving.export import refreshed_card
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleFeatures, BundleManifest
-from recpo.serving.model_card import refreshed_card
 from recpo.serving.recommending import milliseconds
 
 _TABLE: Final = "items"

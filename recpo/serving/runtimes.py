@@ -13,8 +13,7 @@ import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import HIGHEST
-from recpo.serving.encoded_histories import EncodedHistories
-from recpo.serving.program_inputs import ProgramInput, ProgramReads, program_inputs
+from recpo.serving.encoded_histories import EncodedHistories, ProgramInput, ProgramReads, program_inputs
 
 if TYPE_CHECKING:
     from recpo.base.contracts import Policy

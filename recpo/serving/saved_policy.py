@@ -1,8 +1,8 @@
 """A policy class of recpo in a bundle: constructor options in the manifest, weights in safetensors, codes in Parquet.
 
 The torch engine is built from these. No entry can name code: the class is looked up in ``_OWN``, the options are
-numbers, booleans and words that its signature allows, the base of a tilted policy is described in the same way, and
-safetensors contains only tensors.
+numbers, booleans and words that its signature allows, or the numbers of a factor model, the base of a tilted policy is
+described in the same way, and safetensors contains only tensors.
 
 Vectors of items that a bundle does not know, computed from their features, and the policy with these items added.
 
@@ -35,12 +35,13 @@ from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, Po
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
+from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest
-from recpo.serving.program_inputs import ProgramReads
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
@@ -59,6 +60,7 @@ _OWN: dict[str, type[Policy]] = {
 _GIVEN = ("num_items", "codes", "item_features")
 _BASE = "base"  # the option that is itself a policy
 _TILTED = (TiltedPolicy, RerankedPolicy)
+_FACTORS = "factors"  # the option that is itself a group of numbers
 _BLOCK = "block"  # the option that is a class, with options of its own
 _OWN_BLOCKS: dict[str, type[Block]] = {f"{own.__module__}.{own.__qualname__}": own for own in (SASRecBlock, HSTUBlock)}
 _OF_ENCODER = ("dim", "heads", "max_history", "dropout")  # what the encoder gives its blocks
@@ -172,6 +174,8 @@ def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int
         arguments["codes"] = root / CODES
     if _BLOCK in arguments:
         arguments[_BLOCK] = partial(_OWN_BLOCKS[arguments[_BLOCK]["class"]], **arguments[_BLOCK]["options"])
+    if _FACTORS in arguments:
+        arguments[_FACTORS] = GradeFactorsOptions(**arguments[_FACTORS])
     if _BASE in arguments:
         base = arguments[_BASE]
         arguments[_BASE] = _factory(base["class"], base["options"], root)
@@ -191,6 +195,8 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             _validate_base(name, value)
         elif key == _BLOCK and key in hints:
             _validate_block(name, value)
+        elif key == _FACTORS and key in hints:
+            _validate_factors(name, value)
         elif key not in hints or not _is_of(value, hints[key]):
             expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
             raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}", code="damaged", field=key)
@@ -208,6 +214,17 @@ def _validate_base(name: str, entry: object) -> None:
             field=_BASE,
         )
     _validated(entry["class"], entry["options"])  # type: ignore[index]
+
+
+def _validate_factors(name: str, entry: object) -> None:
+    """Raises unless ``entry`` has the numbers of a factor model."""
+    hints = get_type_hints(GradeFactorsOptions)
+    if not isinstance(entry, Mapping) or not all(k in hints and _is_of(v, hints[k]) for k, v in entry.items()):
+        raise RecpoError(
+            f"{name}: option {_FACTORS} is {entry!r}, expected a mapping of {', '.join(hints)}",
+            code="damaged",
+            field=_FACTORS,
+        )
 
 
 def _validate_block(name: str, entry: object) -> None:

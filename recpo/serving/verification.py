@@ -14,13 +14,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.policies.catalog_search import Precision
-from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.bundle import TOLERANCE
+from recpo.serving.encoded_histories import EncodedHistories, ProgramReads
 from recpo.serving.program import CatalogSearch, ServingProgram
-from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
-
-TOLERANCE: Final = 1e-4
-"""Largest allowed difference of natural-log probabilities between engines. Items this close may swap places."""
 
 ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
 """Largest allowed difference of natural-log probabilities from rounding the item matrix."""

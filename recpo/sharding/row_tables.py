@@ -20,8 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardDim
+from torch.distributed.tensor import DTensor, Shard as ShardDim
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions

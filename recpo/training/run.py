@@ -108,7 +108,6 @@ class Run(Artifact):
 
     kind: ClassVar = "run"
     version: ClassVar = FORMAT_VERSION
-    facts_file: ClassVar = FINISHED
     made_by: ClassVar = "recpo train"
 
     root: Path

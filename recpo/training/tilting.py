@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -142,12 +142,14 @@ def tilted(
         RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested and
             the factors have none.
     """
-    arguments = _arguments(base, factors, temperature, candidates, lower_bound)
+    options = replace(factors.options, lower_bound=lower_bound)
     policy: TiltedPolicy | RerankedPolicy
     if isinstance(base, CatalogSoftmaxPolicy):
-        policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
+        policy = TiltedPolicy(base.num_items, base=lambda _: base, factors=options, temperature=temperature)
     else:
-        policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
+        policy = RerankedPolicy(
+            base.num_items, base=lambda _: base, factors=options, temperature=temperature, candidates=candidates
+        )
     assign_factors(policy.factors, factors)
     return policy.eval()
 
@@ -314,17 +316,13 @@ class TemperatureTrials:
         return math.nan, math.nan
 
     def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
-        value, half_width = self._value(one)
-        loss, loss_error = self._loss(one, best)
         shown = ("AUC_other", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
         means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
-            temperature=one.temperature,
-            value=value,
-            half_width=half_width,
-            loss=loss,
-            loss_error=loss_error,
+            one.temperature,
+            *self._value(one),
+            *self._loss(one, best),
             top_k=math.nan if of_list is None else of_list.value,
             policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
             grade=means["grade"],
@@ -405,15 +403,6 @@ class TemperatureChoice(NamedTuple):
     trials: Sequence[TiltTrial]
 
 
-def _arguments(
-    base: Policy, factors: Factors, temperature: float, candidates: int, lower_bound: float
-) -> dict[str, Any]:
-    """Constructor arguments of the tilted policy, without its base."""
-    arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
-    arguments |= {"temperature": temperature, "lower_bound": lower_bound}
-    return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
-
-
 def write_tilted(
     root: Path,
     policy: TiltedPolicy | RerankedPolicy,
@@ -428,10 +417,9 @@ def write_tilted(
     if (base.root / CODES).is_dir():
         shutil.copytree(base.root / CODES, root / CODES)
     copy_features(base.root, root)
-    candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
-    below = read_yaml(base.root / RESOLVED, REMEDY)["policy"]
-    bound = policy.factors.lower_bound
-    arguments = {"base": below, **_arguments(policy.base, factors, how.temperature, candidates, bound)}
+    below, options = read_yaml(base.root / RESOLVED, REMEDY)["policy"], policy.factors.options
+    arguments = {"base": below, "factors": asdict(options), "temperature": policy.temperature}
+    arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / RESOLVED, text)
@@ -443,7 +431,7 @@ def write_tilted(
         "factors": factors.facts,
         "choice": {
             "temperature": how.temperature,
-            "lower_bound": bound,
+            "lower_bound": options.lower_bound,
             "criterion": how.criterion,
             "k": how.k,
             "trials": [_finite(t) for t in how.trials],

@@ -14,26 +14,14 @@ from recpo.base.contracts import Objective, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch
 from recpo.evaluation.calibration import Exposures, calibrate_targets
-from recpo.evaluation.reward_comparison import (
-    CalibrationOptions,
-    CalibrationReport,
-    ComparedReward,
-    RewardComparison,
-)
+from recpo.evaluation.reward_comparison import CalibrationOptions, CalibrationReport, ComparedReward, RewardComparison
 from recpo.log.prepared import Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards.rewards import FactorReward, validate_identity
-from recpo.training.learned_reward import (
-    CALIBRATION,
-    Checkpoint,
-    LearnedReward,
-    checkpoint_sha256,
-    load_reward_model,
-)
+from recpo.training.learned_reward import CALIBRATION, Checkpoint, LearnedReward, checkpoint_sha256, load_reward_model
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions
-from recpo.verbs.devices import compute_device
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import Verb, compute_device, function_of
 
 Source = RewardFunction | Run | str | Path
 

@@ -47,16 +47,15 @@ from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
+from recpo.serving.encoded_histories import EncodedHistories, ProgramReads, ServingCounts
 from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST
-from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import FINISHED, RESOLVED, Run
-from recpo.verbs.devices import compute_device
+from recpo.verbs.verb import compute_device
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
 Named = Run | Bundle | Factors | Lists | Contender | str | Path

@@ -29,8 +29,7 @@ from recpo.evaluation.variants import variants_document
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, directory_of, reranked_contenders
-from recpo.verbs.devices import compute_device
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import Verb, compute_device, function_of
 
 By = Literal["variant"]
 

@@ -16,12 +16,10 @@ from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.explorer.catalog import Catalog, ItemColumns
-from recpo.explorer.comparison import Comparison
-from recpo.explorer.neighborhood import Neighborhood
 from recpo.explorer.pages import Pages
 from recpo.explorer.people import People
 from recpo.explorer.server import PageServer
-from recpo.explorer.survey import Survey
+from recpo.explorer.survey import Comparison, Neighborhood, Survey
 from recpo.explorer.traffic import traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors

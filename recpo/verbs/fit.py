@@ -14,13 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo import __version__
-from recpo.artifacts import (
-    directory_of_steps,
-    kind_of,
-    output_file,
-    read_yaml,
-    validate_output_directory,
-)
+from recpo.artifacts import directory_of_steps, kind_of, output_file, read_yaml, validate_output_directory
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.base.frames import Frame, to_arrow
@@ -83,7 +77,6 @@ class Decision(Artifact):
 
     kind: ClassVar = "decision"
     version: ClassVar = 1
-    facts_file: ClassVar = DECISION
     made_by: ClassVar = "recpo fit"
 
     root: Path

@@ -33,11 +33,10 @@ from recpo.log.prepared import Prepared
 from recpo.training.run import FINISHED, RESOLVED, checkpoint_path
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
-from recpo.verbs.devices import compute_device
 from recpo.verbs.factorize import factorize
 from recpo.verbs.tilt import tilt
 from recpo.verbs.train import train
-from recpo.verbs.verb import configurations
+from recpo.verbs.verb import compute_device, configurations
 
 PLAN: Final = "plan.json"
 #: Directories of a fit.

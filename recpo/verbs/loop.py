@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 from markupsafe import Markup
 
 from recpo import __version__
-from recpo.artifacts import (
-    kind_of,
-    locked_directory,
-    output_directory,
-    output_file,
-    parse_json,
-)
+from recpo.artifacts import kind_of, locked_directory, output_directory, output_file, parse_json
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
@@ -66,7 +60,6 @@ class LoopResult(Artifact):
 
     kind: ClassVar = "loop"
     version: ClassVar = 3
-    facts_file: ClassVar = LOOP
     made_by: ClassVar = "recpo loop"
 
     root: Path

@@ -20,15 +20,7 @@ from recpo.log.extension import extend
 from recpo.log.prepare import Output, Preparation, Sources
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
-from recpo.log.shaping import (
-    D2Q,
-    BinaryColumn,
-    EveryEvent,
-    NumericColumn,
-    WatchQuantiles,
-    WatchRatio,
-    WatchTimeGain,
-)
+from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.log.splits import LeaveLastOut
 from recpo.verbs.verb import Verb, function_of
 

@@ -134,18 +134,21 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
 
     def _lists(self, server: Server, events: Any, users: Any, at: int | None = None) -> Served:
         """The lists of some users, from all of their events."""
+        k = validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
+        allowed = filtered(server.filters, self.allow, self.deny)
+        exclude, people, now = (
+            None if given is None else read_frame(given, name)
+            for name, given in (
+                ("exclude", self.exclude),
+                ("user_features", self.user_features),
+                ("context", self.context),
+            )
+        )
+        server.reader.validate_columns(events, people, now)
+        asked = {"exclude": exclude, "user_features": people, "context": now}
+        read = server.reader.read(events, users=users, at=milliseconds(self.at if at is None else at), **asked)
         return recommend_lists(
-            server.runtime,
-            server.reader,
-            events,
-            k=validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k),
-            exclude=None if self.exclude is None else read_frame(self.exclude, "exclude"),
-            users=users,
-            user_features=None if self.user_features is None else read_frame(self.user_features, "user_features"),
-            context=None if self.context is None else read_frame(self.context, "context"),
-            allowed=filtered(server.filters, self.allow, self.deny),
-            at=self.at if at is None else at,
-            batch_size=self.batch_size,
+            server.runtime, server.reader.items, read, k=k, allowed=allowed, batch_size=self.batch_size
         )
 
     def _write(self, server: Server, histories: Path, out: Path, progress: Callable[[int], object]) -> ServingCounts:

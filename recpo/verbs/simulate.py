@@ -26,7 +26,7 @@ from recpo.serving.manifest import MANIFEST
 from recpo.serving.recommending import BATCH_SIZE
 from recpo.serving.runtimes import excluded
 from recpo.verbs.verb import Verb, function_of
-from recpo.worlds.log import Simulation, write_simulation
+from recpo.worlds.log import ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
 from recpo.worlds.parameters import WORLDS, SimulationParameters, World
 from recpo.worlds.preferences import IntArray, Preferences
@@ -144,15 +144,13 @@ class Simulate(SimulationParameters, Verb[Simulation]):
             "manifest": sha256(bundle.root / MANIFEST),
             "origin": dict(bundle.manifest.origin),
         }
+        exploration = None if self.exploration is None else dataclasses.asdict(self.exploration)
         return write_next_days(
             worlds,
             Path(self.out),
             service,
+            ServedDays(who, exploration, self.seed, repeat_after=self.repeat_after),
             days=self.days,
-            seed=self.seed,
-            policy=who,
-            exploration=None if self.exploration is None else dataclasses.asdict(self.exploration),
-            repeat_after=self.repeat_after,
             overwrite=self.overwrite,
             progress=self.progress,
             inputs=[bundle.root],

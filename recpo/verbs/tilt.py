@@ -37,8 +37,7 @@ from recpo.training.tilting import (
     value_setting,
     write_tilted,
 )
-from recpo.verbs.devices import compute_device
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import Verb, compute_device, function_of
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
-from recpo.verbs.devices import compute_device
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import Verb, compute_device, function_of
 
 # Imported so that their short names work as class paths.
 __all__ = [

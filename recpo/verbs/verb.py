@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import yaml
 
@@ -18,6 +18,9 @@ from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import validate_ranges
 from recpo.verbs.tracking import run_tracked
+
+if TYPE_CHECKING:
+    import torch
 
 R_co = TypeVar("R_co", covariant=True)
 P = ParamSpec("P")
@@ -105,3 +108,20 @@ def configurations(here: Path = Path()) -> Path:
     return (
         Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
     )
+
+
+def compute_device(name: str) -> torch.device:
+    """The device of a verb with this name; ``auto`` is a GPU if there is one, else the CPU.
+
+    Raises:
+        RecpoError: there is no such device, or torch was built without it.
+    """
+    import torch  # imported here, because some verbs need no torch
+
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # no such device, or torch without CUDA
+        raise RecpoError(
+            f"device {name!r} cannot be used here ({error})", code="unsupported", field="device"
+        ) from error

@@ -33,9 +33,7 @@ from recpo.worlds.preferences import (
     Preferences,
     write_side_information,
 )
-from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION
-from recpo.worlds.truth import SEALED as TRUTH_FILES
-from recpo.worlds.truth import Truth
+from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, SEALED as TRUTH_FILES, Truth
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,7 +99,7 @@ class ServedDays:
     policy: Mapping[str, Any]
     exploration: Mapping[str, Any] | None
     seed: int
-    days: tuple[DayReport, ...]
+    days: tuple[DayReport, ...] = ()
     repeat_after: float | None = None
 
     def save(self, root: Path) -> None:
@@ -193,7 +191,6 @@ class Simulation(Artifact):
 
     kind: ClassVar = "simulation"
     version: ClassVar = TRUTH_VERSION
-    facts_file: ClassVar = TRUTH_FILES[0]
     made_by: ClassVar = "recpo simulate"
     sealed: ClassVar = (*TRUTH_FILES, SERVED)  # the log itself is checked like any log
 

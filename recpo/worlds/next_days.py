@@ -11,7 +11,7 @@ most active user.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -121,12 +121,9 @@ def write_next_days(
     worlds: Sequence[Simulation],
     out: Path,
     show: ShowSlates,
+    how: ServedDays,
     *,
     days: int,
-    seed: int,
-    policy: Mapping[str, Any],
-    exploration: Mapping[str, Any] | None,
-    repeat_after: float | None = None,
     overwrite: bool = False,
     progress: bool = False,
     inputs: Sequence[Path] = (),
@@ -139,11 +136,8 @@ def write_next_days(
         worlds: all days so far: a world, followed by the days that policies served, in order.
         out: output directory.
         show: the policy.
+        how: how it serves; ``served.json`` is this with the reports of the days.
         days: number of days to serve.
-        seed: see ``serve_days``.
-        policy: description of the policy, for ``served.json``.
-        exploration: description of how slates were drawn, for ``served.json``.
-        repeat_after: see ``serve_days``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
         inputs: further directories that are read meanwhile, besides those of ``worlds``.
@@ -163,14 +157,14 @@ def write_next_days(
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)
         events, reports = serve_days(
-            truth, past, show, days=numbers, seed=seed, repeat_after=repeat_after, progress=progress
+            truth, past, show, days=numbers, seed=how.seed, repeat_after=how.repeat_after, progress=progress
         )
         truth.save(partial / "truth")
         write_side_information(truth.preferences, partial, numbers[-1])
         if truth.preferences.replays:
             Tables(worlds[0].items, worlds[0].users).copy_to(partial)
         write_parts([events], partial / LOG, events.num_rows, progress=False)
-        served = ServedDays(policy, exploration, seed, tuple(reports), repeat_after)
+        served = dataclasses.replace(how, days=tuple(reports))
         served.save(partial)
     return Simulation(Path(out), truth, served)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import recpo
-from recpo.cli import factorize as command
 from recpo.cli.main import main
 from recpo.training.run import Run
 from recpo.verbs import factorize as verb
@@ -150,7 +149,7 @@ def test_factors_of_another_catalog_are_refused(place, prepared, tmp_path, capfd
 
 def test_lists_that_hardly_differ_between_users_are_reported(prepared, tmp_path, monkeypatch, capsys):
     alike = partial(verb.similar_lists, k=2)
-    monkeypatch.setattr(command, "similar_lists", alike)
+    monkeypatch.setattr(verb, "similar_lists", alike)
     options = ["factorize", "--prepared", str(prepared), "--method", "als", "--ranks", "[2]", "--sweeps", "1"]
     assert main([*options, "--ridges", "[1.0]", "--out", str(tmp_path / "personal")]) == 0
     personal, data = recpo.load(tmp_path / "personal"), recpo.load(prepared)
@@ -159,7 +158,7 @@ def test_lists_that_hardly_differ_between_users_are_reported(prepared, tmp_path,
     said = alike(recpo.Factors(**{**vars(personal), **bias, "lower_bound": 0.0}), data)
     assert "hardly differ between users" in said
     assert "of 60 items" in said
-    monkeypatch.setattr(command, "similar_lists", lambda *_: said)
+    monkeypatch.setattr(verb, "similar_lists", lambda *_: said)
     capsys.readouterr()
     assert main([*options, "--ridges", "[1.0]", "--out", str(tmp_path / "again")]) == 0
     assert f"warning: {said}" in capsys.readouterr().out

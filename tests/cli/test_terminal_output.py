@@ -1,20 +1,18 @@
 """The last lines of every verb: written files, next command; nothing with --quiet, one document with --json."""
 
 import ast
-import importlib
 import json
 import math
 import re
 from pathlib import Path
-from typing import get_type_hints
 
 import numpy as np
 import pytest
 
-from recpo.cli import verb_results
-from recpo.cli.main import VERBS, main
+from recpo.cli import output
+from recpo.cli.main import VERBS, main, printer
+from recpo.cli.output import VerbResult
 from recpo.cli.parser import parser_of, verb_class
-from recpo.cli.verb_results import VerbResult
 
 ROOT = Path(__file__).parents[2]
 SHOWN = [file for file in sorted((ROOT / "recpo" / "cli").glob("*.py")) if file.stem in VERBS]
@@ -38,17 +36,17 @@ def test_the_next_commands_are_ones_that_recpo_understands(file):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_shows_its_result(verb):
-    show = importlib.import_module(f"recpo.cli.{verb}").show
-    assert get_type_hints(show)["return"] is VerbResult
-    assert get_type_hints(show)["verb"] is verb_class(verb)
+    annotations = printer(verb, "show").__annotations__
+    assert annotations["return"] == VerbResult.__name__
+    assert annotations["verb"] == verb_class(verb).__name__
 
 
 def test_configurations_of_init_come_before_those_of_the_clone(tmp_path):
     (tmp_path / "mpo.yaml").write_text("", encoding="utf-8")
-    assert verb_results.configuration("mpo.yaml", tmp_path) == "mpo.yaml"
-    installed = verb_results.configuration("gbpo.yaml", tmp_path)
+    assert output.configuration("mpo.yaml", tmp_path) == "mpo.yaml"
+    installed = output.configuration("gbpo.yaml", tmp_path)
     assert (ROOT / "configs" / "gbpo.yaml").samefile(installed)
-    assert verb_results.configuration("gbpo.yaml", ROOT) == "configs/gbpo.yaml"
+    assert output.configuration("gbpo.yaml", ROOT) == "configs/gbpo.yaml"
 
 
 def test_a_document_holds_what_json_can():

@@ -22,8 +22,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
-from recpo.verbs import loop_rounds
-from recpo.verbs import tilt as verb
+from recpo.verbs import loop_rounds, tilt as verb
 from tests.conftest import resealed
 from tests.refusals import refused
 
@@ -135,7 +134,7 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     assert main(["tilt", *map(str, names), "--out", str(tmp_path / "run")]) == 0
     found = recpo.load(tmp_path / "run")
     policy = found.policy()
-    assert policy.factors.lower_bound == 3.0
+    assert policy.factors.options.lower_bound == 3.0
     assert json.loads((tmp_path / "run" / "origin.json").read_text())["choice"]["lower_bound"] == 3.0
     expected = tilting.tilted(
         recpo.load(road.root / "base").policy(), recpo.load(road.root / "factors"), 0.05, 200, 3.0
@@ -145,7 +144,7 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     named = {"run": road.root / "base", "factors": road.root / "factors", "temperature": 0.05}
     plain = recpo.tilt(**named, out=tmp_path / "plain")
     assert plain.lower_bound == 0.0
-    assert plain.run.policy().factors.lower_bound == 0.0
+    assert plain.run.policy().factors.options.lower_bound == 0.0
     assert "factors.item_variances" not in plain.run.policy().state_dict()
     assert not recpo.recommend(found, road.log, k=5).equals(recpo.recommend(plain.run, road.log, k=5))
 

@@ -7,8 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.evaluation.comparison import agreement, kendall_tau, overlap, rank_biased_overlap
 

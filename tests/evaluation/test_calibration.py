@@ -6,8 +6,7 @@ from scipy.optimize import minimize
 from scipy.stats import spearmanr
 from sklearn.calibration import calibration_curve
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss as sklearn_log_loss
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import log_loss as sklearn_log_loss, roc_auc_score
 
 from recpo.evaluation.calibration import (
     Platt,

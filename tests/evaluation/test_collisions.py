@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.evaluation.beyond_accuracy import TupleLists, expected_hit_rate, expected_ndcg, expected_recall
 from recpo.ops.ranking import hit_rate, ndcg, ranked_hits, recall

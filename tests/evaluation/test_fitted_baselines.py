@@ -14,10 +14,9 @@ from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.measures import exposure_auc, held_out_targets
 from recpo.log.prepared import Prepared
-from recpo.rewards.ease import EaseOptions, fit_ease
 from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import ImplicitOptions, fit_implicit
+from recpo.rewards.implicit import EaseOptions, ImplicitOptions, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 from tests.refusals import refused
 

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.evaluation.document import with_holm
 from recpo.evaluation.html_report import svg

@@ -7,8 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import recpo
 from recpo.batches.datamodule import evaluation_batches

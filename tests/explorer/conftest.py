@@ -11,11 +11,9 @@ import pytest
 
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.explorer.catalog import Catalog, ItemColumns
-from recpo.explorer.comparison import Comparison
-from recpo.explorer.neighborhood import Neighborhood
 from recpo.explorer.pages import Pages
 from recpo.explorer.people import People
-from recpo.explorer.survey import Survey
+from recpo.explorer.survey import Comparison, Neighborhood, Survey
 from recpo.explorer.traffic import traffic
 from recpo.verbs.contenders import contenders_of
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.explorer.comparison import Comparison
-from recpo.explorer.neighborhood import Neighborhood
-from recpo.explorer.survey import ORDERS, Survey
+from recpo.explorer.survey import ORDERS, Comparison, Neighborhood, Survey
 from recpo.verbs.contenders import contenders_of
 from tests.refusals import refused
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.items.residual_kmeans import Codebooks, rank_within, settle
 from recpo.items.tokenization import extra_code, first_free, nearest_free, tuple_ids

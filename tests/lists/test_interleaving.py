@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.lists.interleaving import interleave, probabilistic, probabilistic_credit, team_draft, team_draft_inclusion
 from tests.refusals import refused

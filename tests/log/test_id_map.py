@@ -2,8 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.log.id_map import IdMap
 from recpo.log.schema import ALWAYS, NEVER

@@ -15,8 +15,7 @@ from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import ResumableLoader, TrainBatches
-from recpo.log import prepare as prepare_module
-from recpo.log import writing as publishing
+from recpo.log import prepare as prepare_module, writing as publishing
 from recpo.log.engine import EngineOptions, Location, locate
 from recpo.log.prepare import Preparation, start_engine
 from recpo.log.prepared import Prepared

@@ -6,8 +6,7 @@ import ibis
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.log.shaping import (

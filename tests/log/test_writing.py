@@ -1,8 +1,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.log import writing
 from recpo.log.writing import user_blocks, without_repeats, write_parquet, write_rows

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpo.base.types import LogProbs, ObjectiveInputs

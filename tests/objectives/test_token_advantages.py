@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.base.contracts import AdvantageEstimator
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,12 +18,12 @@ from recpo.ops import kernels
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
 from recpo.ops.sharded_logprob import (
     RowShard,
+    _check as shape_check,
     sharded_divergence,
     sharded_entropy,
     sharded_logprob,
     sharded_lookup,
 )
-from recpo.ops.sharded_logprob import _check as shape_check
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 

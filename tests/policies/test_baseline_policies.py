@@ -12,10 +12,9 @@ from recpo.batches.datamodule import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, baseline
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import PopularityPolicy, distinct_positives
-from recpo.rewards.ease import EaseOptions
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import ImplicitOptions, positive_places
-from recpo.verbs.baselines import SERVED, served_baseline
+from recpo.rewards.implicit import EaseOptions, ImplicitOptions, positive_places
+from recpo.verbs.export import SERVED, served_baseline
 from tests.refusals import refused
 
 OPTIONS = BaselineOptions(

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.policies.catalog_search import BlockedTable, RoundedRows, top_k
 from tests.refusals import refused

@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.policies import item_table
 from recpo.policies.item_table import ItemTable, RandomRows, SavedRows, tables_on_meta

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from recpo.artifacts.semantic_codes import SemanticCodes
@@ -19,14 +19,14 @@ from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.grade_factors import GradeFactors
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from tests.refusals import refused
 
 V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, TEMPERATURE, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
-OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "bias_ridge": BIAS_RIDGE, "max_history": H}
+OPTIONS = GradeFactorsOptions(rank=RANK, mean=MEAN, ridge=RIDGE, bias_ridge=BIAS_RIDGE, max_history=H)
 
 
 def base(**options: Any) -> CatalogSoftmaxPolicy:
@@ -68,7 +68,8 @@ def covariance() -> Tensor:
 
 
 def tilted(tilt: float = TEMPERATURE, bound: float = 0.0, **options: Any) -> TiltedPolicy:
-    policy = TiltedPolicy(V, base=lambda _: base(**options), temperature=tilt, lower_bound=bound, **OPTIONS)
+    numbers = replace(OPTIONS, lower_bound=bound)
+    policy = TiltedPolicy(V, base=lambda _: base(**options), factors=numbers, temperature=tilt)
     made: TiltedPolicy = with_factors(policy)
     return made
 
@@ -284,7 +285,8 @@ def test_the_factors_are_folded_in_and_ranked_as_by_themselves(bound: float) -> 
         lower_bound=bound,
     )
     torch.testing.assert_close(policy.factors.fold_in(known)[:, : RANK + 1], alone.fold_in(known), rtol=0, atol=1e-6)
-    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), temperature=1e-2, lower_bound=bound, **OPTIONS))
+    numbers = replace(OPTIONS, lower_bound=bound)
+    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), factors=numbers, temperature=1e-2))
     assert torch.equal(without_base.recommend(known, 8).item_ids, alone.recommend(known, 8).item_ids)
 
 
@@ -327,8 +329,8 @@ def test_the_most_recent_events_are_kept() -> None:
 def reranked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RerankedPolicy:
     """All items are candidates, so that it is exact."""
     root, bound = tmp_path_factory.mktemp("codes"), getattr(request, "param", 0.0)
-    arguments = {**OPTIONS, "temperature": TEMPERATURE, "candidates": V, "lower_bound": bound}
-    made = RerankedPolicy(V, base=lambda _: semantic_base(root), **arguments)
+    numbers = replace(OPTIONS, lower_bound=bound)
+    made = RerankedPolicy(V, base=lambda _: semantic_base(root), factors=numbers, temperature=TEMPERATURE, candidates=V)
     policy: RerankedPolicy = with_factors(made)
     return policy
 
@@ -339,7 +341,7 @@ def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPol
     logp = reranked.log_prob(whole_catalog(known)).sum(-1)
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
     reference = reranked.base.log_prob(whole_catalog(known.recent(READS))).sum(-1)
-    grades = expected_grades(reranked.factors, known, reranked.factors.lower_bound)
+    grades = expected_grades(reranked.factors, known, reranked.factors.options.lower_bound)
     rest = (logp - reference).detach().double().numpy() - grades / TEMPERATURE
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=5e-5)
     lists = reranked.recommend(known, 7)
@@ -379,13 +381,13 @@ def test_impossible_options_are_refused() -> None:
     for temperature in (0.0, -1.0, float("inf"), float("nan")):
         with refused("out_of_range", "temperature"):
             tilted(temperature)
-    for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": 0}):
+    for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": 0}, {"max_history": 0}):
         with refused("out_of_range", next(iter(wrong))):
-            TiltedPolicy(V, base=lambda _: base(), temperature=1.0, **OPTIONS | wrong)
+            replace(OPTIONS, **wrong)
     with refused("wrong_class", "base"):
-        TiltedPolicy(V, base=lambda _: tilted(), temperature=1.0, **OPTIONS)
+        TiltedPolicy(V, base=lambda _: tilted(), factors=OPTIONS, temperature=1.0)
     with refused("out_of_range", "candidates"):
-        RerankedPolicy(V, base=lambda _: base(), temperature=1.0, candidates=0, **OPTIONS)
+        RerankedPolicy(V, base=lambda _: base(), factors=OPTIONS, temperature=1.0, candidates=0)
     with refused("out_of_range", "lower_bound"):
         tilted(bound=-1.0)
     with refused("missing_value", "lower_bound"):

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.rewards import factors as bounds
-from recpo.rewards import graded as normal_equations
-from recpo.rewards import implicit as positives
-from recpo.rewards import selection
+from recpo.rewards import factors as bounds, graded as normal_equations, implicit as positives, selection
 from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import Equations, Pairs, inverses, no_equations, normal_matrices, solve
 from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places

@@ -8,14 +8,17 @@ import torch
 
 from recpo.base.types import Histories, Recommendations
 from recpo.batches.held_out import HeldOutBatches, Rank
-from recpo.rewards import graded
-from recpo.rewards import implicit as positives
-from recpo.rewards.ease import EASE, EaseOptions, cooccurrences, fit_ease, item_weights
+from recpo.rewards import graded, implicit as positives
 from recpo.rewards.implicit import (
+    EASE,
+    EaseOptions,
     ImplicitALS,
     ImplicitOptions,
     best_on_validation,
+    cooccurrences,
+    fit_ease,
     fit_implicit,
+    item_weights,
     positive_chunks,
     positive_places,
     sweep,

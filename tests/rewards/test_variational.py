@@ -12,9 +12,17 @@ import torch
 from recpo.base.types import Histories
 from recpo.rewards import variational
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of, mean_grade
-from recpo.rewards.prior_features import PriorFeatures, of_consumption
 from recpo.rewards.selection import fit_factors
-from recpo.rewards.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
+from recpo.rewards.variational import (
+    Fit,
+    Gaussians,
+    Prior,
+    PriorFeatures,
+    fit_items,
+    moments,
+    of_consumption,
+    plain_factors,
+)
 
 RANK = 3
 D = RANK + 1

@@ -426,12 +426,13 @@ def import_everything() -> None:
     import onnxruntime  # noqa: F401
     import torch
 
-    from recpo.cli.main import VERBS
+    from recpo.cli.main import VERBS, printer
 
     torch.set_num_threads(1)
     for verb in VERBS:
         if verb != "serve":
-            importlib.import_module(f"recpo.cli.{verb}")
+            importlib.import_module(f"recpo.verbs.{verb}")
+            printer(verb, "show")
 
 
 if __name__ == "__main__":

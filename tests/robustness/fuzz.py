@@ -518,8 +518,7 @@ def _factors(root: Path) -> str:
 
 
 def _bundle(root: Path) -> str:
-    from recpo.serving.bundle import Bundle
-    from recpo.serving.golden import check_golden
+    from recpo.serving.bundle import Bundle, check_golden
 
     bundle = Bundle.open(root / "bundle", threads=1)
     check_golden(bundle)

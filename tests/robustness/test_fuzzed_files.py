@@ -4,8 +4,7 @@ import zipfile
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.artifacts import read_json, seal, unseal, write_json
 from recpo.base.errors import RecpoError

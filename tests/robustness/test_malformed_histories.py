@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
@@ -18,7 +17,7 @@ from recpo.log.id_map import IdMap
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.histories import HistoryReader
-from recpo.serving.recommending import recommend_lists, score_candidates
+from recpo.serving.recommending import milliseconds, recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 
 NUM_ITEMS, K = 9, 3
@@ -86,6 +85,13 @@ def reader(kind):
     return HistoryReader(IdMap(pa.array(CATALOG)), READERS[kind], 4, reads_timestamps=True)
 
 
+def lists_of(kind, histories, **options):
+    """What ``Bundle.recommend`` does with a frame."""
+    read = reader(kind)
+    read.validate_columns(histories, None, None)
+    return recommend_lists(RUNTIME, read.items, read.read(histories, at=milliseconds(None), **options), k=K)
+
+
 def assert_adds_up(table, served):
     counts = served.counts
     lists = served.table.to_pandas()
@@ -106,7 +112,7 @@ def assert_adds_up(table, served):
 @given(table=frames(), kind=st.sampled_from(sorted(READERS)))
 def test_any_frame_is_answered_or_refused(table, kind):
     try:
-        served = recommend_lists(RUNTIME, reader(kind), table, k=K)
+        served = lists_of(kind, table)
     except RecpoError:
         return
     assert_adds_up(table, served)
@@ -120,7 +126,7 @@ def test_any_frame_is_answered_or_refused(table, kind):
 )
 def test_any_exclusion_and_any_users_are_answered_or_refused(histories, exclude, users):
     try:
-        served = recommend_lists(RUNTIME, reader("watched"), histories, k=K, exclude=exclude, users=users)
+        served = lists_of("watched", histories, exclude=exclude, users=users)
     except RecpoError:
         return
     lists = served.table.to_pandas()
@@ -163,7 +169,7 @@ def test_any_request_is_read_or_refused(events, exclude):
 )
 def test_other_objects_than_frames_are_refused(histories):
     with pytest.raises(RecpoError):
-        recommend_lists(RUNTIME, reader("watched"), histories)
+        lists_of("watched", histories)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,7 @@ def test_other_objects_than_frames_are_refused(histories):
 def test_any_type_of_any_column_is_answered_or_refused(name, column):
     table = {"user_id": ["a", "b"], "item_id": ["a", "b"], "timestamp": [NOW, NOW], name: column}
     try:
-        recommend_lists(RUNTIME, reader("watched"), pa.table(table), k=K)
+        lists_of("watched", pa.table(table))
     except RecpoError as error:
         message = str(error)
     else:

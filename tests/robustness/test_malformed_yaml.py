@@ -1,8 +1,7 @@
 """Configuration files that are not YAML, or YAML that breaks PyYAML itself: one message, no traceback."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.artifacts import read_yaml, validate_configuration_files
 from recpo.base.errors import RecpoError

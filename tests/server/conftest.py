@@ -19,9 +19,8 @@ from recpo.log.id_map import IdMap
 from recpo.server.app import create_app
 from recpo.server.options import ServerOptions
 from recpo.server.service import Service
-from recpo.serving.bundle import Bundle
+from recpo.serving.bundle import GOLDEN, Bundle, write_golden
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.manifest import ITEMS, BundleManifest
 from tests.serving.conftest import FEEDBACK, NUM_ITEMS, K, item_ids, make_policy
 

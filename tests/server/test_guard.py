@@ -10,10 +10,9 @@ import pandas as pd
 import pytest
 
 from recpo.cli.parser import parse
-from recpo.server.guard import Watch
 from recpo.server.impressions import JOURNAL, settle
 from recpo.server.options import ServerOptions
-from recpo.server.variants import ENDED, EndedVariants, Guard, assigned
+from recpo.server.variants import ENDED, EndedVariants, Guard, Watch, assigned
 from recpo.verbs.serve import Serve
 from tests.refusals import refused
 from tests.server.conftest import answers, request

@@ -10,9 +10,8 @@ import pytest
 
 from recpo.artifacts import write_json
 from recpo.server.bundles import LoadedBundle, Versions
-from recpo.serving import golden
-from recpo.serving.bundle import Bundle
-from recpo.serving.golden import GOLDEN, check_golden
+from recpo.serving import bundle as bundles
+from recpo.serving.bundle import GOLDEN, Bundle, check_golden
 from recpo.serving.manifest import MANIFEST, BundleManifest
 from tests.refusals import refused
 from tests.server.conftest import answers, request, serving
@@ -86,10 +85,12 @@ def test_a_bundle_that_answers_otherwise_does_not_serve(versions, change, refusa
 
 
 def test_items_of_equal_score_may_swap_places():
-    golden._compare([("a", -1.0), ("b", -1.00005)], [("b", -1.0), ("a", -1.00005)], "request 0")
-    golden._compare([("a", -1.0), ("b", -1.00005)], [("a", -1.0), ("c", -1.00005)], "request 0")  # at the end of a list
+    bundles._compare([("a", -1.0), ("b", -1.00005)], [("b", -1.0), ("a", -1.00005)], "request 0")
+    bundles._compare(
+        [("a", -1.0), ("b", -1.00005)], [("a", -1.0), ("c", -1.00005)], "request 0"
+    )  # at the end of a list
     with refused("mismatch", "items"):
-        golden._compare([("a", -1.0), ("b", -1.01)], [("b", -1.0), ("a", -1.01)], "request 0")
+        bundles._compare([("a", -1.0), ("b", -1.01)], [("b", -1.0), ("a", -1.01)], "request 0")
 
 
 def test_an_older_bundle_without_golden_requests_serves(versions):

@@ -15,7 +15,7 @@ from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.recommending import recommend_lists
+from recpo.serving.recommending import milliseconds, recommend_lists
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
@@ -82,4 +82,6 @@ def bundle_path(export_once):
 
 def served_by(bundle, histories, **options):
     """What ``Bundle.recommend`` makes a frame of: an Arrow table, and typed counts."""
-    return recommend_lists(bundle.runtime, bundle.reader, histories, **options)
+    reading = {name: options.pop(name) for name in ("exclude", "users", "user_features", "context") if name in options}
+    read = bundle.reader.read(histories, at=milliseconds(options.pop("at", None)), **reading)
+    return recommend_lists(bundle.runtime, bundle.items, read, **options)

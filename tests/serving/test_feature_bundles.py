@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.feature_encoding import of_side
@@ -25,12 +25,12 @@ from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
-from recpo.serving.bundle import Bundle
+from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import BundleFeatures
@@ -217,18 +217,11 @@ def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch
     made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
     policy = made(ITEMS, **options)
     if kind == "tilted":
-        arguments = {
-            "rank": 3,
-            "mean": 0.4,
-            "ridge": 2.0,
-            "bias_ridge": 3.0,
-            "temperature": 0.2,
-            "max_history": LENGTH + 2,
-        }
+        numbers = GradeFactorsOptions(rank=3, mean=0.4, ridge=2.0, bias_ridge=3.0, max_history=LENGTH + 2)
         base = policy
-        policy = TiltedPolicy(ITEMS, base=lambda _: base, **arguments)
+        policy = TiltedPolicy(ITEMS, base=lambda _: base, factors=numbers, temperature=0.2)
         described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
-        options = arguments | {"base": described}
+        options = {"factors": asdict(numbers), "temperature": 0.2, "base": described}
     policy.set_schema(FeatureSchema(user=USER.features, context=CONTEXT.features), BEHAVIORS)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.lists.exploration import Exploration
 from recpo.log.id_map import IdMap

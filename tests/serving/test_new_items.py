@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -16,11 +17,11 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
-from recpo.serving.bundle import Bundle
-from recpo.serving.golden import check_golden
+from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.refresh import EncodedItems, refresh_bundle
@@ -199,13 +200,13 @@ def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, 
 @pytest.mark.parametrize("bound", [0.0, 1.0])
 def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
     base, options = policy_of(OLD, OLD)
-    arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "temperature": 0.2, "max_history": 5}
-    arguments["lower_bound"] = bound
-    policy = TiltedPolicy(OLD, base=lambda _: base, **arguments).eval()
+    numbers = GradeFactorsOptions(rank=3, mean=0.4, ridge=2.0, bias_ridge=3.0, max_history=5, lower_bound=bound)
+    policy = TiltedPolicy(OLD, base=lambda _: base, factors=numbers, temperature=0.2).eval()
     factors = torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))
     policy.factors.assign(factors, factors[:, 0], factors.square(), torch.eye(4).expand(OLD, 4, 4), noise=0.1)
     described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
-    old = bundle_of(policy, arguments | {"base": described}, tmp_path / "old")
+    arguments = {"factors": asdict(numbers), "temperature": 0.2, "base": described}
+    old = bundle_of(policy, arguments, tmp_path / "old")
     pq.write_table(item_rows(), tmp_path / "items.parquet")
     if bound:
         with refused("unsupported", "lower_bound"):

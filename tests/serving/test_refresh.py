@@ -14,9 +14,8 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.serving.bundle import Bundle
+from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.golden import check_golden
 from recpo.verbs.export import refresh
 from tests.refusals import refused
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import onnx
@@ -11,6 +11,7 @@ import torch
 
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import FactorReward
@@ -31,9 +32,8 @@ def make_tilted(parts, kind, root, bound=0.0):
     """A policy of that kind, tilted, and the options that a run would have."""
     base, options = parts.policy(kind, root)
     own = RerankedPolicy if kind == "semantic" else TiltedPolicy
-    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "temperature": 0.2}
-    arguments |= {"max_history": LONGER, "lower_bound": bound}
-    arguments |= {"candidates": 60} if kind == "semantic" else {}
+    numbers = GradeFactorsOptions(rank=RANK, mean=0.4, ridge=2.0, bias_ridge=3.0, max_history=LONGER, lower_bound=bound)
+    arguments = {"factors": numbers, "temperature": 0.2} | ({"candidates": 60} if kind == "semantic" else {})
     policy = own(NUM_ITEMS, base=lambda _: base, **arguments).eval()
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(NUM_ITEMS, RANK + 1, RANK + 1, generator=generator)
@@ -44,7 +44,7 @@ def make_tilted(parts, kind, root, bound=0.0):
     policy.factors.assign(factors, torch.zeros(NUM_ITEMS), variance, covariance, 0.1, prior)
     module = {"semantic": "semantic_id"}.get(kind, "catalog_softmax")
     class_path = f"recpo.policies.{module}.{CLASSES[kind]}"
-    return policy, arguments | {"base": {"class_path": class_path, "init_args": options}}
+    return policy, arguments | {"factors": asdict(numbers), "base": {"class_path": class_path, "init_args": options}}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
     manifest = BundleManifest.read(tmp_path / "bundle")
     assert manifest.max_history == LONGER
     assert manifest.options["base"]["class"].endswith(CLASSES[kind])
-    assert manifest.options["lower_bound"] == bound
+    assert manifest.options["factors"]["lower_bound"] == bound
     assert manifest.options["base"]["options"]["max_history"] == MAX_HISTORY
     rebuilt = load_policy(tmp_path / "bundle", manifest)
     assert torch.equal(rebuilt.factors.item_factors, policy.factors.item_factors)
@@ -122,8 +122,7 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, pa
     torch.testing.assert_close(moved - moved[:, :1], grades - grades[:, :1], atol=1e-5, rtol=0)
 
     below = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
-    arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
-    options = {**arguments, "temperature": temperature, "lower_bound": 0.0, "base": below}
+    options = {"factors": asdict(policy.factors.options), "temperature": temperature, "base": below}
     export_bundle(
         policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "bundle", BundleOptions(k=20)
     )
@@ -167,6 +166,10 @@ def test_what_is_below_a_tilted_policy_is_one_of_recpos_own(parts, tmp_path):
     ):
         with refused("damaged", ...):
             load_policy(tmp_path, manifest_of(policy, parts, {**described, "options": {**own, "base": base}}))
+    numbers = own["factors"]
+    for factors in (numbers | {"rank": "4"}, numbers | {"more": 1}, {"rank": 4}, "os.system", None):
+        with refused("damaged", ...):
+            load_policy(tmp_path, manifest_of(policy, parts, {**described, "options": {**own, "factors": factors}}))
     lacking = {key: value for key, value in own.items() if key != "base"}
     with refused("damaged", "recpo.policies.tilted.TiltedPolicy"):
         load_policy(tmp_path, manifest_of(policy, parts, {**described, "options": lacking}))

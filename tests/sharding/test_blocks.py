@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.sharding.blocks import TableBlock, redistribute, row_blocks, sharded_tensor
 from tests.sharding.ranks import Ranks

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.worlds.log import Simulation, write_simulation
+from recpo.worlds.log import ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, serve_days, write_next_days
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, WORLDS, SimulationParameters, birth_days
 from recpo.worlds.preferences import Preferences, item_table, user_table
@@ -254,9 +254,8 @@ def best_of(truth, day, unborn=False):
 
 def test_a_policy_serves_the_days_on_which_more_items_are_born(world, tmp_path):
     truth = world.truth
-    served = write_next_days(
-        [world], tmp_path / "day", best_of(truth, 14.0), days=1, seed=0, policy={"bundle": "oracle"}, exploration=None
-    )
+    how = ServedDays({"bundle": "oracle"}, None, seed=0)
+    served = write_next_days([world], tmp_path / "day", best_of(truth, 14.0), how, days=1)
     report = served.served.days[0]
     assert report.oracle_value >= report.logging_value
     table = pq.read_table(served.items).to_pandas()

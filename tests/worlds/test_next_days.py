@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.lists.exploration import Exploration
-from recpo.worlds.log import SCHEMA, Simulation, write_simulation
+from recpo.worlds.log import SCHEMA, ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
 from recpo.worlds.parameters import SimulationParameters
 from recpo.worlds.preferences import Preferences
@@ -54,9 +54,9 @@ class Taste:
         return shown
 
 
-def serve(worlds, out, show, days=1, seed=0, **options):
-    policy = {"bundle": "taste"}
-    return write_next_days(worlds, out, show, days=days, seed=seed, policy=policy, exploration=None, **options)
+def serve(worlds, out, show, days=1, seed=0, repeat_after=None, **options):
+    how = ServedDays({"bundle": "taste"}, None, seed, repeat_after=repeat_after)
+    return write_next_days(worlds, out, show, how, days=days, **options)
 
 
 @pytest.fixture(scope="module")

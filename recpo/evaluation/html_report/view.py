@@ -16,11 +16,11 @@ from markupsafe import Markup
 
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.off_policy import OffPolicyView
 from recpo.evaluation.html_report.parts import (
     Cell,
     Contenders,
     Figure,
+    OffPolicyView,
     Row,
     Spread,
     Table,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from recpo.evaluation.off_policy.diagnostics import effective_sample_size
 from recpo.evaluation.off_policy.estimators import (

@@ -1,29 +1,38 @@
-"""``recpo evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines."""
+"""What the verbs print that measure: ``evaluate``, ``compare`` and ``calibrate``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, command
+from recpo.artifacts import kind_of
+from recpo.base.errors import GateClosedError
+from recpo.cli.output import VerbResult, command, configuration, console, path_of
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
 from recpo.evaluation.segments import NEW_METRICS
 from recpo.evaluation.variants import INTERVALS
-from recpo.verbs.evaluate import Evaluate
+from recpo.training.learned_reward import CALIBRATION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from recpo.evaluation.comparison import Comparison
+    from recpo.evaluation.reward_comparison import CalibrationReport
+    from recpo.verbs.calibrate import Calibrate
+    from recpo.verbs.compare import Compare
+    from recpo.verbs.evaluate import Evaluate
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
 
 
-def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
+def show_evaluate(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
     if isinstance(evaluation, VariantEvaluation):
         return _show_variants(evaluation)
@@ -235,3 +244,149 @@ def _cell(value: Mapping[str, Any] | None, *, bold: bool = False, signed: bool =
     text = f"{value['mean']:{'+' if signed else ''}.4f}"
     text += "" if value["half_width"] is None else f"\n±{value['half_width']:.4f}"
     return Text(text, style="bold" if bold else "")
+
+
+_SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
+_COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
+
+
+def show_compare(verb: Compare, comparison: Comparison) -> VerbResult:
+    """Prints the numbers; the new bundle is served next.
+
+    Raises:
+        GateClosedError: it violates a limit.
+    """
+    print_comparison(comparison)
+    if comparison.failures:
+        raise GateClosedError("; ".join(comparison.failures))
+    wrote = () if comparison.path is None else (str(comparison.path),)
+    return VerbResult(wrote, command("serve", "--bundle", path_of(verb.new)), comparison.document)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Prints the warnings, one table, and the path of all numbers."""
+    document, terminal = comparison.document, console()
+    for warning in comparison.warnings:
+        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    terminal.print(comparison_table(document))
+    items = document["items"]
+    terminal.print(
+        f"items: {items['shared']:,} in both bundles, {items['only_old']:,} in the old one only, "
+        f"{items['only_new']:,} in the new one only",
+        soft_wrap=True,
+    )
+    if comparison.path is not None:
+        terminal.print(str(comparison.path), soft_wrap=True)
+
+
+def comparison_table(document: Mapping[str, Any]) -> Table:
+    """Rows of agreement, value, ranking and lists: old, new, and new - old with its 95 % interval."""
+    setting = document["setting"]
+    title = f"{setting['split']} period, {setting['requests']:,} users, lists of {setting['k']}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("")
+    for name in ("old", "new", "new - old (95 %)"):
+        table.add_column(name, justify="right")
+    for name, value in document["agreement"].items():
+        table.add_row(name, "", "", _decimals(value["mean"]))
+    for name, row in (document["value"] or {}).items():
+        if name in _SHOWN_ESTIMATORS:
+            difference = row["difference"]
+            sides = (_decimals(row[side]["value"]) for side in ("old", "new"))
+            table.add_row(
+                f"value, {name}", *sides, _interval_text(difference["value"], difference["low"], difference["high"])
+            )
+    for name, row in document["ranking"].items():
+        mean, half = row["difference"]["mean"], row["difference"]["half_width"]
+        ends = (None, None) if mean is None or half is None else (mean - half, mean + half)
+        table.add_row(name, *(_decimals(row[side]["mean"]) for side in ("old", "new")), _interval_text(mean, *ends))
+    old, new = document["lists"]["old"], document["lists"]["new"]
+    for name in (one for one, value in old.items() if not isinstance(value, int)):
+        table.add_row(name, _decimals(old[name]), _decimals(new[name]), "")
+    for name in _COUNTS:
+        table.add_row(name.replace("_", " "), f"{old[name]:,}", f"{new[name]:,}", "")
+    return table
+
+
+def _decimals(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval_text(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.4f}" + ("" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]")
+
+
+def show_calibrate(verb: Calibrate, report: CalibrationReport) -> VerbResult:
+    """Prints the tables; the first calibrated reward model aligns a policy next."""
+    print_report(report)
+    following = None
+    named = verb.rewards if isinstance(verb.rewards, list) else []
+    runs = [one for one in named if isinstance(one, str) and kind_of(one) == "run"]
+    if runs:
+        reward = ("--reward", "LearnedReward", "--reward.init_args.run", runs[0])
+        words = ("--config", configuration("mpo.yaml"), "--data.prepared", path_of(verb.prepared), *reward)
+        following = command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo")
+    return VerbResult(() if report.path is None else (str(report.path),), following, report.content)
+
+
+def print_report(report: CalibrationReport) -> None:
+    """The tables of the test period; a path is never read as markup."""
+    terminal, content = console(), report.content
+    terminal.print(_errors(content))
+    terminal.print(_values(content))
+    for note in content["notes"]:
+        terminal.print(f"note: {note}", soft_wrap=True)
+    for name, fitted in report.calibrations.items():
+        error = fitted["targets"]["dislike"]["test"]["all"]
+        before, after = (_metric_text(error[f"calibration_error{end}"]) for end in ("_uncalibrated", ""))
+        terminal.print(
+            f"{name}: {CALIBRATION} written; calibration error of dislikes {before} before, {after} after",
+            soft_wrap=True,
+        )
+    if report.path is not None:
+        terminal.print(f"{report.path}: every number with its 95 % interval", soft_wrap=True)
+
+
+def _errors(content: dict[str, Any]) -> Table:
+    table = _reward_table(
+        "test period", ("reward", "shown"), ("number", "RMSE", "rank corr.", "per user", "dislike AUC")
+    )
+    for name, entry in content["rewards"].items():
+        for group, found in entry["test"].items():
+            metrics = ("rmse", "rank_correlation", "rank_correlation_per_user", "dislike_auc")
+            table.add_row(
+                name, group, f"{found['exposures']:,}", *(_metric_text(found.get(metric)) for metric in metrics)
+            )
+    return table
+
+
+def _values(content: dict[str, Any]) -> Table:
+    title = f"greedy lists of {content['k']}, mean reward per place"
+    table = _reward_table(title, ("reward",), ("from the log (SNIPS)", "95 %", "true", "true dislikes"))
+    rows = {**{name: entry["lists"] for name, entry in content["rewards"].items()}}
+    for name, found in {**rows, "logging policy": content["logging_policy"]}.items():
+        estimated = found.get("off_policy")
+        interval = "-" if estimated is None else "-".join(_decimals(estimated[end], 3) for end in ("low", "high"))
+        table.add_row(
+            name,
+            _metric_text(estimated),
+            interval,
+            _metric_text(found.get("true_reward")),
+            _metric_text(found.get("true_dislike"), 4),
+        )
+    return table
+
+
+def _reward_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for column in left:
+        table.add_column(column, no_wrap=True)
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _metric_text(metric: dict[str, float | None] | None, digits: int = 3) -> str:
+    return _decimals(None if metric is None else metric["value"], digits)
