@@ -20,14 +20,7 @@ from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.training.planning import StepPlanner
-from tests.training.test_objectives_learn import (
-    BYSTANDERS,
-    HISTORY,
-    IMPRESSIONS,
-    LEARNERS,
-    ON_CATALOGS,
-    WHOLE_CATALOG,
-)
+from tests.training.test_objectives_learn import BYSTANDERS, HISTORY, IMPRESSIONS, LEARNERS, ON_CATALOGS, WHOLE_CATALOG
 
 GROUP = {"rollout": RolloutOptions(group_size=4), "old_policy": "snapshot", "reward": HitReward()}
 CASES = {
