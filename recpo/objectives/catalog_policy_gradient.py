@@ -122,7 +122,8 @@ class CatalogPolicyGradient(Objective):
 
     def _validate_mass(self, logp: Tensor, mask: Tensor) -> None:
         """Raises if the candidates are not the full catalog, or the log-probabilities are not normalized."""
-        if logp.device.type != "cpu":  # it would wait for what is still being computed there
+        # another device would be waited for, and a compiled step does not branch on values
+        if logp.device.type != "cpu" or torch.compiler.is_compiling():
             return
         off = ((_distribution(logp.float(), mask)[1].sum(-1) - 1.0) * mask.any(-1)).abs()
         half = logp.dtype in (torch.float16, torch.bfloat16)

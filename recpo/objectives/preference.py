@@ -107,13 +107,18 @@ class PreferenceObjective(Objective):
         lists = preference_lists(inputs, self)
         logp = self.item_logp(inputs.logp.policy, inputs.logp.mask)
         logp_ref = torch.zeros_like(logp)
-        if Requirement.REFERENCE in self.requires:
+        if self._compares():
             logp_ref = self.item_logp(required(inputs, "reference", self).detach(), inputs.logp.mask)
         total = self.list_loss(logp, logp_ref, lists, inputs)
         if self.nll_coef:
             total = total - self.nll_coef * lists.chosen(logp)
         loss = aggregate(total, lists.kept, count=inputs.denominator)
         return LossOutput(loss, self._health(logp.detach(), logp_ref, lists))
+
+    @torch.compiler.assume_constant_result
+    def _compares(self) -> bool:
+        """Whether there is a reference; fixed when a step is compiled."""
+        return Requirement.REFERENCE in self.requires
 
     def item_logp(self, logp: Tensor, mask: Tensor) -> Tensor:
         """Log-probability of each item, ``[B, L]``: the sum over its kept tokens."""

@@ -102,7 +102,7 @@ def full_precision() -> Iterator[None]:
 
     An exact softmax needs exact logits: with TF32 their error is about 0.001 of their size.
     """
-    before = torch.get_float32_matmul_precision()
+    before = _precision()
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
@@ -110,6 +110,12 @@ def full_precision() -> Iterator[None]:
     finally:
         if before != "highest":
             torch.set_float32_matmul_precision(before)
+
+
+@torch.compiler.assume_constant_result
+def _precision() -> str:
+    """How exact float32 products are, fixed when a step is compiled."""
+    return torch.get_float32_matmul_precision()
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,8 +127,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: ``[m]``; None = 0.
     """
     if (
-        torch.compiler.is_compiling()
-        or not _suits(inputs)
+        not _suits(inputs)
         or torch.is_autocast_enabled(inputs.device.type)
         or not _is_dense(weight)
         or inputs.numel() * weight.shape[0] < _SMALL
@@ -132,6 +137,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits(values: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
     return _HAS_ONEDNN and not _reference and values.dtype == torch.float32 and values.device.type == "cpu"
 
 
@@ -259,6 +266,9 @@ class Grid:
     def __iter__(self) -> Iterator[tuple[int, slice, slice]]:
         """Yields the number of the block of table rows, the states' slice and the rows' slice."""
         for column, rows in enumerate(self.columns):
+            if torch.compiler.is_compiling():  # a loop over states would compile a program for every number of them
+                yield column, slice(0, len(self.states)), rows
+                continue
             height = self.block_bytes // (self.states.element_size() * (rows.stop - rows.start))
             height = max(ROW_MULTIPLE, height // ROW_MULTIPLE * ROW_MULTIPLE)
             for start in range(0, len(self.states), height):

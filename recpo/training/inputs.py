@@ -116,7 +116,7 @@ class InputBuilder:
 
     def __init__(self, networks: Networks, options: LearningOptions, hard_negatives: int = 0) -> None:
         self._networks, self._options, self._objective = networks, options, options.objective
-        self._requires = requirements_of(options)
+        self._requires, self._columns = requirements_of(options), options.objective.requires
         self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
         rollout = options.rollout
         self._catalog = rollout is not None and rollout.candidates == "catalog"
@@ -197,7 +197,7 @@ class InputBuilder:
             returns=advantages.returns,
             values=advantages.values,
             values_old=advantages.values_old,
-        )._replace(**_columns(batch.slates, self._objective.requires))
+        )._replace(**_columns(batch.slates, self._columns))
         if Requirement.ENTROPY in self._requires:
             inputs = inputs._replace(entropy=self._entropy(batch, needed, states, logp))
         if Requirement.DIVERGENCE in self._requires:

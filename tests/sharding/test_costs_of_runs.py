@@ -241,7 +241,7 @@ def all_reduce_bytes(size, ranks=2):
 def lookup_bytes(ids, rows, sharding, *, frozen=False, ranks=2):
     """One lookup of different ids, the vectors, and their gradients."""
     if sharding == "data_parallel":
-        return 0.0 if frozen else all_reduce_bytes(4 * DIM * rows)
+        return 0.0 if frozen else all_reduce_bytes(4 * DIM * rows, ranks)
     others = (ranks - 1) / ranks
     vectors = 4 * DIM * ids * others
     return 8 * ids * (ranks - 1 if sharding == "column_wise" else others) + vectors * (1 if frozen else 2)
@@ -250,7 +250,7 @@ def lookup_bytes(ids, rows, sharding, *, frozen=False, ranks=2):
 def softmax_bytes(states, targets, *, frozen=False, ranks=2):
     """States and targets to every rank; maximum, sum and scores reduced; gradients back: nothing of the catalog."""
     gathered = 4 * DIM * states * (ranks - 1)
-    sums = all_reduce_bytes(4 * (2 * states + targets) * ranks)
+    sums = all_reduce_bytes(4 * (2 * states + targets) * ranks, ranks)
     return 16 * targets * (ranks - 1) + gathered + sums + (0.0 if frozen else gathered + 4 * targets * (ranks - 1))
 
 
