@@ -18,7 +18,13 @@ from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.linear_algebra import solve_positive_definite
 from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, prefixes, validate_temperature
+from recpo.policies.grade_factors import (
+    GradeFactors,
+    GradeFactorsOptions,
+    prefixes,
+    recent_feedback,
+    validate_temperature,
+)
 from recpo.policies.sampling import shared_states
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
@@ -220,11 +226,8 @@ def distinct_positives(histories: Histories, max_history: int) -> Tensor:
 
     The same as ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
     """
-    item_ids, feedback = histories.item_ids, histories.feedback
-    if feedback is None:
-        feedback = torch.zeros_like(item_ids)
+    item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, max_history)
     place = torch.arange(item_ids.shape[1], device=item_ids.device)
-    lengths = histories.lengths[:, None]
-    known = (place < lengths) & (place >= lengths - max_history) & (item_ids > 0) & (feedback >= LEAST_POSITIVE_LEVEL)
+    known = recent & (feedback >= LEAST_POSITIVE_LEVEL)
     again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] < place[:, None])
     return known & ~again.any(2)
