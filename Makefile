@@ -1,5 +1,5 @@
-# make setup   create .venv from the lock file (DEVICE=cpu, the default, or DEVICE=gpu)
-# make demo    recpo fit on a simulated log: prepare, train, align, compare, decide, export, report
+# make setup   create .venv from the lock file, with everything that the tests need (DEVICE=cpu, the default, or DEVICE=gpu)
+# make demo    recpo fit on a simulated log: prepare, train, align, compare, decide, export, report; installs only what it takes
 # make test    the tests (without the slow ones, which .ci/run adds)
 # make lint    ruff and mypy
 # make docs    the documentation site, build/site/index.html; warnings are errors
@@ -9,19 +9,30 @@ DEVICE ?= cpu
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(DEVICE)
+RUNNABLE := .venv/.runnable-$(DEVICE)
 SHIM := $(if $(filter cpu,$(DEVICE)),./requirements/shim-fbgemm-gpu)
 
 .PHONY: setup demo test lint docs examples clean
 
+define VENV
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "recpo needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv .venv
+endef
+
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml requirements/shim-fbgemm-gpu/pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "recpo needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
-	$(PYTHON) -m venv .venv
+	$(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(SHIM) -r requirements/$(DEVICE).lock -e .
 	touch $@
 
-demo: setup
+# Of the same pinned versions, what recpo itself needs, with the search of `recpo fit` and the server.
+$(RUNNABLE): requirements/$(DEVICE).lock pyproject.toml
+	$(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements/$(DEVICE).lock -e '.[serve,search]'
+	touch $@
+
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE))
 	$(BIN)/python -m recpo.cli.main demo --out demo --overwrite true
 
 test: setup

@@ -126,6 +126,7 @@ def test_a_configuration_does_one_step_and_logs_its_health(config, options, pret
     assert_healthy(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [c for c in CONFIGS if not is_semantic(c) and c.stem not in ON_OWN_DATA], ids=lambda path: path.stem
 )

@@ -201,7 +201,7 @@ class ScoringPlan(NamedTuple):
         positions: ``[P]`` their indices in the flattened ``[B, S]``.
         rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
         state_index: ``[P]`` the index of each position's state in ``rows``; None if every position has its own state.
-        every_position: ``positions`` contains all positions, needed or not.
+        surplus: ``positions`` may contain others than the needed ones; their values are dropped.
         most: the largest number of needed positions of a context; None = not counted.
     """
 
@@ -209,8 +209,22 @@ class ScoringPlan(NamedTuple):
     positions: Tensor
     rows: Tensor
     state_index: Tensor | None
-    every_position: bool = False
+    surplus: bool = False
     most: int | None = None
+
+
+class Continuations(NamedTuple):
+    """What follows the positions of slates in the order of time.
+
+    Attributes:
+        following: ``[B, S]`` int64, ``visible`` of the next request; 0 where there is none.
+        ends: ``[B, S]`` bool, True where there is none, and at masked positions.
+        positions: ``[N]`` the other positions, as indices in the flattened ``[B, S]``.
+    """
+
+    following: Tensor
+    ends: Tensor
+    positions: Tensor
 
 
 class BatchPlan(NamedTuple):
@@ -220,11 +234,16 @@ class BatchPlan(NamedTuple):
         scored: the positions to score; None = they depend on values that the device computes.
         advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
         contexts: the context numbers that seed a rollout, as integers, which stay on the CPU; None = not planned.
+        among: where the device decides which positions to score, those among which it does: all real ones, and the
+            places of hard negatives behind them.
+        continuations: of the logged slates, for Q-learning; None = not planned.
     """
 
     scored: ScoringPlan | None = None
     advantages: Tensor | None = None
     contexts: tuple[int, ...] | None = None
+    among: ScoringPlan | None = None
+    continuations: Continuations | None = None
 
 
 class FeedbackBatch(NamedTuple):

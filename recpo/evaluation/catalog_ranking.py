@@ -355,8 +355,12 @@ class _Collected:
 
 
 def _append(parts: _Parts, values: Mapping[str, Tensor]) -> None:
+    alike = defaultdict(list)
     for name, value in values.items():
-        parts[name].append(value.cpu())
+        alike[value.device, value.dtype, value.shape].append(name)
+    for names in alike.values():  # a device is waited for once, not for every metric
+        for name, row in zip(names, torch.stack([values[name] for name in names]).cpu(), strict=True):
+            parts[name].append(row)
 
 
 def _joined(parts: _Parts) -> dict[str, Tensor]:

@@ -236,6 +236,18 @@ class HeldOutPass:
         found = ContenderResult(contender.name, contender.kind, result, off_policy)
         return Evaluated(found, estimated, max_history, own)
 
+    def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
+        """The first held-out user and the items of the user's list, without those of the past; internal ids."""
+        recommender, max_history, _, _, reads = contender.load()
+        batches = held_out_batches(
+            self.data, self.options.split, max_history, reads, PassOptions(batch_size=1), self.device, contender.name
+        )
+        batch = next(iter(batches))
+        absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
+        with torch.inference_mode():
+            items = recommender.lists(batch, k, batch.exclude, absent).item_ids[0]
+        return int(batch.user_ids[0]), items[items > 0].tolist()
+
     def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
         options = PassOptions(batch_size=self._users_at_once, progress=self.options.progress)
         return held_out_batches(

@@ -20,6 +20,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations
 from recpo.ops.kernels import column_blocks, matmul_transposed
 
+# The device whose values are known at once. Of any other, the CPU would have to wait for the answer.
+KNOWN_AT_ONCE = "cpu"
 # Bytes of the scores of one block of items for the full batch. Larger catalogs are searched block by block.
 SCORE_BYTES = 64 << 20
 
@@ -99,8 +101,7 @@ def best_by_blocks(
         scores = scores_of(states, table[rows], rooted)
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
-            context, column = ((exclude >= rows.start) & (exclude < rows.stop)).nonzero(as_tuple=True)
-            scores[context, exclude[context, column] - rows.start] = -torch.inf
+            _bar(scores, exclude - rows.start)
         best_here, ids_here = block_top_k(scores, k)
         # smaller ids come first and the sort is stable, so they win ties
         best, order = torch.cat([best, best_here], 1).sort(dim=1, descending=True, stable=True)
@@ -109,18 +110,45 @@ def best_by_blocks(
     return ids, best, lse
 
 
+def _bar(scores: Tensor, exclude: Tensor) -> None:
+    """Sets the columns ``exclude [B, M]`` of ``scores [B, R]`` to -inf; those that are not columns mean nothing."""
+    inside = (exclude >= 0) & (exclude < scores.shape[1])
+    if scores.device.type == KNOWN_AT_ONCE:
+        context, column = inside.nonzero(as_tuple=True)
+        scores[context, exclude[context, column]] = -torch.inf
+        return
+    lowered = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)  # a minimum ignores +inf
+    scores.scatter_reduce_(1, exclude.masked_fill(~inside, 0), lowered, "amin")
+
+
 def block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``topk`` with ties ordered by index. If the last place is tied, a full sort decides."""
+    """``topk`` with ties ordered by index.
+
+    If the last place of a row is tied, a full sort of the row decides on a CPU. On other devices every row is searched
+    for the smallest indices of its last score, so that nothing waits for the answer which rows are tied.
+    """
     if scores.shape[1] <= k:
         return scores.sort(dim=1, descending=True, stable=True)
     best, ids = scores.topk(k + 1, 1)
-    tied = ((best[:, k - 1] == best[:, k]) & (best[:, k] > -torch.inf)).nonzero().squeeze(1)
+    tied = (best[:, k - 1] == best[:, k]) & (best[:, k] > -torch.inf)
     best, ids = best[:, :k], ids[:, :k]
     ids = ties_to_smaller_id(best, ids, scores.shape[1])
-    if len(tied):
-        order = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
-        ids[tied] = order
+    if scores.device.type != KNOWN_AT_ONCE:
+        return best, torch.where(tied[:, None], _smallest_of_last(scores, best, ids), ids)
+    rows = tied.nonzero().squeeze(1)
+    if len(rows):
+        ids[rows] = scores[rows].sort(dim=1, descending=True, stable=True).indices[:, :k]
     return best, ids
+
+
+def _smallest_of_last(scores: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+    """``ids [B, k]`` of the ``best`` scores, with the smallest indices of those that have the last one's score."""
+    count, k = scores.shape[1], best.shape[1]
+    descending = torch.arange(count, 0, -1, device=scores.device, dtype=torch.int32)
+    ascending = count - torch.where(scores == best[:, -1:], descending, 0).topk(k, 1).values.long()
+    greater = (best > best[:, -1:]).sum(1, keepdim=True)
+    place = torch.arange(k, device=scores.device) - greater
+    return torch.where(place < 0, ids, ascending.gather(1, place.clamp_min(0)))
 
 
 def ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:

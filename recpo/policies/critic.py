@@ -45,8 +45,9 @@ class StateValue(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Values ``[...]`` of states ``[..., d]``."""
-        return self.output(F.gelu(self.hidden(states))).squeeze(-1)
+        """Values ``[...]`` float32 of states ``[..., d]``."""
+        values: Tensor = self.output(F.gelu(self.hidden(states))).squeeze(-1)
+        return values.float()
 
 
 class ItemValue(nn.Module):

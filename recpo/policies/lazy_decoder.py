@@ -109,8 +109,8 @@ class LazyDecoder(nn.Module):
         split = self.context(states).view(batch, length, self.kv_layers, 2, self.groups, -1)
         keys, values = split.permute(2, 3, 0, 4, 1, 5).unbind(1)
         return Context(
-            [norm(part) for norm, part in zip(self.key_norms, keys, strict=True)],
-            [norm(part) for norm, part in zip(self.value_norms, values, strict=True)],
+            [_normalized(part, norm) for norm, part in zip(self.key_norms, keys, strict=True)],
+            [_normalized(part, norm) for norm, part in zip(self.value_norms, values, strict=True)],
             states,
         )
 
@@ -171,6 +171,13 @@ class LazyDecoder(nn.Module):
             )
             grown.append(kept)
         return self.norm(hidden), grown
+
+
+def _normalized(values: Tensor, norm: nn.Module) -> Tensor:
+    # under autocast they are narrower than the weight, for which torch has no fused kernel
+    assert isinstance(norm.weight, Tensor)
+    normalized: Tensor = norm(values.to(norm.weight.dtype))
+    return normalized
 
 
 class LazyDecoderBlock(nn.Module):

@@ -239,21 +239,22 @@ def plan_of_candidates(histories: Histories, needed: Tensor) -> ScoringPlan:
     rows = contexts * (histories.item_ids.shape[1] + 1) + histories.lengths
     positions = torch.arange(needed.numel(), device=needed.device)
     state_index = contexts[:, None].expand(needed.shape).reshape(-1)
-    return ScoringPlan(needed, positions, rows, state_index, every_position=True, most=needed.shape[1])
+    return ScoringPlan(needed, positions, rows, state_index, surplus=True, most=needed.shape[1])
 
 
 def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:
     """The items ``[P]`` of the plan's positions; an arbitrary item for positions that are not needed."""
     items = slates.item_ids.reshape(-1)[plan.positions]
-    return items.clamp_min(1) if plan.every_position else items
+    return items.clamp_min(1) if plan.surplus else items
 
 
 def spread(plan: ScoringPlan, values: Tensor) -> Tensor:
     """``values [P]`` of the plan's positions as ``[B, S]``, 0 at all others."""
-    if plan.every_position:
-        return torch.where(plan.needed, values.view(plan.needed.shape), 0.0)
-    flat = values.new_zeros(plan.needed.numel()).index_copy(0, plan.positions, values)
-    return flat.view(plan.needed.shape)
+    flat = values
+    if len(values) < plan.needed.numel():
+        flat = values.new_zeros(plan.needed.numel()).index_copy(0, plan.positions, values)
+    placed = flat.view(plan.needed.shape)
+    return torch.where(plan.needed, placed, 0.0) if plan.surplus else placed
 
 
 def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:

@@ -39,7 +39,7 @@ class _ScoredCodes(NamedTuple):
 
     Attributes:
         wanted: ``[B, S]`` bool, the needed positions.
-        positions: ``[N]`` flat indices of the positions that are scored; a plan of candidates scores all of them.
+        positions: ``[N]`` flat indices of the positions that are scored, ascending; they may be more.
         codes: ``[N, T]``.
         nodes: ``[N, T]`` the nodes of the trie before each code.
         hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
@@ -242,15 +242,14 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         slates, plan = batch.slates, None if batch.plan is None else batch.plan.scored
         if plan is not None and plan.most is not None and needed is plan.needed:
             wanted, positions, most = plan.needed, plan.positions, plan.most
-            places = torch.ones_like(wanted) if plan.every_position else wanted
         else:
-            wanted = places = slates.mask if needed is None else slates.mask & needed
+            wanted = slates.mask if needed is None else slates.mask & needed
             positions = wanted.reshape(-1).nonzero().squeeze(1)
             most = int(wanted.sum(1).max()) if wanted.numel() else 0
         items = slates.item_ids.reshape(-1)[positions].clamp_min(1)  # any item where one is not needed
         codes, nodes = self.trie.codes(items), self.trie.paths(items)
         states = self.encode(batch.histories) if states is None else states
-        placement = _packed(places, slates.visible, positions, most)
+        placement = _packed(slates.visible, positions, most)
         hidden = self.decoder(self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), placement)
         return _ScoredCodes(wanted, positions, codes, nodes, hidden)
 
@@ -339,13 +338,13 @@ def _spread(scored: _ScoredCodes, values: Tensor) -> Tensor:
     return torch.where(scored.wanted[..., None], spread.view(*scored.wanted.shape, -1), 0.0)
 
 
-def _packed(wanted: Tensor, visible: Tensor, positions: Tensor, most: int) -> Placement:
-    """Moves the wanted positions of every row, at most ``most``, to its front, so that attention pads to no more."""
-    column = wanted.long().cumsum(1) - 1
-    width = max(1, most)
-    rows = torch.arange(len(wanted), device=wanted.device)[:, None] * width
-    places = (rows + column).reshape(-1)[positions]
-    packed = visible.new_zeros(len(wanted) * width).index_copy(0, places, visible.reshape(-1)[positions])
+def _packed(visible: Tensor, positions: Tensor, most: int) -> Placement:
+    """Moves the positions of every row, ascending and at most ``most``, to its front: attention pads to no more."""
+    contexts, size = visible.shape
+    width, row = max(1, most), positions // max(1, size)
+    first = torch.searchsorted(positions, torch.arange(contexts, device=positions.device) * size)
+    places = row * width + torch.arange(len(positions), device=positions.device) - first[row]
+    packed = visible.new_zeros(contexts * width).index_copy(0, places, visible.reshape(-1)[positions])
     return Placement(packed.view(-1, width), places)
 
 

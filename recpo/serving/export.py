@@ -137,7 +137,7 @@ def export_bundle(
     k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
     features = replace(facts.features, item=None if encoded is None else facts.features.item)
-    policy = _servable(policy).cpu().eval()
+    policy = _servable(policy).eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
@@ -227,11 +227,16 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
 
 
 def _servable(policy: Policy) -> Policy:
-    """The policy with precomputed item vectors, so that item features do not change the cost of serving."""
-    if policy.reads_item_features:
+    """The policy on the CPU, with precomputed item vectors, so that item features do not change the cost of serving.
+
+    The policy that was given stays as it is, and where it is.
+    """
+    elsewhere = any(weight.device.type != "cpu" for weight in policy.parameters())
+    if policy.reads_item_features or elsewhere:
         policy = copy.deepcopy(policy)
+    if policy.reads_item_features:
         policy.precompute_item_vectors()
-    return policy
+    return policy.cpu()
 
 
 def _validate_options(policy: Policy, precision: Precision, index: IndexOptions | None) -> None:

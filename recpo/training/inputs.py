@@ -172,6 +172,7 @@ class InputBuilder:
         """The log-probabilities under the policy, the old policy and the reference; ``logged`` is the log's slate."""
         batch, rollout = learned
         needed = self._needed(batch, advantages.advantages)
+        batch = _decided(batch, needed)
         beside = logged if self._anchored and rollout is not None else None
         logp, of_logged = self._logp(batch, needed, states, beside)
         log_probs = LogProbs(
@@ -188,7 +189,7 @@ class InputBuilder:
         self, learned: LearnedSlates, states: Tensor | None, advantages: Advantages, scored: ScoredSlates
     ) -> ObjectiveInputs:
         """All inputs of the objective: the columns of the slates, and what its other requirements are computed from."""
-        batch, rollout = learned
+        rollout, batch = learned.rollout, _decided(learned.batch, scored.needed)
         critic, logp, needed = self._networks.critic, scored.logp.policy, scored.needed
         inputs = ObjectiveInputs(
             scored.logp,
@@ -248,12 +249,13 @@ class InputBuilder:
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
+        planned = batch.plan
         if self._hard_negatives:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
-        if Requirement.REWARDS not in self._requires or batch.slates.reward is not None:  # the planner gave them
-            return batch
-        assert self._options.reward is not None
-        return with_rewards(batch, self._options.reward)
+        if Requirement.REWARDS in self._requires and batch.slates.reward is None:  # the planner did not give them
+            assert self._options.reward is not None
+            batch = with_rewards(batch, self._options.reward)
+        return batch if planned is None else batch._replace(plan=planned)
 
     def _with_candidates(self, batch: FeedbackBatch, candidates: Slates) -> FeedbackBatch:
         """With candidates in place of the logged slates, all scored after the complete history."""
@@ -428,6 +430,14 @@ def _penalized(rollout: Rollout, kl_coef: float) -> Slates:
     items = items_of(slates)
     rewards = kl_shaped_rewards(slates.reward, logp, reference, items[..., None].expand_as(logp), kl_coef)
     return slates._replace(reward=torch.where(items, rewards.sum(-1), slates.reward), token_rewards=rewards)
+
+
+def _decided(batch: FeedbackBatch, needed: Tensor) -> FeedbackBatch:
+    """The batch with the plan of the positions that the device has chosen, where the batch said among which."""
+    plan = batch.plan
+    if plan is None or plan.among is None:
+        return batch
+    return batch._replace(plan=plan._replace(scored=plan.among._replace(needed=needed)))
 
 
 def _kept(slates: Slates, advantages: Tensor) -> Tensor:

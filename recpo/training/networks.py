@@ -15,7 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
 from recpo.base.contracts import Policy, StatePolicy
-from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.base.types import Continuations, FeedbackBatch, Histories, Slates
 from recpo.objectives.q_learning import bellman_target
 from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.policies.item_table import PlacedTable
@@ -216,8 +216,8 @@ class Critic(nn.Module):
             rewards: ``[B, S]``.
         """
         assert self.target is not None
-        following, ends = next_visible(batch.slates.visible, batch.slates.mask)
-        flat = (~ends).reshape(-1).nonzero().squeeze(1)
+        planned = None if batch.plan is None else batch.plan.continuations
+        following, ends, flat = continuations_of(batch.slates) if planned is None else planned
         next_target = states_at(self.target.encode(batch.histories), following).flatten(0, 1)[flat]
         chooser = self.q_value if self.options.double else self.target.head
         next_chooser = states_at(states, following).flatten(0, 1)[flat] if self.options.double else next_target
@@ -226,6 +226,12 @@ class Critic(nn.Module):
         values = self.target.head(next_target, chooser.best_items(next_chooser))
         best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
         return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
+
+
+def continuations_of(slates: Slates) -> Continuations:
+    """What follows the positions of slates in the order of time."""
+    following, ends = next_visible(slates.visible, slates.mask)
+    return Continuations(following, ends, (~ends).reshape(-1).nonzero().squeeze(1))
 
 
 def next_visible(visible: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

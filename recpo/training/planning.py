@@ -5,8 +5,9 @@ scored, which of them share a state. All of these follow from the batch. The pla
 (in the loader's worker processes, if there are any), so the plan is pinned and copied with the batch.
 
 Rewards of the log are computed here too, with the advantages that follow from them. Some values are known only on the
-device: positions that a learned reward or hard negatives determine, and advantages of tokens. Steps with these are not
-planned; they count on the device. Where advantages need state values, every position is planned.
+device: what a learned reward says, and which items are hard negatives. Steps with these plan every position that may be
+needed, and drop what the device decides against. Where advantages need state values, every position is planned. Not
+planned is a learned reward together with logged propensities, which are validated where they are needed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from recpo.base.contracts import AdvantageEstimator, Policy, Requirement, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
-from recpo.base.types import BatchPlan, FeedbackBatch, Histories
+from recpo.base.types import BatchPlan, FeedbackBatch, Histories, ScoringPlan, Slates
 from recpo.policies.blocks import event_places
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
+from recpo.training.networks import continuations_of
 from recpo.training.options import LearningOptions
 from recpo.training.rollout import context_numbers, items_of
 
@@ -39,6 +41,9 @@ class StepPlanner:
         plans_contexts: a rollout needs the contexts of the batch.
         reward: gives logged slates their rewards; None = the step needs none, or computes them itself.
         reads_propensities: the logged propensities are the old policy.
+        hard_negatives: places behind every slate for which the device chooses items.
+        tokens: ``[V + 1, T]`` of the items, for advantages of tokens; None = not read, or every item is its own token.
+        continues: the step asks what follows a position (Q-learning).
     """
 
     readable: int | None
@@ -48,6 +53,9 @@ class StepPlanner:
     plans_contexts: bool = False
     reward: RewardFunction | None = None
     reads_propensities: bool = False
+    hard_negatives: int = 0
+    tokens: Tensor | None = None
+    continues: bool = False
 
     @classmethod
     def of(cls, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> StepPlanner:
@@ -57,8 +65,8 @@ class StepPlanner:
         is_rewarded = Requirement.REWARDS in requires
         of_log = reward is not None and reward.is_of_log
         plans = options.rollout is None and not hard_negatives and (of_log or not is_rewarded)
-        plans = plans and not isinstance(estimator, TokenAdvantageEstimator)
         from_batch = plans and Requirement.VALUE not in requires
+        of_tokens = from_batch and isinstance(estimator, TokenAdvantageEstimator) and policy.num_tokens > 1
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
         return cls(
             None if encoder is None or not encoder.skips_padding else encoder.attention_length,
@@ -68,6 +76,9 @@ class StepPlanner:
             options.rollout is not None,
             reward if plans and is_rewarded else None,
             options.old_policy == "logged",
+            min(hard_negatives, policy.num_items),
+            policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None,
+            plans and Requirement.Q_VALUE in requires,
         )
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
@@ -84,15 +95,39 @@ class StepPlanner:
 
     def _plan(self, batch: FeedbackBatch, histories: Histories) -> BatchPlan:
         if not self.plans_positions:
-            return BatchPlan()
-        advantages = None if self.advantage is None else self.advantage(batch)
+            return BatchPlan(among=self._among(batch, histories))
+        advantages = self._advantages(batch)
         needed = needed_positions(batch, advantages if self.inert else None)
         if self.reads_propensities:
             validate_propensities(batch, needed)
         if self.readable is not None:
             check_visible(histories, batch.slates, needed, self.readable)
         scored = plan_of(batch.slates, needed, histories.item_ids.shape[1] + 1)
-        return BatchPlan(scored._replace(most=int(needed.sum(1).max())), advantages)
+        continuations = continuations_of(batch.slates) if self.continues else None
+        return BatchPlan(scored._replace(most=int(needed.sum(1).max())), advantages, continuations=continuations)
+
+    def _among(self, batch: FeedbackBatch, histories: Histories) -> ScoringPlan | None:
+        """The positions that may be scored: the real ones, and behind them those of hard negatives."""
+        if self.plans_contexts or self.reads_propensities:
+            return None
+        slates, lengths = batch.slates, histories.lengths[:, None]
+        mask, visible = items_of(slates), slates.visible
+        if self.readable is not None:
+            check_visible(histories, slates, mask, self.readable)
+        if self.hard_negatives:
+            assert slates.chosen is not None
+            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self.hard_negatives)
+            mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, lengths * kept], 1)
+        plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
+        return plan._replace(most=int(mask.sum(1).max()), surplus=True)
+
+    def _advantages(self, batch: FeedbackBatch) -> Tensor | None:
+        if isinstance(self.advantage, TokenAdvantageEstimator):
+            items = batch.slates.item_ids
+            return self.advantage.token_advantages(
+                batch, items[..., None] if self.tokens is None else self.tokens[items]
+            )
+        return None if self.advantage is None else self.advantage(batch)
 
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:

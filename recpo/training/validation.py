@@ -170,13 +170,14 @@ def exposure_pair_loss(logp: Tensor, targets: Targets) -> Tensor:
         logp: ``[B, S]`` scores ``l`` of the slate items.
         targets: the positives ``p``, and the others and disliked ``n``; a repeated item counts once.
     """
-    positive = first_places(targets.item_ids, targets.positive)
-    negative = first_places(targets.item_ids, targets.other | targets.disliked)
+    positive = first_places(targets.item_ids, targets.positive).cpu()
+    negative = first_places(targets.item_ids, targets.other | targets.disliked).cpu()
+    logp, device = logp.cpu(), logp.device  # user by user, which on another device would be a wait for each
     losses = logp.new_full((len(logp),), torch.nan, dtype=torch.float64)
     for row in (positive.any(1) & negative.any(1)).nonzero().squeeze(1).tolist():
         own = logp[row].double()
         losses[row] = torch.nn.functional.softplus(own[negative[row]][None] - own[positive[row]][:, None]).mean()
-    return losses
+    return losses.to(device)
 
 
 def _list_reward(reward: RewardFunction, batch: FeedbackBatch, items: Tensor) -> Tensor:

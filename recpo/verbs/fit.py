@@ -303,6 +303,7 @@ class Fit(Verb[Decision]):
             wanted += [GBPO, VALUE_DPO, VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
+        road.show_list()
         road.decide_effort(wanted)
         for name in road.plan.recipes:
             if not road.train(name, RECIPES[name]):

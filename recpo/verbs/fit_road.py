@@ -313,6 +313,15 @@ class Road:
             self.say(f"{name}: {criterion.metric} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
 
+    def show_list(self) -> None:
+        """Shows the list of one user by the best contender so far, long before the decision."""
+        criterion = Criterion.of(self.measured, self.options.k)
+        best = max(self.measured, key=lambda one: criterion.value(one).mean).name
+        user, items = self._validation.one_list(self._contender(best), min(self.options.k, self.data.num_items))
+        name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
+        listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
+        self.say(f"a first list, by {best}, for user {name}: {listed}")
+
     @property
     def measured(self) -> list[Measured]:
         """All contenders so far."""

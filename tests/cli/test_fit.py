@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -15,6 +16,7 @@ import recpo
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
+from recpo.evaluation.decision import Criterion
 from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
@@ -142,6 +144,23 @@ def road_of(prepared, root, on_step=lambda text: None):
     road = Road(root, options)
     road.use(Prepared.open(prepared))
     return road
+
+
+def test_the_first_list_is_that_of_the_best_contender_so_far(prepared, tmp_path):
+    said, data = [], Prepared.open(prepared)
+    road = road_of(prepared, tmp_path, said.append)
+    road.use(data)
+    contenders = [road.measure("popularity"), road.measure("item_rate")]
+    road.show_list()
+    best = max(contenders, key=lambda one: Criterion.of(contenders, 5).value(one).mean).name
+    name, user, listed = re.fullmatch(r".* by (\w+), for user (\d+): (.*)", said[-1]).groups()
+    assert name == best
+    index = data.table("users.parquet", ["user_id"]).column(0).to_pylist().index(int(user))
+    events = pd.concat(pd.DataFrame(part) for part in data.train_columns(["user_index", "item_index"]))
+    seen = data.item_ids().listed(events[events["user_index"] == index]["item_index"].to_numpy())
+    items = [int(item) for item in listed.split(", ")]
+    assert len(set(items)) == 5
+    assert not {*items} & {*seen}
 
 
 def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp_path, monkeypatch):

@@ -149,6 +149,7 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     assert not recpo.recommend(found, road.log, k=5).equals(recpo.recommend(plain.run, road.log, k=5))
 
 
+@pytest.mark.slow
 def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
     expected = recpo.recommend(road.root / "run", road.log, k=3)
     shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")

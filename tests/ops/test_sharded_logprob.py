@@ -360,6 +360,7 @@ def check_faults() -> None:
         sharded_logprob(torch.zeros(1, 2), shard, torch.tensor([1, 2]))
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
     ranks.run(check_faults)
 

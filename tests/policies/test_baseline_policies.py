@@ -80,6 +80,7 @@ def test_distinct_positives_are_those_of_implicit_als():
         assert torch.equal(distinct_positives(histories, most), positive_places(histories, most))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["popularity", "implicit_als"])
 def test_a_bundle_of_a_baseline_lists_and_scores_like_it(name, data, held_out, tmp_path):
     bundle = recpo.export(name, prepared=data, out=tmp_path / "bundle", k=5)

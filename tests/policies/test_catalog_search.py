@@ -38,9 +38,12 @@ def brute_force(states: Tensor, table: Tensor, k: int, exclude: Tensor) -> tuple
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 10**6), st.integers(3, 50)
-)
-def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, ties: bool, seed: int, block: int) -> None:
+    st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 10**6), st.integers(3, 50),
+    st.booleans(),
+)  # fmt: skip
+def test_top_k_is_the_brute_force_ranking(
+    contexts: int, items: int, k: int, ties: bool, seed: int, block: int, asks: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     k = min(k, items)
     states = torch.randn(contexts, 3, generator=generator)
@@ -52,6 +55,7 @@ def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, tie
         patch.setattr(
             catalog_search, "score_blocks", lambda *_: list(catalog_search.column_blocks(items + 1, 1, block))
         )
+        patch.setattr(catalog_search, "KNOWN_AT_ONCE", "cpu" if asks else "no device")
         got = catalog_search.top_k(states, table, k, exclude)
     ids, scores = brute_force(states, table, k, exclude)
     assert (got.item_ids.numpy() == ids).all()

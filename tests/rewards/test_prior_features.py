@@ -178,6 +178,7 @@ def test_the_validation_period_accepts_or_refuses_the_prior(data, monkeypatch, e
     assert bool(model.history_prior.any()) == bool(chosen)
 
 
+@pytest.mark.slow
 def test_features_of_items_are_tried_where_there_are_some(data, tmp_path):
     """In a growing catalog the features are all that is known of a new item."""
     with refused("missing_value", "item_features"):
@@ -198,6 +199,7 @@ def test_features_of_items_are_tried_where_there_are_some(data, tmp_path):
     assert float(without.item_bias[torch.from_numpy(new)].std()) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_held_out_errors_fall_where_exposures_carry_taste(tmp_path):
     """The small world: four events per item, too few for factors without a prior."""
     world = recpo.simulate(tmp_path / "world", world="small", seed=0)

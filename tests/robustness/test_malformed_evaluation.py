@@ -35,6 +35,7 @@ def said(capsys):
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

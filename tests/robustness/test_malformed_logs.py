@@ -92,6 +92,7 @@ REPEATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["user_id", "item_id", "timestamp", "watch_time", "duration", "dislike"])
 @pytest.mark.parametrize("values", REPEATED)
 def test_columns_of_any_type_and_value(tmp_path, capsys, column, values):
@@ -99,6 +100,7 @@ def test_columns_of_any_type_and_value(tmp_path, capsys, column, values):
     prepare(tmp_path, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["label", "propensity", "is_random", "request_id"])
 @pytest.mark.parametrize("values", ["null", "text", "nan", "infinite", "negative", "huge", "list", "decimal", "bool"])
 def test_optional_columns_of_any_type_and_value(tmp_path, capsys, column, values):
@@ -124,6 +126,7 @@ def test_two_columns_of_one_name(tmp_path, capsys, name):
     assert name == "unused" or f"column {name}: 2 columns of this name" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -195,6 +198,7 @@ def damaged_files():
 DAMAGED = dict(damaged_files())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_damaged_files(tmp_path, capsys, kind):
     (tmp_path / "log.parquet").write_bytes(DAMAGED[kind])
@@ -243,6 +247,7 @@ CSV = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CSV)
 def test_csv(tmp_path, capsys, kind):
     content, expected = CSV[kind]

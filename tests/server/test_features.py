@@ -54,6 +54,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_the_bundle(featured):
     plain = [
         event(3, like=True, share=False, surface="home", hour=3.0),

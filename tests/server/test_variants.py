@@ -210,6 +210,7 @@ def test_a_log_without_variants_has_the_bytes_that_it_had():
     assert (Impression.from_payload(old.payload()), Impression.from_payload(new.payload())) == (old, new)
 
 
+@pytest.mark.slow
 def test_two_workers_agree_on_variants_and_on_their_end(bundles, tmp_path):
     variant = two(bundles)
     expected = [assigned(user, "1", parse_variants(variant)) for user in range(12)]

@@ -60,6 +60,7 @@ def compared(bundles, prepared):
     return recpo.compare(bundles / "old", bundles / "new", prepared, k=K).document
 
 
+@pytest.mark.slow
 def test_ranking_and_value_are_those_of_evaluate(compared, bundles, prepared):
     expected = recpo.evaluate(prepared, [bundles / "old", bundles / "new"], ks=[K], segments=False).document
     by_name = {one["name"]: one for one in expected["contenders"]}

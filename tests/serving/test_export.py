@@ -89,6 +89,7 @@ def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0.5}, {"similarity": "cosine"}, {"dim": 8}, {"layers": 1}])
 def test_options_that_are_not_the_policys_never_become_a_bundle(tmp_path, options):
     policy = CatalogSoftmaxPolicy(7, dim=4, max_history=3, layers=2)
@@ -117,6 +118,7 @@ def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 2])
 def test_options_that_may_be_null_are_kept(tmp_path, length):
     options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True, "fold_in": 2}

@@ -80,6 +80,7 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
     assert not operators & {"Loop", "Scan", "If"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [5, LONGER], ids=["fewer events than the base", "more events than the base"])
 def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, parts, tmp_path):
     """For a history that is longer than what factors and base read."""

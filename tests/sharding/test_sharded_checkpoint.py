@@ -128,6 +128,7 @@ def saved(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
     return path, two.run(save_run, path, "row_wise", "adagrad")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "data_parallel"])
 def test_two_ranks_continue_in_any_layout(two: Ranks, saved: Any, kind: str) -> None:
     path, expected = saved

@@ -27,19 +27,27 @@ from recpo.base.errors import RecpoError
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.log.prepared import Prepared
 from recpo.objectives import CISPO, GRPO, GSPO
-from recpo.objectives.advantages import GroupNormalizedAdvantage
+from recpo.objectives.advantages import GroupNormalizedAdvantage, PrefixGroupAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards.rewards import FactorReward
 from recpo.training.module import PreferenceModule
 from recpo.training.options import LearningOptions, RolloutOptions
-from tests.training.test_objectives_learn import BYSTANDERS, HISTORY, IMPRESSIONS, LEARNERS, ON_CATALOGS, WHOLE_CATALOG
+from tests.training.test_objectives_learn import (
+    BYSTANDERS,
+    GROUPS,
+    HISTORY,
+    IMPRESSIONS,
+    LEARNERS,
+    ON_CATALOGS,
+    WHOLE_CATALOG,
+)
 
 DEVICE = "gpu"
 #: Cases that policies of semantic ids are tried with: a path of their own through the step, or a refusal.
 OF_CODES = {
     "likelihood", "gbpo", "gbpo_logged", "dpo", "softmax_dpo", "softmax_dpo_hard", "ppo", "ecpo", "mpo_draws",
-    "mpo_old", "pairwise_reward", "q_learning", "grpo_rollout", "gspo_rollout",
+    "mpo_old", "pairwise_reward", "q_learning", "grpo_rollout", "gspo_rollout", "grpo_learned_reward", "grpo_tokens",
 }  # fmt: skip
 
 
@@ -151,6 +159,9 @@ def cases_of(factors, mode):
     group = {"rollout": RolloutOptions(group_size=4), "old_policy": "snapshot", "reward": reward}
     for name, objective in {"grpo": GRPO(kl_coef=0.1), "gspo": GSPO(), "cispo": CISPO()}.items():
         found[f"{name}_rollout"] = (objective, IMPRESSIONS, {**group, "advantage": GroupNormalizedAdvantage()})
+    learned = {"reward": reward, "old_policy": "snapshot", "advantage": GroupNormalizedAdvantage()}
+    found["grpo_learned_reward"] = (GRPO(), IMPRESSIONS, learned)
+    found["grpo_tokens"] = (GRPO(), IMPRESSIONS, {**GROUPS, "advantage": PrefixGroupAdvantage()})
     return found
 
 

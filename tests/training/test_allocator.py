@@ -24,6 +24,7 @@ assert max(faults[-5:]) < 100 < faults[0], faults
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_stays_in_the_process() -> None:
     subprocess.run([sys.executable, "-c", _PROGRAM], check=True)

@@ -1,30 +1,43 @@
 """A step does not read tensor values: it runs on the meta device, whose tensors have none."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recpo.base.contracts import RewardFunction
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.objectives import DPO, GBPO, GRPO, GSPO, Likelihood, SoftmaxDPO
-from recpo.objectives.advantages import GroupNormalizedAdvantage, TernaryAdvantage
+from recpo.objectives import DPO, GBPO, GRPO, GSPO, Likelihood, QLearning, SoftmaxDPO
+from recpo.objectives.advantages import GroupNormalizedAdvantage, PrefixGroupAdvantage, TernaryAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards.rewards import HitReward
+from recpo.rewards.rewards import HitReward, LoggedReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.training.planning import StepPlanner
 
 SEQUENCES, REQUESTS = SequenceLayout(12), ImpressionLayout(24, 6)
-LISTS = PreferenceListLayout(24, uniform=3)
+LISTS, HARD = PreferenceListLayout(24, uniform=3), PreferenceListLayout(24, skipped=2, fill=False, hard=3)
+
+
+@dataclass(frozen=True)
+class LearnedReward(RewardFunction):
+    """A reward that the planner does not compute; it knows nothing about every fifth item."""
+
+    def __call__(self, batch, candidates):
+        return torch.where(candidates.item_ids % 5 == 0, torch.nan, candidates.item_ids % 7 / 7)
+
+
 GROUPS = {
     "advantage": GroupNormalizedAdvantage(), "reward": HitReward(), "old_policy": "snapshot",
     "rollout": RolloutOptions(group_size=4, epochs=1),
 }  # fmt: skip
+TOKENS = {"reward": LoggedReward(), "advantage": PrefixGroupAdvantage(), "rollout": None}
 STEPS = {
     "pre-training": (Likelihood(), SEQUENCES, {}),
     "GBPO": (GBPO(), SEQUENCES, {"advantage": TernaryAdvantage(0.25)}),
@@ -33,6 +46,11 @@ STEPS = {
     "softmax-DPO": (SoftmaxDPO(), LISTS, {}),
     "GRPO": (GRPO(kl_coef=0.1), REQUESTS, GROUPS),
     "GSPO": (GSPO(), REQUESTS, GROUPS),
+    "hard negatives": (SoftmaxDPO(), HARD, {}),
+    "hard negatives with rewards": (SoftmaxDPO(gap_weighted=True), HARD, {"reward": LoggedReward(unknown=0.0)}),
+    "Q-learning": (QLearning(), SEQUENCES, {"reward": LoggedReward()}),
+    "a learned reward": (GRPO(), REQUESTS, {**GROUPS, "reward": LearnedReward(), "rollout": None}),
+    "advantages of tokens": (GRPO(), REQUESTS, {**GROUPS, **TOKENS}),
 }
 STEP = pytest.mark.parametrize("name", STEPS)
 #: Operations whose result has a size, or a value for Python, that only the device knows.
@@ -52,12 +70,13 @@ def step_of(name, prepared, planned=True, **options):
         dropout=0.0,
     )  # fmt: skip
     learning = LearningOptions(objective=objective, **more, **options)
-    data.planner = StepPlanner.of(policy, learning) if planned else None
+    hard = layout.traits.hard_negatives
+    data.planner = StepPlanner.of(policy, learning, hard) if planned else None
     networks = Networks.of(policy, learning)
     torch.nn.init.normal_(policy.item_table.weight, std=0.3)  # it has moved from the copies
 
     def loss_of(batch):
-        inputs = InputBuilder(networks, learning)
+        inputs = InputBuilder(networks, learning, hard)
         if inputs.rollouts is not None:
             inputs.rollouts.begin(0)
         return objective(inputs(batch).objective).loss
@@ -69,7 +88,7 @@ def step_of(name, prepared, planned=True, **options):
 def test_a_step_waits_for_no_value_of_the_device(prepared, name, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none for this device
     batch, networks, loss_of = step_of(name, prepared)
-    for network in (networks.policy, networks.reference, networks.old):
+    for network in (networks.policy, networks.reference, networks.old, networks.critic):
         if network is not None:
             network.to("meta")
     loss = loss_of(move_data_to_device(batch, torch.device("meta")))

@@ -272,6 +272,7 @@ def test_the_defaults_come_from_the_matrix(matrix):
     assert parameters.days == WORLDS["replay"]["days"]
 
 
+@pytest.mark.slow
 def test_a_loop_serves_a_replayed_world(matrix, tmp_path):
     recipe = {
         "policy": {

@@ -106,6 +106,7 @@ def test_watch_time_tells_affinity_at_equal_duration():
     assert (watch_time > 0).all()
 
 
+@pytest.mark.slow
 def test_drift_moves_what_is_watched(simulated):
     _, truth, log = simulated
     day = truth.day_of(log.timestamp)

@@ -79,6 +79,7 @@ def test_in_the_sparse_world_who_chose_what_is_worth_more_than_grades(tmp_path):
     assert graded + 0.02 < value["implicit_als"] < 0.7 * value["oracle"]
 
 
+@pytest.mark.slow
 def test_the_truth_remembers_its_world(tmp_path):
     preferences = drawn("small", users=20, items=30, events=100)
     write_simulation(preferences, tmp_path / "out", world="small")

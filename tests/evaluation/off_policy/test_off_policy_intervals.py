@@ -94,6 +94,7 @@ def test_intervals_that_take_rows_for_independent_cover_too_seldom(user_sums):
     assert np.mean(covered) < 0.9
 
 
+@pytest.mark.slow
 def test_bootstrap_intervals_cover_at_the_nominal_rate(user_sums):
     sums, value = user_sums
     names = WITH_INTERVALS

@@ -1,0 +1,211 @@
+"""What follows training on a device that is not the CPU: the same numbers as on the CPU, and nothing mixes devices.
+
+The cases run on ``tests.computing_device``, in a process of their own: ``python -m tests.evaluation.test_another_device
+PREPARED CODES TRUTH OUT`` prints a line of JSON per case, ``{"case": ..., "failed": null or the error}``.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.optim import Adam
+
+from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.batches.datamodule import evaluation_batches
+from recpo.evaluation.contenders import BaselineOptions, Contender, Loaded, baseline
+from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
+from recpo.evaluation.measures import Recommender
+from recpo.log.id_map import IdMap
+from recpo.log.prepared import Prepared
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.rewards.rewards import HitReward
+from recpo.serving.bundle import Bundle
+from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.runtimes import PolicyRuntime
+from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
+from tests.computing_device import DEVICE, Device, moved, register
+from tests.training.fake_device import place_of
+
+pytestmark = pytest.mark.slow
+
+HISTORY = 20
+FAMILIES = ["catalog", "semantic"]
+CASES = ["evaluate", "validate", "serve", "sample", "export", "resume"]
+#: Transfers to the CPU in the pass over one batch of held-out users, its estimate from the log included. They do not
+#: depend on the number of users.
+MOST_TRANSFERS = 80
+
+
+@pytest.fixture(scope="module")
+def results(prepared, world, tmp_path_factory):
+    """Case to error; None = it ran, with the numbers of the CPU."""
+    root = tmp_path_factory.mktemp("after_training")
+    (root / "codes").mkdir()
+    items = np.arange(Prepared.open(prepared).num_items)
+    table = np.stack([items // 8, items % 8], 1)
+    SemanticCodes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
+    command = [sys.executable, "-m", "tests.evaluation.test_another_device"]
+    command += [prepared, root / "codes", world / "truth", root]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line["failed"] for line in lines}
+
+
+def test_evaluation_and_serving_on_a_device_give_the_numbers_of_the_cpu(results):
+    tried = {f"{family} {case}" for family in FAMILIES for case in CASES} | {"baselines", "mixing"}
+    assert {*results} == tried
+    assert "mixes devices" in results.pop("mixing")
+    assert {case: error for case, error in results.items() if error is not None} == {}
+
+
+def evaluated(data, truth, policy, device):
+    """Metrics of every user, counts, totals and off-policy values of one pass."""
+    held_out = HeldOutPass.of(data, RankingOptions(truth=truth, ks=[5, 10]), torch.device(device))
+    asked = Recommender(policy.recommend, policy.log_prob, name="policy", scores_are_logp=True)
+    found = held_out.evaluate(Contender("policy", "policy", lambda: Loaded(asked, HISTORY, policy)))
+    result = found.contender.result
+    return {
+        **result.per_user, **result.totals, **result.counts, "users": result.user_ids,
+        **{f"{name} {key}": values for name, one in result.item_segments.items() for key, values in one.items()},
+        **{name: labels.label for name, labels in result.user_segments.items()},
+        "off_policy": [value.value for value in found.value.estimates],
+    }  # fmt: skip
+
+
+def of_baselines(data, truth, device):
+    """The metrics of contenders that lie on the CPU, for users on the device."""
+    held_out = HeldOutPass.of(data, RankingOptions(truth=truth), torch.device(device))
+    names = ("popularity", "recency", "cooccurrence", "factorization", "ease")
+    loaded = [held_out.evaluate(baseline(name, data, BaselineOptions())) for name in names]
+    return {name: one.contender.result.per_user for name, one in zip(names, loaded, strict=True)}
+
+
+def validated(data, policy, device):
+    """The metrics of the validation period."""
+    names = [*OF_EXPOSURES, "AUC_mixed"]
+    metrics = ValidationMetrics(5, data.num_items, torch.from_numpy(data.item_counts()), HitReward(), names)
+    for batch in batches_of(data, device):
+        metrics.update(policy, batch)
+    return metrics.compute(lambda value: value)
+
+
+def batches_of(data, device):
+    """Held-out users on the device."""
+    batches = evaluation_batches(data.root, "valid", HISTORY, 32)
+    return [torch.utils._pytree.tree_map_only(torch.Tensor, lambda part: part.to(device), one) for one in batches]
+
+
+def served(data, policy, k=7):
+    """Lists and scores of encoded histories, which are arrays on the CPU."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(1, data.num_items + 1, (9, HISTORY)) * (np.arange(HISTORY) < np.arange(9)[:, None])
+    inputs = EncodedHistories(ids, np.minimum(ids, 2), generator.integers(0, data.num_items + 1, (9, 3)))
+    runtime = PolicyRuntime(policy)
+    return [*runtime.recommend(inputs, k), runtime.score(inputs, ids[:, ::-1].copy())]
+
+
+def sampled(data, policy, device):
+    """Draws with the same random numbers."""
+    torch.manual_seed(1)
+    return [policy.sample(batch.feedback.histories, 4) for batch in batches_of(data, device)]
+
+
+def exported(data, policy, out):
+    """The first lists of a bundle; the policy stays where it is."""
+    before = [weight.device.type for weight in policy.parameters()]
+    facts = PolicyFacts(data.feedback)
+    export_bundle(
+        policy, IdMap(pa.array([f"i{item}" for item in range(data.num_items)])), facts, out, BundleOptions(k=5)
+    )
+    assert [weight.device.type for weight in policy.parameters()] == before
+    events = [{"item_id": f"i{item}", "timestamp": item} for item in (3, 5)]
+    listed = Bundle.open(out).recommend_one(events, k=5)
+    return [(int(item[1:]), score) for item, score in listed]
+
+
+def resumed(policy):
+    """The policy after one step from weights and a state of the optimizer that were saved on the CPU."""
+    kept = {name: value.cpu().clone() for name, value in policy.state_dict().items()}
+    policy.load_state_dict({name: value * 0.5 if value.is_floating_point() else value for name, value in kept.items()})
+    optimizer = Adam(policy.parameters(), lr=0.1)
+    weights = [*policy.parameters()]
+    moments = {"step": torch.tensor(3.0)}
+    state = {
+        index: moments | {name: torch.full(weight.shape, 0.2) for name in ("exp_avg", "exp_avg_sq")}
+        for index, weight in enumerate(weights)
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def on_cpu(found):
+    """Tensors on the CPU."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda part: part.detach().cpu(), found)
+
+
+def compared(name, of_cpu, of_device, most=None):
+    """Prints whether both find the same."""
+    failed = None
+    try:
+        expected = on_cpu(of_cpu())
+        with nullcontext() if name.endswith("export") else Device():  # tracing makes no tensors on the device
+            found, transfers = of_device(), Device.transfers
+            found = on_cpu(found)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        if most is not None:
+            assert transfers <= most, f"{transfers} transfers"
+    except Exception as error:
+        failed = f"{type(error).__name__}: {str(error)[:300]} at {place_of(error)}"
+    print(json.dumps({"case": name, "failed": failed}), flush=True)
+
+
+def main(prepared, codes, truth, out):
+    """Prints the result of every case."""
+    register()
+    data = Prepared.open(prepared)
+    torch.manual_seed(0)
+    options = {"num_items": data.num_items, "dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
+    policies = {"catalog": CatalogSoftmaxPolicy(**options), "semantic": SemanticIdPolicy(codes=codes, **options)}
+    for family, policy in policies.items():
+        policy.eval()
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.add_(torch.randn_like(weight) * 0.2)
+        other = moved(copy.deepcopy(policy))
+        cases = {
+            "evaluate": lambda one, device: evaluated(data, truth, one, device),
+            "validate": lambda one, device: validated(data, one, device),
+            "serve": lambda one, device: served(data, one),
+            "sample": lambda one, device: sampled(data, one, device),
+            "export": lambda one, device, name=family: exported(data, one, Path(out) / f"{name}-{device}"),
+            "resume": lambda one, device: resumed(one),
+        }
+        for case, run in cases.items():
+            most = MOST_TRANSFERS if case == "evaluate" else None
+            compared(
+                f"{family} {case}",
+                lambda run=run, policy=policy: run(policy, "cpu"),
+                lambda run=run, other=other: run(other, DEVICE),
+                most,
+            )
+    compared("baselines", lambda: of_baselines(data, truth, "cpu"), lambda: of_baselines(data, truth, DEVICE))
+    compared("mixing", lambda: torch.ones(2), lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
