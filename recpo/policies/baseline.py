@@ -25,7 +25,7 @@ from recpo.policies.grade_factors import (
     recent_feedback,
     validate_temperature,
 )
-from recpo.policies.sampling import shared_states
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
 LEAST_POSITIVE_LEVEL = HIGHEST - 1
@@ -55,19 +55,15 @@ class BaselinePolicy(Policy):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
         """See ``Policy.log_prob``."""
-        slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
-        wanted = slates.mask if needed is None else slates.mask & needed
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        rows, state_index = shared_states(slates, positions, width)
-        state = torch.arange(len(rows), device=rows.device) if state_index is None else state_index
-        columns = slates.item_ids.reshape(-1)[positions] - 1
-        logp, begin = columns.new_zeros(len(positions), dtype=torch.float32), 0
-        for some in rows.split(sampling.contexts_at_once(self.num_items)):
+        plan, width = scoring_plan(batch, needed), batch.histories.item_ids.shape[1] + 1
+        state, columns = plan.states, planned_items(plan, batch.slates) - 1
+        logp, begin = columns.new_zeros(len(columns), dtype=torch.float32), 0
+        for some in plan.rows.split(sampling.contexts_at_once(self.num_items)):
             parts = [self._logp(part) for part in prefixes(batch.histories, some // width, some % width)]
             here = (state >= begin) & (state < begin + len(some))
             logp[here] = torch.cat(parts)[state[here] - begin, columns[here]]
             begin += len(some)
-        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+        return spread(plan, logp)[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``."""
