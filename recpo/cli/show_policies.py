@@ -43,6 +43,9 @@ def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
     return {"on_step": lambda text: print(text, flush=True)}
 
 
+watch_demo = watch_fit  # the same steps
+
+
 def show_fit(verb: Fit, done: Decision) -> VerbResult:
     """Prints the leaderboard and the answer; the bundle is served next."""
     show_decision(done)
@@ -139,7 +142,7 @@ def _print_counts(counts: ServingCounts, out: str, k: int) -> None:
         "empty histories": counts.empty_histories,
         "unknown items skipped": counts.unknown_items,
         "events without feedback": counts.events_without_feedback,
-        "impossible watch_recommend times and durations": counts.impossible_values,
+        "impossible watch times and durations": counts.impossible_values,
         "unknown items to exclude": counts.unknown_excluded,
         "users whose history was cut to its most recent events": counts.truncated_histories,
         f"lists shorter than {k}": counts.short_lists,

@@ -1,6 +1,7 @@
 """The last lines of every verb: written files, next command; nothing with --quiet, one document with --json."""
 
 import ast
+import dataclasses
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from recpo.cli.output import VerbResult
 from recpo.cli.parser import parser_of, verb_class
 
 ROOT = Path(__file__).parents[2]
-SHOWN = [file for file in sorted((ROOT / "recpo" / "cli").glob("*.py")) if file.stem in VERBS]
+SHOWN = sorted((ROOT / "recpo" / "cli").glob("show_*.py"))
 
 
 def _options(verb):
@@ -39,6 +40,12 @@ def test_every_verb_shows_its_result(verb):
     annotations = printer(verb, "show").__annotations__
     assert annotations["return"] == VerbResult.__name__
     assert annotations["verb"] == verb_class(verb).__name__
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_says_what_happens_meanwhile_is_watched(verb):
+    calls = [one.name for one in dataclasses.fields(verb_class(verb)) if one.name.startswith("on_")]
+    assert not calls or printer(verb, "watch"), calls
 
 
 def test_configurations_of_init_come_before_those_of_the_clone(tmp_path):
