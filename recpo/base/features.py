@@ -214,6 +214,10 @@ class FeatureSchema:
         found: tuple[Feature, ...] = getattr(self, side)
         return found
 
+    def coded(self, side: Side) -> list[str]:
+        """The names of the features of one side that have a vocabulary."""
+        return [feature.name for feature in self.of(side) if isinstance(feature, Category | Categories)]
+
     def __bool__(self) -> bool:
         """Whether there is any feature."""
         return bool(self.item or self.user or self.context)
@@ -293,15 +297,15 @@ def inferred_feature(name: str, kind: pa.DataType) -> Feature | None:
     """
     plain, kind = _UNNAMABLE.sub("_", name).lstrip("_.-") or "column", _decoded(kind)
     column = None if plain == name else name
-    if _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+    if is_text(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         return Category(plain, column)
     if pa.types.is_floating(kind):
         return Number(plain, column)
-    if _is_list(kind):
+    if is_list(kind):
         element = _decoded(kind.value_type)
         if pa.types.is_floating(element):
             return Vector(plain, column)
-        if _is_text(element) or pa.types.is_integer(element):
+        if is_text(element) or pa.types.is_integer(element):
             return Categories(plain, column)
     return None
 
@@ -313,20 +317,18 @@ def expected_type(feature: Feature, kind: pa.DataType) -> str | None:
     if pa.types.is_null(kind) and not isinstance(feature, Vector):
         return None
     if isinstance(feature, Category):
-        return None if is_number or _is_text(kind) else "integers, strings or booleans"
+        return None if is_number or is_text(kind) else "integers, strings or booleans"
     if isinstance(feature, Number):
         return None if is_number or pa.types.is_decimal(kind) else "a number"
     if isinstance(feature, Categories) and feature.separator is not None:
         return (
-            None
-            if _is_text(kind) or pa.types.is_integer(kind)
-            else f"strings with values between {feature.separator!r}"
+            None if is_text(kind) or pa.types.is_integer(kind) else f"strings with values between {feature.separator!r}"
         )
-    element = _decoded(kind.value_type) if _is_list(kind) else None
+    element = _decoded(kind.value_type) if is_list(kind) else None
     if isinstance(feature, Vector):
         suits = element is not None and (pa.types.is_floating(element) or pa.types.is_integer(element))
         return None if suits else "lists of numbers"
-    suits = element is not None and (_is_text(element) or pa.types.is_integer(element) or pa.types.is_floating(element))
+    suits = element is not None and (is_text(element) or pa.types.is_integer(element) or pa.types.is_floating(element))
     return None if suits else "lists of integers or strings (strings with a separator: set `separator`)"
 
 
@@ -338,9 +340,9 @@ def plain_type(feature: Feature, kind: pa.DataType) -> pa.DataType:
     if isinstance(feature, Vector):
         return pa.list_(pa.float32())
     if isinstance(feature, Category):
-        return pa.string() if _is_text(kind) else pa.int64()
-    element = kind if not _is_list(kind) else _decoded(kind.value_type)
-    return pa.list_(pa.string() if _is_text(element) else pa.int64())
+        return pa.string() if is_text(kind) else pa.int64()
+    element = kind if not is_list(kind) else _decoded(kind.value_type)
+    return pa.list_(pa.string() if is_text(element) else pa.int64())
 
 
 def plain_column(feature: Feature, column: pa.Array) -> tuple[pa.Array, list[Offense]]:
@@ -442,11 +444,13 @@ def _decoded(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are text."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 

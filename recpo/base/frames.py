@@ -86,7 +86,7 @@ def read_frame(source: FrameOrPath, name: str = "frame") -> pa.Table:
         return to_arrow(source, name)
     try:
         return to_arrow(pq.read_table(source), str(source))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RecpoError(
             f"{source}: expected a Parquet file or a directory of them ({_one_line(error)})", code="wrong_file"
         ) from error

@@ -212,6 +212,11 @@ class ScoringPlan(NamedTuple):
     surplus: bool = False
     most: int | None = None
 
+    @property
+    def states(self) -> Tensor:
+        """``[P]`` the index of each position's state in ``rows``."""
+        return torch.arange(len(self.rows), device=self.rows.device) if self.state_index is None else self.state_index
+
 
 class Continuations(NamedTuple):
     """What follows the positions of slates in the order of time.

@@ -21,17 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.measures import Measure, Observed
 from recpo.items.columns import read_vectors
-from recpo.log.id_map import IdMap
+from recpo.lists.reranking import ItemAttributes
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 
@@ -337,61 +333,17 @@ def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
     if features.vectors is not None:
         rows = read_vectors(features.file, features.item_id, [features.vectors], items.to_internal, data.num_items)
         vectors = _with_place_0(torch.from_numpy(rows.values))
-    return facts._replace(vectors=vectors, tags=None if features.tags is None else _tags(features, items))
+    if features.tags is None:
+        return facts._replace(vectors=vectors)
+    found = ItemAttributes.read(features.file, items, names=[features.tags], item_id=features.item_id)
+    offsets, tags = found.tags[features.tags]
+    number = int(tags.max(initial=-1)) + 1
+    tensors = torch.from_numpy(offsets), torch.from_numpy(tags)
+    return facts._replace(vectors=vectors, tags=ItemTags(*tensors, number))
 
 
 def _with_place_0(values: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(values[:1]), values])
-
-
-def _tags(features: ItemFeatures, items: IdMap) -> ItemTags:
-    """Tags of the items, numbered in the order of their first appearance."""
-    ids, tags = _columns(features)
-    try:
-        index = items.to_internal(ids)
-    except RecpoError as error:
-        raise RecpoError(
-            f"{features.file}, column {features.item_id}: {error}", code="wrong_type", field=features.item_id
-        ) from error
-    if not (index > 0).any():
-        raise RecpoError(
-            f"{features.file}: column {features.item_id} names no item of the catalog",
-            code="mismatch",
-            field=features.item_id,
-        )
-    if pa.types.is_list(tags.type) or pa.types.is_large_list(tags.type) or pa.types.is_fixed_size_list(tags.type):
-        owner, values = index[pc.list_parent_indices(tags).to_numpy()], pc.list_flatten(tags)
-    else:
-        owner, values = index, tags
-    kept = pc.and_(pa.array(owner > 0), values.is_valid())
-    encoded = values.filter(kept).dictionary_encode()
-    number = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    owner = owner[kept.to_numpy(zero_copy_only=False)]
-    size = max(1, len(encoded.dictionary))
-    distinct = np.unique(owner * size + number)
-    counts = np.bincount(distinct // size, minlength=len(items) + 1)
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
-    return ItemTags(offsets, torch.from_numpy(distinct % size), len(encoded.dictionary))
-
-
-def _columns(features: ItemFeatures) -> tuple[pa.Array, pa.Array]:
-    assert features.tags is not None
-    try:
-        names = pq.read_schema(features.file).names
-        for name in (features.item_id, features.tags):
-            if name not in names:
-                raise RecpoError(
-                    f"{features.file} has no column {name}; it has {', '.join(names)}",
-                    code="missing_column",
-                    field=name,
-                )
-        table = pq.read_table(features.file, columns=[features.item_id, features.tags])
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise RecpoError(
-            f"{features.file} cannot be read as Parquet ({error})", code="wrong_file", field=str(features.file)
-        ) from error
-    ids, tags = (table.column(name).combine_chunks() for name in (features.item_id, features.tags))
-    return ids, tags
 
 
 class TupleLists(NamedTuple):

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_list
+from recpo.base.frames import require_columns
 
 #: Internal ids (1..V, 0 = not in the catalog) of external ones.
 ToInternal = Callable[[pa.Array], np.ndarray]
@@ -128,13 +130,7 @@ def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.Rec
         from pyarrow import dataset as ds  # it imports pandas, which training does not need
 
         dataset = ds.dataset(source) if isinstance(source, pa.Table) else ds.dataset(source, format="parquet")
-        absent = [name for name in columns if name not in dataset.schema.names]
-        if absent:
-            raise RecpoError(
-                f"{file} has no column {absent[0]}; it has {', '.join(dataset.schema.names)}",
-                code="missing_column",
-                field=absent[0],
-            )
+        require_columns(dataset.schema, columns, str(file))
         yield from dataset.to_batches(columns=list(columns), batch_size=65_536)
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RecpoError(f"{file} cannot be read as Parquet ({error})", code="wrong_file", field=str(file)) from error
@@ -143,7 +139,7 @@ def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.Rec
 def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.ndarray:
     """``[n, d]`` float32, finite."""
     listed = batch.column(columns[0])
-    if len(columns) == 1 and _is_list(listed.type):
+    if len(columns) == 1 and is_list(listed.type):
         _validate_no_nulls(listed, columns[0], file)
         lengths = pc.list_value_length(listed).to_numpy()
         if (lengths != lengths[0]).any():
@@ -220,10 +216,6 @@ def _validate_no_nulls(values: pa.Array, column: str, file: str) -> None:
             code="missing_value",
             field=column,
         )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _unequal(file: str, column: str, one: int, other: int) -> str:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_list
 from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
 from recpo.items.columns import read_vectors
 from recpo.log.id_map import IdMap
@@ -170,9 +171,9 @@ class RerankOptions:
 
 def _tags(column: pa.Array, index: IntArray, num_items: int) -> Tags:
     kind, owner = column.type, index
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         owner, column = index[pc.list_parent_indices(column).to_numpy()], pc.list_flatten(column)
-    valid = column.is_valid()
+    valid = pc.and_(column.is_valid(), pa.array(owner > 0))
     encoded = column.filter(valid).dictionary_encode()
     tags = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     return Tags.from_pairs(owner[valid.to_numpy(zero_copy_only=False)], tags, num_items)

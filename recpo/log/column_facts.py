@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recpo.base.features import is_text
 from recpo.log.schema import MILLISECONDS_PER_UNIT, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
@@ -88,7 +89,7 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     examples = tuple(_text(value) for value in values.drop_null().unique()[:_EXAMPLES].to_pylist())
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return ColumnFacts(name, "time", rows, values.null_count, pc.count_distinct(values).as_py(), examples=examples)
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    if not is_text(kind):
         return ColumnFacts(name, "other", rows, values.null_count, 0, examples=examples)
     known = values.drop_null()
     dated = pc.match_substring_regex(known, _DATED).cast(pa.int64())

@@ -18,8 +18,14 @@ from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.linear_algebra import solve_positive_definite
 from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, prefixes, validate_temperature
-from recpo.policies.sampling import shared_states
+from recpo.policies.grade_factors import (
+    GradeFactors,
+    GradeFactorsOptions,
+    prefixes,
+    recent_feedback,
+    validate_temperature,
+)
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
 LEAST_POSITIVE_LEVEL = HIGHEST - 1
@@ -49,19 +55,15 @@ class BaselinePolicy(Policy):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
         """See ``Policy.log_prob``."""
-        slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
-        wanted = slates.mask if needed is None else slates.mask & needed
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        rows, state_index = shared_states(slates, positions, width)
-        state = torch.arange(len(rows), device=rows.device) if state_index is None else state_index
-        columns = slates.item_ids.reshape(-1)[positions] - 1
-        logp, begin = columns.new_zeros(len(positions), dtype=torch.float32), 0
-        for some in rows.split(sampling.contexts_at_once(self.num_items)):
+        plan, width = scoring_plan(batch, needed), batch.histories.item_ids.shape[1] + 1
+        state, columns = plan.states, planned_items(plan, batch.slates) - 1
+        logp, begin = columns.new_zeros(len(columns), dtype=torch.float32), 0
+        for some in plan.rows.split(sampling.contexts_at_once(self.num_items)):
             parts = [self._logp(part) for part in prefixes(batch.histories, some // width, some % width)]
             here = (state >= begin) & (state < begin + len(some))
             logp[here] = torch.cat(parts)[state[here] - begin, columns[here]]
             begin += len(some)
-        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+        return spread(plan, logp)[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``."""
@@ -220,11 +222,8 @@ def distinct_positives(histories: Histories, max_history: int) -> Tensor:
 
     The same as ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
     """
-    item_ids, feedback = histories.item_ids, histories.feedback
-    if feedback is None:
-        feedback = torch.zeros_like(item_ids)
+    item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, max_history)
     place = torch.arange(item_ids.shape[1], device=item_ids.device)
-    lengths = histories.lengths[:, None]
-    known = (place < lengths) & (place >= lengths - max_history) & (item_ids > 0) & (feedback >= LEAST_POSITIVE_LEVEL)
+    known = recent & (feedback >= LEAST_POSITIVE_LEVEL)
     again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] < place[:, None])
     return known & ~again.any(2)

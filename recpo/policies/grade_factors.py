@@ -132,12 +132,8 @@ class GradeFactors(nn.Module):
         (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
         result is zero if no event has a grade. Positions after ``lengths`` are ignored.
         """
-        item_ids, feedback = histories.item_ids, histories.feedback
-        if feedback is None:
-            feedback = torch.zeros_like(item_ids)
-        place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        lengths = histories.lengths[:, None]
-        known = (place < lengths) & (place >= lengths - self.options.max_history) & (feedback > 0) & (item_ids > 0)
+        item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, self.options.max_history)
+        known = recent & (feedback > 0)
         rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
         targets = self._grades[feedback] - self.options.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
@@ -174,6 +170,15 @@ class GradeFactors(nn.Module):
             return products
         variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
         return products - variance.clamp_min(0.0).sqrt()
+
+
+def recent_feedback(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:
+    """Feedback levels ``[B, H]``, 0 where there are none, and which events are items among the last ``max_history``."""
+    item_ids, feedback = histories.item_ids, histories.feedback
+    place = torch.arange(item_ids.shape[1], device=item_ids.device)
+    lengths = histories.lengths[:, None]
+    recent = (place < lengths) & (place >= lengths - max_history) & (item_ids > 0)
+    return torch.zeros_like(item_ids) if feedback is None else feedback, recent
 
 
 def validate_temperature(temperature: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
-from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
@@ -30,7 +30,7 @@ from recpo.policies.grade_factors import (
     prefixes,
     validate_temperature,
 )
-from recpo.policies.sampling import shared_states
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
 class _OnBase(Policy):
@@ -121,24 +121,23 @@ class TiltedPolicy(_OnBase, StatePolicy):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``."""
-        wanted, positions, scored, state_index = self._scored(batch, needed, states)
-        targets = batch.slates.item_ids.reshape(-1)[positions]
+        plan, scored = self._scored(batch, needed, states)
+        targets = planned_items(plan, batch.slates)
         if self.factors.rooted:
-            logp = self._bounded_log_prob(scored, targets, state_index)
+            logp = self._bounded_log_prob(scored, targets, plan.state_index)
         else:
-            logp = linear_logprob(scored, self.output_vectors(), targets, state_index)
-        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+            logp = linear_logprob(scored, self.output_vectors(), targets, plan.state_index)
+        return spread(plan, logp)[..., None]
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.entropy``."""
-        wanted, positions, scored, state_index = self._scored(batch, needed, states)
+        plan, scored = self._scored(batch, needed, states)
         if self.factors.rooted:
             logps = (scores.log_softmax(1) for scores in self._scores(scored))
             entropy = torch.cat([-(logp.exp() * logp).sum(1) for logp in logps])
         else:
             entropy = linear_entropy(scored, self.output_vectors())
-        entropy = entropy if state_index is None else entropy[state_index]
-        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
+        return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.catalog_log_prob``."""
@@ -206,17 +205,10 @@ class TiltedPolicy(_OnBase, StatePolicy):
         variance = (of_target[:, own:] * vectors[:, own:]).detach().sum(1)
         return (of_target[:, :own] * vectors[:, :own]).sum(1) - variance.clamp_min(0.0).sqrt() - lse
 
-    def _scored(
-        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The positions that are needed, their flat indices, the distinct states, and the state of each position."""
-        slates = batch.slates
-        wanted = slates.mask if needed is None else slates.mask & needed
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        num_states = batch.histories.item_ids.shape[1] + 1
-        rows, state_index = shared_states(slates, positions, num_states)
-        scored = self._states_at(batch.histories, rows) if states is None else take_rows(states, rows)
-        return wanted, positions, scored, state_index
+    def _scored(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> tuple[ScoringPlan, Tensor]:
+        """The plan of the positions that are needed, and its states."""
+        plan = scoring_plan(batch, needed)
+        return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
@@ -295,19 +287,15 @@ class RerankedPolicy(_OnBase):
 
         If T > 1, the last token contains the complete tilt.
         """
-        slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
-        wanted = slates.mask if needed is None else slates.mask & needed
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        rows, state_index = shared_states(slates, positions, width)
-        state = torch.arange(len(rows), device=rows.device) if state_index is None else state_index
+        plan, width = scoring_plan(batch, needed), batch.histories.item_ids.shape[1] + 1
+        items, state, rows = planned_items(plan, batch.slates), plan.states, plan.rows
         found = [self._ranked(part) for part in prefixes(batch.histories, rows // width, rows % width)]
         ranked = _Ranked(*(torch.cat(column) for column in zip(*found, strict=True)))
         parts = [
-            self._log_prob_of(slates.item_ids.reshape(-1)[some], of_state, ranked, batch.histories, rows[of_state])
-            for some, of_state in zip(positions.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
+            self._log_prob_of(some, of_state, ranked, batch.histories, rows[of_state])
+            for some, of_state in zip(items.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
-        logp = torch.cat(parts)
-        return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
+        return torch.stack([spread(plan, logp) for logp in torch.cat(parts).unbind(1)], -1)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_list
 from recpo.base.frames import id_column
 from recpo.log.id_map import IdMap
 from recpo.serving.histories import ITEM_ID
@@ -191,7 +192,7 @@ def _plain(column: pa.Array) -> pa.Array | None:
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _plain(column.dictionary_decode())
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         element = _plain_type(kind.value_type)
         return None if element is None else column.cast(pa.list_(element))
     wanted = _plain_type(kind)

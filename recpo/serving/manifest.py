@@ -10,7 +10,7 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -82,7 +82,7 @@ class BundleFeatures:
 
 def vocabulary_files(schema: FeatureSchema) -> Iterator[str]:
     """The files of all vocabularies of a schema, relative to the directory."""
-    return (vocabulary_file(side, name) for side in SIDES for name in _coded(schema.of(side)))
+    return (vocabulary_file(side, name) for side in SIDES for name in schema.coded(side))
 
 
 def vocabulary_file(side: Side, name: str) -> str:
@@ -112,10 +112,6 @@ def _fitted(root: Path, side: Side, features: tuple[Feature, ...]) -> FittedFeat
                 field=feature.name,
             )
     return fitted
-
-
-def _coded(features: Iterable[Feature]) -> list[str]:
-    return [feature.name for feature in features if isinstance(feature, Category | Categories)]
 
 
 MANIFEST = "manifest.json"

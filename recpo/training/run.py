@@ -48,7 +48,7 @@ from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, of_side
-from recpo.base.features import Categories, Category, Feature, FeatureSchema, Side, read_features
+from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
@@ -446,7 +446,7 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
         names = [feature.name for feature in data.feature_schema.item]
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
     for side in _sides(policy):
-        for name in _coded(data.feature_schema.of(side)):
+        for name in data.feature_schema.coded(side):
             (root / VOCABULARIES).mkdir(exist_ok=True)
             values = data.vocabulary(side, name)
             pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
@@ -464,7 +464,7 @@ def kept_features(policy: Policy, root: Path) -> RunFeatures:
     schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
     fitted: dict[Side, FittedFeatures] = {}
     for side in _sides(policy):
-        files = {name: root / vocabulary_file(side, name) for name in _coded(schema.of(side))}
+        files = {name: root / vocabulary_file(side, name) for name in schema.coded(side)}
         fitted[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
     behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
     return RunFeatures(fitted, behaviors)
@@ -487,10 +487,6 @@ def _sides(policy: Policy) -> list[Side]:
     return [side for side, read in reads.items() if read]
 
 
-def _coded(features: Iterable[Feature]) -> list[str]:
-    return [feature.name for feature in features if isinstance(feature, Category | Categories)]
-
-
 def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
     """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
     if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
@@ -500,7 +496,7 @@ def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str
     sides: list[Side] = ["item"] if policy.reads_item_features else []
     found = []
     for side in [*sides, *_sides(policy)]:
-        files = {name: root / vocabulary_file(side, name) for name in _coded(kept.of(side))}
+        files = {name: root / vocabulary_file(side, name) for name in kept.coded(side)}
         same = kept.of(side) == now.of(side) and all(
             _vocabulary(file).equals(data.vocabulary(side, name)) for name, file in files.items() if file.is_file()
         )

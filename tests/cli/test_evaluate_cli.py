@@ -301,7 +301,10 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
             "baseline_options.recency_half_life: expected a number >0, got 0",
         ),
         (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),
-        (["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"], "nowhere.parquet cannot be read"),
+        (
+            ["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"],
+            "nowhere.parquet: expected a Parquet file",
+        ),
         (["--off_policy.clip", "0"], "off_policy.clip: expected a number >0, got 0"),
     ],
 )

@@ -66,7 +66,7 @@ def test_unusable_features_are_refused(prepared, tmp_path, rows, message):
 def test_a_column_name_that_is_not_text_is_refused(prepared, tmp_path):
     file = write({"item_id": [1], "topic": [1], "other": [1]}, tmp_path / "f.parquet")
     file.write_bytes(file.read_bytes().replace(b"other", b"\xffther"))
-    with refused("wrong_file", str(file)):
+    with refused("wrong_type", str(file)):
         item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic"))
 
 

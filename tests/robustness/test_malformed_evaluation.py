@@ -61,7 +61,10 @@ def said(capsys):
         (("--contenders", "{log}"), "is neither a run nor a bundle"),
         (("--contenders", "[{run-0},{run-0}]"), "named twice"),
         (("--truth", "{prepared}"), "prepared"),
-        (("--item_features.file", "{prepared}/items.parquet", "--item_features.tags", "none"), "has no column none"),
+        (
+            ("--item_features.file", "{prepared}/items.parquet", "--item_features.tags", "none"),
+            "column 'none' is missing",
+        ),
         (("--out", "{run-0}", "--contenders", "{run-0}", "--overwrite", "true"), "run-0"),
         (("--out", "{run-0}", "--overwrite", "true"), "run-0"),
         (("--out", "{prepared}", "--overwrite", "true"), "prepared"),
