@@ -230,7 +230,16 @@ def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
     assert line["share_of_product"] == 0
 
 
-def test_every_part_of_what_only_a_gpu_can_tell_runs_on_a_cpu():
+@pytest.fixture
+def one_thread():
+    """Such small products only wait for each other on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_part_of_what_only_a_gpu_can_tell_runs_on_a_cpu(one_thread):
     parts = benchmark("gpu_parts")
     assert set(parts.BUDGETS) == {*parts.PARTS, "shares"}
     assert sum(parts.BUDGETS.values()) < 480
