@@ -9,16 +9,27 @@ beside its inputs.
 
     python benchmarks/gpu.py            # V = 1,000,000, d = 64
     python benchmarks/gpu.py --quick    # V = 20,000
+    python benchmarks/gpu.py --all      # and everything else that only a GPU can tell, within eight minutes
+
+``--all`` runs these parts in order, each in a process of its own and within its seconds: every objective against the
+CPU; the shares above; steps per second; the catalog softmax against torch's ``linear_cross_entropy``; sharded tables
+over NCCL; 10^8 rows; export and serving (``gpu_parts.py``). Each line is added to ``--out`` at once, and each part ends
+with a line of its ``status``: a part that fails or takes too long leaves what it has, and the next one begins.
+``--device cpu --small`` tries all of it without a GPU, at sizes that say nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +48,7 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.sharding import lookup_tables
 
+Line = dict[str, object]
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
 
 
@@ -81,10 +93,15 @@ class Part(NamedTuple):
     precision: str = "float32"
 
 
-def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
-    """How long the GPU takes, by events on its stream."""
+def milliseconds(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
+    """How long the GPU takes, by events on its stream; a CPU by its clock."""
     times = []
     for _ in range(repeats + 2):
+        if device == "cpu":
+            begin = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - begin))
+            continue
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -94,8 +111,10 @@ def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
     return times[2:]
 
 
-def peak_mib(run: Callable[[], object]) -> float:
-    """Most memory that a run allocates beyond what is allocated already."""
+def peak_mib(run: Callable[[], object], device: str = "cuda") -> float | None:
+    """Most memory that a run allocates beyond what is allocated already; None on a CPU."""
+    if device == "cpu":
+        return None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
@@ -238,34 +257,103 @@ def line_of(part: Part, times: list[float], measured: dict[str, float], sheet: S
     return line | {f"share_of_{name}": round(share, 4) for name, share in shares.items()}
 
 
+def shares(device: str, items: int, dim: int, repeats: int, *, quick: bool, small: bool = False) -> Iterator[Line]:
+    """The lines of all parts of a step."""
+    on_gpu = device == "cuda"
+    torch.manual_seed(0)
+    measured: dict[str, float] = {}
+    sheet, name = (sheet_of(device), torch.cuda.get_device_name(device)) if on_gpu else (None, "cpu")
+    about = {"device": name, "items": items, "dim": dim, "torch": torch.__version__}
+    side, count, states, contexts = 8192, 1 << 29, 1024, 64
+    if quick or small:
+        side, count = (64, 1 << 10) if small else (2048, 1 << 24)
+        states, contexts = (16, 4) if small else (states, contexts)
+    makers: list[Callable[[], list[Part]]] = [
+        lambda: peaks(device, side, count),
+        lambda: catalog_parts(device, items, dim, states, 50),
+        lambda: table_parts(device, items, dim, min(items, 1 << 18)),
+        lambda: decoding_parts(device, items, dim, contexts, 50),
+    ]
+    for make in makers:
+        for part in make():
+            times, peak = milliseconds(part.run, repeats, device), peak_mib(part.run, device)
+            if make is makers[0]:
+                work = part.moved if part.name == "copy" else part.operations
+                measured["copy" if part.name == "copy" else part.precision] = work / statistics.median(times) * 1e3
+            yield line_of(part, times, measured, sheet) | {"peak_mib": peak} | about
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def everything(device: str, *, small: bool, seconds: float, out: Path) -> int:
+    """Runs all parts, each in a process, and keeps their lines; the number of parts that did not end well."""
+    from gpu_parts import BUDGETS
+
+    deadline, ended_badly = time.monotonic() + seconds, 0
+    root = Path(__file__).resolve().parents[1]
+    paths = [str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    with out.open("w", encoding="utf-8") as file:
+
+        def keep(line: dict[str, object]) -> None:
+            text = json.dumps(line)
+            print(text, flush=True)
+            file.write(text + "\n")
+            file.flush()
+
+        for name, budget in BUDGETS.items():
+            limit = min(budget, deadline - time.monotonic())
+            begin, status, failure = time.monotonic(), "skipped", ""
+            if limit > 0:
+                command = [sys.executable, __file__, "--part", name, "--device", device, *["--small"] * small]
+                with tempfile.TemporaryFile("w+") as errors:
+                    process = subprocess.Popen(
+                        command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=errors, text=True
+                    )
+                    timer = threading.Timer(limit, process.kill)
+                    timer.start()
+                    for text in process.stdout or ():
+                        if text.startswith("{"):
+                            keep({"of": name} | json.loads(text))
+                    code = process.wait()
+                    in_time = timer.is_alive()
+                    timer.cancel()
+                    errors.seek(0)
+                    failure = errors.read()[-1000:] if code else ""
+                status = "done" if not code else "failed" if in_time else "out of time"
+            ended_badly += status != "done"
+            spent = {"seconds": round(time.monotonic() - begin, 1), "budget_s": budget}
+            keep({"of": name, "status": status} | spent | ({"error": failure} if status == "failed" else {}))
+    return ended_badly
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="V = 20,000")
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--all", action="store_true", help="everything that only a GPU can tell")
+    parser.add_argument("--part", help="one part of --all")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="sizes of a trial")
+    parser.add_argument("--seconds", type=float, default=460, help="of --all together")
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="where --all keeps its lines")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs a CUDA device, and torch sees none: see `recpo doctor`")
-    device, items = "cuda", 20_000 if args.quick else args.items
-    torch.manual_seed(0)
-    sheet, measured = sheet_of(device), {}
-    about = {"device": torch.cuda.get_device_name(device), "items": items, "dim": args.dim, "torch": torch.__version__}
-    makers: list[Callable[[], list[Part]]] = [
-        lambda: peaks(device, 2048 if args.quick else 8192, 1 << (24 if args.quick else 29)),
-        lambda: catalog_parts(device, items, args.dim, 1024, 50),
-        lambda: table_parts(device, items, args.dim, min(items, 1 << 18)),
-        lambda: decoding_parts(device, items, args.dim, 64, 50),
-    ]
-    for make in makers:
-        for part in make():
-            times, peak = milliseconds(part.run, args.repeats), peak_mib(part.run)
-            if make is makers[0]:
-                work = part.moved if part.name == "copy" else part.operations
-                measured["copy" if part.name == "copy" else part.precision] = work / statistics.median(times) * 1e3
-            line = line_of(part, times, measured, sheet) | {"peak_mib": peak} | about
-            print(json.dumps(line), flush=True)
-        torch.cuda.empty_cache()
+    if args.all:
+        sys.exit(everything(args.device, small=args.small, seconds=args.seconds, out=args.out.resolve()) > 0)
+    if args.part in (None, "shares"):
+        items, repeats = 20_000 if args.quick else args.items, args.repeats
+        items, repeats = (500, 2) if args.small else (items, repeats)
+        lines = shares(args.device, items, args.dim, repeats, quick=args.quick, small=args.small)
+    else:
+        from gpu_parts import PARTS
+
+        lines = PARTS[args.part](args.device, args.small)
+    for line in lines:
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

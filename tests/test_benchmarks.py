@@ -193,11 +193,15 @@ def test_serving_measures_every_contender_over_http_and_what_lies_below():
         assert line["cpu_of_plain"] > 0
 
 
-def gpu_benchmark():
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARKS / "gpu.py")
+def benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def gpu_benchmark():
+    return benchmark("gpu")
 
 
 def test_gpu_benchmark_says_that_there_is_none():
@@ -224,6 +228,44 @@ def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
     assert line["ms"] == 2.0
     assert (line["share_of_bandwidth"], line["share_of_sheet_bandwidth"]) == (0.5, 0.25)
     assert line["share_of_product"] == 0
+
+
+@pytest.fixture
+def one_thread():
+    """Such small products only wait for each other on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_part_of_what_only_a_gpu_can_tell_runs_on_a_cpu(one_thread):
+    parts = benchmark("gpu_parts")
+    assert set(parts.BUDGETS) == {*parts.PARTS, "shares"}
+    assert sum(parts.BUDGETS.values()) < 480
+    lines = {name: {line["case"]: line for line in part("cpu", True)} for name, part in parts.PARTS.items()}
+    assert not [line for found in lines.values() for line in found.values() if "failed" in line]
+    assert [case for case, line in lines["correctness"].items() if not line["right"]] == []
+    assert len(lines["correctness"]) > 10
+    assert {line["steps_per_s"] > 0 for line in lines["training"].values()} == {True}
+    assert {"recpo", "dense", "torch.linear_cross_entropy"} <= set(lines["softmax"])
+    assert max(line["difference"] for line in lines["softmax"].values()) < 1e-5
+    assert max(line["difference"] for line in lines["sharded"].values()) < 1e-5
+    assert [line["rows"] for line in lines["rows"].values()] == [10_000] * 3
+    assert {line.get("same_items", 1.0) for line in lines["serving"].values()} == {1.0}
+
+
+def test_a_part_that_takes_too_long_leaves_its_lines_and_the_next_begins(tmp_path, monkeypatch, capsys):
+    gpu, parts = gpu_benchmark(), benchmark("gpu_parts")
+    monkeypatch.setattr(parts, "BUDGETS", {"rows": 0.2, "softmax": 100})
+    monkeypatch.setitem(sys.modules, "gpu_parts", parts)
+    assert gpu.everything("cpu", small=True, seconds=100, out=tmp_path / "gpu.jsonl") == 1
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines if "status" in line] == ["out of time", "done"]
+    assert {line["case"] for line in lines if line["of"] == "softmax" and "case" in line} > {"recpo", "dense"}
+    assert capsys.readouterr().out.splitlines() == [json.dumps(line) for line in lines]
+    assert gpu.everything("cpu", small=True, seconds=0, out=tmp_path / "gpu.jsonl") == 2
+    assert capsys.readouterr().out.count("skipped") == 2
 
 
 @pytest.mark.gpu
