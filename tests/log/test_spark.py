@@ -1,9 +1,15 @@
 """Spark and DuckDB prepare the same bytes."""
 
 import hashlib
+import os
+import re
 import shutil
+import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +33,7 @@ SPARK = EngineOptions(
     spark_conf={"spark.sql.shuffle.partitions": "3", "spark.default.parallelism": "2"},
 )
 DUCKDB = EngineOptions(memory_limit="512MB")
+SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +234,70 @@ def test_a_text_is_the_same_time_to_both_engines_or_to_one_of_them_none(spark, t
     both_read = [text for text, *ms in zip(texts, duckdb["ms"], spark_found["ms"], strict=True) if None not in ms]
     assert "2024-05-01" in both_read
     assert not {"2024", "12:00", "2024-05", "now"} & set(both_read)
+
+
+@contextmanager
+def standalone_cluster(folder):
+    """A master and two workers of one core each, in their own processes; yields the address and the workers' logs."""
+    home = Path(pytest.importorskip("pyspark").__file__).parent
+    environment = os.environ | {
+        "SPARK_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": sys.executable,
+    }
+    environment["SPARK_WORKER_DIR"] = str(folder / "workers")
+    started, logs = [], []
+
+    def start(word, said, *options):
+        logs.append(folder / f"{len(logs)}.log")
+        with logs[-1].open("w") as log:
+            command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{word}", *options, "--webui-port", "0"]
+            started.append(subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log))
+        deadline = time.monotonic() + 120
+        while not (found := re.search(said, logs[-1].read_text())):
+            assert started[-1].poll() is None, logs[-1].read_text()
+            assert time.monotonic() < deadline, logs[-1].read_text()
+            time.sleep(0.2)
+        return found
+
+    try:
+        master = start(
+            "master.Master", r"Starting Spark master at (spark://\S+)", "--host", "127.0.0.1", "--port", "0"
+        )[1]
+        for _ in range(2):
+            start("worker.Worker", "Successfully registered with master", "--cores", "1", "--memory", "2g", master)
+        yield master, logs[1:]
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_standalone_cluster_of_two_workers_prepares_the_same_bytes(tmp_path):
+    from recpo.log.spark_engine import _has_java
+
+    if not _has_java():
+        pytest.skip("Spark needs Java, and there is none")
+    with standalone_cluster(tmp_path) as (master, workers):
+        for engine, more in (("duckdb", []), ("spark", ["--spark_master", master, "--work", tmp_path / "work"])):
+            words = [
+                "prepare",
+                "--log",
+                SAMPLE,
+                "--out",
+                tmp_path / engine,
+                "--engine",
+                engine,
+                "--memory_limit",
+                "1GB",
+            ]
+            command = [sys.executable, "-m", "recpo.cli.main", *words, "--progress", "false", *more]
+            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1"}
+            done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        assert all("Launch command" in log.read_text() for log in workers)  # both had an executor
+    assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
 
 
 def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):
