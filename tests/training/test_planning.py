@@ -26,7 +26,7 @@ LISTS, HARD = PreferenceListLayout(24, uniform=3), PreferenceListLayout(24, skip
 
 
 @dataclass(frozen=True)
-class LearnedReward(RewardFunction):
+class RewardOfItems(RewardFunction):
     """A reward that the planner does not compute; it knows nothing about every fifth item."""
 
     def __call__(self, batch, candidates):
@@ -49,7 +49,7 @@ STEPS = {
     "hard negatives": (SoftmaxDPO(), HARD, {}),
     "hard negatives with rewards": (SoftmaxDPO(gap_weighted=True), HARD, {"reward": LoggedReward(unknown=0.0)}),
     "Q-learning": (QLearning(), SEQUENCES, {"reward": LoggedReward()}),
-    "a learned reward": (GRPO(), REQUESTS, {**GROUPS, "reward": LearnedReward(), "rollout": None}),
+    "a learned reward": (GRPO(), REQUESTS, {**GROUPS, "reward": RewardOfItems(), "rollout": None}),
     "advantages of tokens": (GRPO(), REQUESTS, {**GROUPS, **TOKENS}),
 }
 STEP = pytest.mark.parametrize("name", STEPS)
