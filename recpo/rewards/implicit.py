@@ -164,18 +164,15 @@ class ImplicitOptions:
             raise RecpoError(
                 f"implicit_als: sweeps is {self.sweeps}; it is at least 1", code="out_of_range", field="sweeps"
             )
-        if not self.unobserved or not min(self.unobserved) > 0:
-            raise RecpoError(
-                f"implicit_als: unobserved is {list(self.unobserved)}; give at least one, each above 0",
-                code="out_of_range",
-                field="unobserved",
-            )
-        if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(
-                f"implicit_als: ridges is {list(self.ridges)}; give at least one, each above 0",
-                code="out_of_range",
-                field="ridges",
-            )
+        _validate_positive("implicit_als", "unobserved", self.unobserved)
+        _validate_positive("implicit_als", "ridges", self.ridges)
+
+
+def _validate_positive(name: str, option: str, values: tuple[float, ...]) -> None:
+    if not values or not min(values) > 0:
+        raise RecpoError(
+            f"{name}: {option} is {list(values)}; give at least one, each above 0", code="out_of_range", field=option
+        )
 
 
 @dataclass(frozen=True)
@@ -359,12 +356,7 @@ class EaseOptions:
     max_history: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(
-                f"ease: ridges is {list(self.ridges)}; give at least one, each above 0",
-                code="out_of_range",
-                field="ridges",
-            )
+        _validate_positive("ease", "ridges", self.ridges)
 
 
 @dataclass(frozen=True)

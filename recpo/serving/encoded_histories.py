@@ -1,10 +1,7 @@
 """Histories as a policy reads them: padded arrays of some users, and the events of many users of which they are made.
 
-NumPy and Arrow only; it does not import torch.
-
-The tensors that a bundle's program is given: which ones, in which order, and what they are of encoded histories.
-
-Export, runtimes, manifest and metadata all come through here. NumPy only; torch is not imported.
+Also the tensors that a bundle's program is given: which ones, in which order, and what they are of these histories.
+Export, runtimes, manifest and metadata all come through here. NumPy and Arrow only; it does not import torch.
 """
 
 from __future__ import annotations
