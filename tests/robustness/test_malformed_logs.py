@@ -93,7 +93,7 @@ REPEATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", ["user_id", "item_id", "timestamp", "watch_time", "duration", "dislike"])
+@pytest.mark.parametrize("column", ["user_id", "timestamp", "watch_time", "dislike"])  # one of every kind of column
 @pytest.mark.parametrize("values", REPEATED)
 def test_columns_of_any_type_and_value(tmp_path, capsys, column, values):
     write(tmp_path, sound() | {column: REPEATED[values]})
@@ -188,7 +188,7 @@ def damaged_files():
     yield "appended", whole + b"more"
     yield "twice", whole + whole
     rng = np.random.default_rng(0)
-    for number in range(25):
+    for number in range(12):
         changed = bytearray(whole)
         for place in rng.integers(0, len(whole), 1 + number % 4):
             changed[place] ^= 1 << int(rng.integers(8))

@@ -1,7 +1,7 @@
 """Every objective, from the same pre-trained policies, on simulated users: does the true value of its lists rise?
 
 The true value is the mean expected reward of a user's top five under the simulation's own preferences; nobody who reads
-the log knows it. Seed 0 runs by default, the other two seeds are slow.
+the log knows it. Seed 0 runs by default, seed 1 is slow.
 """
 
 import copy
@@ -58,7 +58,7 @@ from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 
 K, HISTORY = 5, 20
-SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -248,8 +248,8 @@ def test_the_true_value_does_not_rise_where_the_objective_does_not_aim_at_it(sma
     policy, before = pretrained(seed)
     fit(small_world, policy, objective, layout, seed, rate=2e-3, steps=60, **module)
     difference = true_value(small_world, of_policy(policy)) - before
-    # nine of these can raise a false alarm: 2.5 % / 9 on one side is z = 2.77; the reward models change nothing
-    assert difference.mean() <= noise_of(difference, z=2.77)
+    # six of these can raise a false alarm: 2.5 % / 6 on one side is z = 2.64; the reward models change nothing
+    assert difference.mean() <= noise_of(difference, z=2.64)
 
 
 def test_every_objective_is_tried():
@@ -282,6 +282,5 @@ def test_ranking_by_a_reward_model_is_better_than_the_policy_it_started_from(sma
 
 def test_ranking_by_q_values_is_better_than_the_policies_they_started_from(small_world, pretrained):
     # of one seed the gain is little more than its noise, and which side it falls on hangs on rounding
-    seeds = [getattr(seed, "values", (seed,))[0] for seed in SEEDS]
-    difference = torch.cat([gain_of_head(small_world, pretrained, "q_learning", seed) for seed in seeds])
+    difference = torch.cat([gain_of_head(small_world, pretrained, "q_learning", seed) for seed in range(3)])
     assert difference.mean() > noise_of(difference)
