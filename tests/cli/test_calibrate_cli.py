@@ -1,8 +1,6 @@
-"""A learned reward in separate processes: train, calibrate, use."""
+"""A learned reward on the command line: train, calibrate, use."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,13 @@ SMALL = (
 )
 
 
-def recpo(*arguments, status=0):
-    command = [sys.executable, "-m", "recpo.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow
-def test_train_calibrate_use(prepared, tmp_path):
+def test_train_calibrate_use(prepared, tmp_path, capfd):
+    def recpo(*arguments, status=0):
+        assert main(list(map(str, arguments))) == status
+        said = capfd.readouterr()
+        return said.out + said.err
+
     def train(config, out, *options, status=0):
         files = [f"--config={CONFIGS / name}" for name in config.split()]
         places = (*files, f"--data.prepared={prepared}", f"--out={tmp_path / out}")
