@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from recpo.artifacts import parse_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Category, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
@@ -41,7 +41,7 @@ from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest
 from recpo.serving.recommending import Moment, milliseconds, recommend_lists, score_candidates, validate_k
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
 
@@ -109,9 +109,10 @@ class Bundle:
         return self.manifest.feedback
 
     @cached_property
-    def features(self) -> BundleFeatures:
+    def features(self) -> PolicyFeatures:
         """The fitted features that the policy reads."""
-        return BundleFeatures.load(self.root, self.manifest.features, self.manifest.behaviors)
+        manifest = self.manifest
+        return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
 
     @cached_property
     def filters(self) -> ItemFilters | None:

@@ -28,6 +28,7 @@ from recpo import __version__
 from recpo.artifacts import output_directory
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
@@ -38,7 +39,7 @@ from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
 from recpo.serving.recommending import validate_k
 from recpo.serving.runtimes import OUTPUTS
@@ -88,7 +89,7 @@ class PolicyFacts:
     """
 
     feedback: FeedbackDefinition
-    features: BundleFeatures = field(default_factory=BundleFeatures)
+    features: PolicyFeatures = field(default_factory=PolicyFeatures)
     options: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +211,7 @@ def versions() -> dict[str, str]:
     return {"recpo": __version__, "torch": torch.__version__}
 
 
-def _validate_features(policy: Policy, features: BundleFeatures) -> None:
+def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
     """Raises if ``features`` lacks something that the policy reads, or has something that it does not read."""
     for name, read, known in (
         ("user_features", policy.reads_user, features.user),

@@ -17,7 +17,7 @@ import numpy as np
 
 from recpo.base.errors import RecpoError
 from recpo.serving.encoded_histories import EncodedHistories, program_inputs
-from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, WEIGHTS, BundleManifest
+from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
 
 _TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
@@ -60,7 +60,6 @@ def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> n
 STATES: Final = "states"
 # Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
 _AT_ONCE: Final = 16
-_REMEDY: Final = "copy or export the bundle again"
 
 
 @dataclass(frozen=True)
@@ -121,21 +120,21 @@ class ItemIndex:
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             raise RecpoError(
-                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}", code="damaged", field=INDEX
+                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {REMEDY}", code="damaged", field=INDEX
             ) from error
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
             raise RecpoError(
-                f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}", code="mismatch", field=VECTORS
+                f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}", code="mismatch", field=VECTORS
             )
         if index.ntotal != manifest.num_items:
             raise RecpoError(
-                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}",
+                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}",
                 code="mismatch",
                 field=INDEX,
             )
         if not _lists_every_item(faiss, index):
-            raise RecpoError(f"{root / INDEX} does not list every item once: {_REMEDY}", code="damaged", field="lists")
+            raise RecpoError(f"{root / INDEX} does not list every item once: {REMEDY}", code="damaged", field="lists")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
     def search(

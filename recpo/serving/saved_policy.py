@@ -41,7 +41,7 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.serving.encoded_histories import ProgramReads
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, REMEDY, WEIGHTS, BundleManifest
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
@@ -251,7 +251,6 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 _TOLERANCE: Final = 1e-5  # tolerance between vectors from the same weights and features
-_REMEDY: Final = "copy or export the bundle again"
 
 
 def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> None:
@@ -304,7 +303,7 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
             encoders[name].load_state_dict(own)
     except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
         raise RecpoError(
-            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {_REMEDY}",
+            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {REMEDY}",
             code="damaged",
             field=ITEM_ENCODERS,
         ) from error

@@ -26,7 +26,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
@@ -47,11 +46,11 @@ from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
+from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
 from recpo.training.curves import advice
@@ -82,18 +81,6 @@ class RunFacts(NamedTuple):
     results: dict[str, float | None]
     monitor: str | None
     files: dict[str, str]
-
-
-class RunFeatures(NamedTuple):
-    """What a policy reads beside items and feedback.
-
-    Attributes:
-        fitted: the fitted features of the sides that it reads; those of items make the vectors of new ones.
-        behaviors: names of the behaviors that it reads, in the order of their bits.
-    """
-
-    fitted: dict[Side, FittedFeatures]
-    behaviors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -445,36 +432,27 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
     if policy.reads_item_features:
         names = [feature.name for feature in data.feature_schema.item]
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
-    for side in _sides(policy):
-        for name in data.feature_schema.coded(side):
-            (root / VOCABULARIES).mkdir(exist_ok=True)
-            values = data.vocabulary(side, name)
-            pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
+    PolicyFeatures(**{side: data.fitted_features(side) for side in _sides(policy)}).save(root)
 
 
-def kept_features(policy: Policy, root: Path) -> RunFeatures:
+def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
     """The fitted features that a policy reads, and its behaviors, from its run ``root``.
 
     Raises:
         RecpoError: a file is missing or damaged.
     """
     if not _reads(policy):
-        return RunFeatures({}, ())
+        return PolicyFeatures()
+    schema, behaviors = _kept_schema(root)
+    read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
+    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=REMEDY)
+
+
+def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
+    """Features and behaviors of the data that the run ``root`` was trained on."""
     content = read_json(root / FEATURE_SCHEMA, REMEDY)
     schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    fitted: dict[Side, FittedFeatures] = {}
-    for side in _sides(policy):
-        files = {name: root / vocabulary_file(side, name) for name in schema.coded(side)}
-        fitted[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
-    behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
-    return RunFeatures(fitted, behaviors)
-
-
-def _vocabulary(file: Path) -> pa.Array:
-    try:
-        return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
-    except (OSError, pa.ArrowException) as error:
-        raise RecpoError(f"{file} cannot be read ({error}); {REMEDY}", code="damaged", field=file.name) from error
+    return schema, tuple(content.get("behaviors", ()))
 
 
 def _sides(policy: Policy) -> list[Side]:
@@ -491,17 +469,14 @@ def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str
     """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
     if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
         return []
-    content = read_json(root / FEATURE_SCHEMA, REMEDY)
-    kept, now = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA)), data.feature_schema
-    sides: list[Side] = ["item"] if policy.reads_item_features else []
-    found = []
-    for side in [*sides, *_sides(policy)]:
-        files = {name: root / vocabulary_file(side, name) for name in kept.coded(side)}
-        same = kept.of(side) == now.of(side) and all(
-            _vocabulary(file).equals(data.vocabulary(side, name)) for name, file in files.items() if file.is_file()
+    kept, found = kept_features(policy, root), []
+    for side in _sides(policy):
+        before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+        same = before.features == now.features and all(
+            vocabulary.values.equals(now.vocabularies[name].values) for name, vocabulary in before.vocabularies.items()
         )
         found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
-    if policy.reads_behaviors and tuple(content.get("behaviors", ())) != data.behaviors:
+    if policy.reads_behaviors and kept.behaviors != data.behaviors:
         found.append("behaviors")
     return found
 
@@ -523,9 +498,8 @@ def hand_over_kept(policy: Policy, root: Path) -> None:
     """
     if not _reads(policy):
         return
-    content = read_json(root / FEATURE_SCHEMA, REMEDY)
-    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    policy.set_schema(schema, tuple(content.get("behaviors", ())))
+    schema, behaviors = _kept_schema(root)
+    policy.set_schema(schema, behaviors)
     if policy.reads_item_features:
         try:
             table = pq.read_table(root / ITEM_FEATURES)
