@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.serving.encoded_histories import EncodedHistories, program_inputs
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
@@ -74,20 +75,17 @@ class IndexOptions:
     """
 
     recall: float = 0.99
-    lists: int | None = None
-    oversampling: int = 4
+    lists: PositiveInt | None = None
+    oversampling: PositiveInt = 4
 
     def __post_init__(self) -> None:
+        validate_ranges(self)
         if not 0 < self.recall <= 1:
             raise RecpoError(
                 f"index: recall is {self.recall}, expected a share above 0 and at most 1",
                 code="out_of_range",
                 field="recall",
             )
-        for name in ("lists", "oversampling"):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise RecpoError(f"index: {name} is {value}, expected at least 1", code="out_of_range", field=name)
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ class IndexRuntime(Runtime):
     """
 
     def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
-        self.num_items, self.max_history, self.k = manifest.num_items, manifest.max_history, manifest.k
+        super().__init__(manifest)
         self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
         self.index = ItemIndex.load(root, manifest)
         self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=False)
