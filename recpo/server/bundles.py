@@ -32,12 +32,12 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
-from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import ITEM_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM
+from recpo.serving.recommending import ATTRIBUTES
 from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"

@@ -37,12 +37,20 @@ from recpo.base.features import Category, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
-from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest
-from recpo.serving.recommending import Moment, milliseconds, recommend_lists, score_candidates, validate_k
+from recpo.serving.recommending import (
+    ItemFilters,
+    Moment,
+    Wanted,
+    filtered,
+    milliseconds,
+    recommend_lists,
+    score_candidates,
+    validate_k,
+)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
 
 

@@ -35,17 +35,22 @@ from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_search import Precision, validate_precision
-from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
-from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
-from recpo.serving.recommending import validate_k
+from recpo.serving.program import (
+    CatalogSearch,
+    ServingProgram,
+    random_inputs,
+    ranker_of,
+    verify_rounded,
+    verify_runtime,
+)
+from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
 from recpo.serving.runtimes import OUTPUTS
 from recpo.serving.saved_policy import describe_policy, save_item_encoders, save_policy
-from recpo.serving.verification import random_inputs, verify_rounded, verify_runtime
 
 if TYPE_CHECKING:
     from recpo.serving.manifest import BundleManifest

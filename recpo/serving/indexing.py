@@ -17,8 +17,7 @@ from recpo.serving.bundle import TOLERANCE
 from recpo.serving.encoded_histories import EncodedHistories, ProgramReads, program_inputs
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
-from recpo.serving.program import has_item_matrix, histories_of, item_matrix
-from recpo.serving.verification import overlap, random_inputs
+from recpo.serving.program import has_item_matrix, histories_of, item_matrix, overlap, random_inputs
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured
 _SHORT: Final = 10

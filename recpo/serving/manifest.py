@@ -67,13 +67,13 @@ class BundleManifest(Artifact):
         versions: versions of recpo and torch at the time of export.
         files: SHA-256 of every other file, by its name in the bundle.
         item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.
-        agreement: agreement of its lists with the policy's, if it rounds them (``recpo.serving.verification``).
+        agreement: agreement of its lists with the policy's, if it rounds them (``recpo.serving.program``).
         index: measurements of the approximate index (``recpo.serving.indexing``); None = the complete catalog is
             scored.
         features: fitted features of the sides that the bundle reads: of items, for vectors of new ones (``recpo export
             --refresh``); of users and requests, for the program.
         behaviors: names of the behaviors that the program reads, in the order of their bits.
-        mask: the program takes a mask of the items that may be listed (``recpo.serving.attributes``).
+        mask: the program takes a mask of the items that may be listed (``recpo.serving.recommending``).
         repeats: items of the history may be listed again; only the items that a request excludes are left out.
     """
 

@@ -22,13 +22,12 @@ from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
-from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
 from recpo.serving.export import refreshed_card
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
-from recpo.serving.recommending import milliseconds
+from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
 
 _TABLE: Final = "items"
 

@@ -53,8 +53,8 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
-from recpo.training.curves import advice
 from recpo.training.options import PolicyFactory
+from recpo.training.trainer import advice
 
 FORMAT_VERSION = 5
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
@@ -191,7 +191,7 @@ class Run(Artifact):
 
     @property
     def advice(self) -> list[str]:
-        """What went wrong in the training, as sentences that name the option to change (``recpo.training.curves``)."""
+        """What went wrong in the training, as sentences that name the option to change (``recpo.training.trainer``)."""
         on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
         return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
 

@@ -19,8 +19,8 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.indexing import validate_indexable
 from recpo.serving.item_index import IndexOptions, ItemIndex
+from recpo.serving.program import overlap, random_inputs
 from recpo.serving.runtimes import PolicyRuntime
-from recpo.serving.verification import overlap, random_inputs
 from tests.refusals import refused
 
 faiss = pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")
