@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.serving.encoded_histories import EncodedHistories, program_inputs
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest
@@ -80,12 +80,7 @@ class IndexOptions:
 
     def __post_init__(self) -> None:
         validate_ranges(self)
-        if not 0 < self.recall <= 1:
-            raise RecpoError(
-                f"index: recall is {self.recall}, expected a share above 0 and at most 1",
-                code="out_of_range",
-                field="recall",
-            )
+        validate_range(0 < self.recall <= 1, "recall", "a share above 0", self.recall)
 
 
 @dataclass(frozen=True)

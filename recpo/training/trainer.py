@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 LINE_SECONDS = 30.0
 LINE_COLUMNS = 80
@@ -203,26 +203,15 @@ class TrainerOptions:
 
         Lightning itself accepts such options, and would end at once with nothing learned.
         """
-        for name, least in (("max_epochs", 1), ("max_steps", 1), ("accumulate_grad_batches", 1)):
+        for name in ("max_epochs", "max_steps", "accumulate_grad_batches"):
             value = self._options.get(name)
-            if value is not None and value != -1 and value < least:
-                raise RecpoError(
-                    f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}",
-                    code="out_of_range",
-                    field=f"trainer.{name}",
-                )
-        if not (self._options.get("gradient_clip_val") or 0) >= 0:
-            raise RecpoError(
-                f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}",
-                code="out_of_range",
-                field="trainer.gradient_clip_val",
-            )
+            fits = value in (None, -1) or value >= 1
+            validate_range(fits, f"trainer.{name}", "at least 1, or -1 for no limit", value)
+        clip = self._options.get("gradient_clip_val")
+        validate_range((clip or 0) >= 0, "trainer.gradient_clip_val", "at least 0", clip)
         for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
             value = self._options.get(name)
-            if isinstance(value, int | float) and not value > 0:
-                raise RecpoError(
-                    f"trainer.{name} must be above 0, got {value}", code="out_of_range", field=f"trainer.{name}"
-                )
+            validate_range(not isinstance(value, int | float) or value > 0, f"trainer.{name}", "above 0", value)
 
     @property
     def shards_tables(self) -> bool:
