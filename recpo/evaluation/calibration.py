@@ -8,7 +8,7 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from scipy.stats import rankdata
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import auc
-
-if TYPE_CHECKING:
-    pass
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -285,10 +282,13 @@ class Exposures(NamedTuple):
     user: IntArray
     is_random: BoolArray
 
-    def only(self, which: BoolArray) -> Exposures:
-        """Selects the exposures ``which [N]``."""
-        columns: tuple[Any, ...] = self
-        return Exposures(*(column[which] for column in columns))
+
+_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
+
+
+def selected(columns: _Columns, which: BoolArray) -> _Columns:
+    """The exposures ``which [N]`` of a named tuple of columns."""
+    return type(columns)(*(column[which] for column in columns))
 
 
 def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         resamples: number of bootstrap resamples of users.
         seed: seed of the bootstrap.
     """
-    test = test.only(test.known[:, k])
+    test = selected(test, test.known[:, k])
     score, happened = test.score[:, k], test.target[:, k] > 0.5
     before = assess(Platt(1.0, 0.0).probability(score), happened, test.user, resamples=resamples, seed=seed)
     after = assess(fitted.probability(score), happened, test.user, resamples=resamples, seed=seed)
@@ -317,7 +317,7 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
 
 def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
     """Like ``assess_target``, for a target k that is a grade: error and rank correlation after calibration."""
-    test = test.only(test.known[:, k])
+    test = selected(test, test.known[:, k])
     score, grade = test.score[:, k], test.target[:, k]
     before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
     after = assess_grades(fitted.probability(score), grade, test.user, resamples=resamples, seed=seed)
@@ -373,7 +373,7 @@ def calibrate_targets(
         found[name] = {
             "calibration": fitted._asdict(),
             "test": {
-                group: report(test.only(shown), column, fitted, resamples=resamples, seed=seed)
+                group: report(selected(test, shown), column, fitted, resamples=resamples, seed=seed)
                 for group, shown in groups(test.is_random)
                 if (test.known[:, column] & shown).any()
             },

@@ -27,6 +27,7 @@ from recpo.evaluation.calibration import (
     fit_line,
     groups,
     numbers,
+    selected,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
@@ -59,11 +60,6 @@ class RatedExposures(NamedTuple):
     dislike_score: FloatArray
     user: IntArray
     is_random: BoolArray
-
-    def only(self, which: BoolArray) -> RatedExposures:
-        """Selects the exposures ``which [N]``."""
-        columns: tuple[Any, ...] = self
-        return RatedExposures(*(column[which] for column in columns))
 
 
 class ComparedReward(NamedTuple):
@@ -186,7 +182,7 @@ class RewardComparison:
             valid = _rated(name, "valid", self.exposures("valid", compared.columns))
             test, lists, logging = self._test(name, compared)
             scale, shift = fit_line(valid.reward, valid.grade)
-            shown = {group: test.only(which) for group, which in groups(test.is_random) if which.any()}
+            shown = {group: selected(test, which) for group, which in groups(test.is_random) if which.any()}
             caution = alike(
                 name, k=self.k, items=self._num_candidates, **{of: lists[of] for of in ("users", "coverage", "overlap")}
             )
@@ -273,7 +269,7 @@ def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:
             code="empty",
             field=name,
         )
-    return rated.only(known)
+    return selected(rated, known)
 
 
 def greedy_lists(

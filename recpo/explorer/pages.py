@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Figure, ends_of, interval_figure
+from recpo.evaluation.html_report.parts import Figure, ends_of, environment, interval_figure
 from recpo.explorer.people_and_items import Catalog, Event, Item, People
 from recpo.explorer.survey import (
     ORDERS,
@@ -408,10 +408,7 @@ def _trie(codes: SemanticCodes, index: int) -> list[tuple[list[int], int, list[i
 
 
 def _environment() -> Environment:
-    templates = [PackageLoader("recpo.explorer", "templates"), PackageLoader("recpo.evaluation", "html_report")]
-    made = Environment(
-        loader=ChoiceLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    made = environment(("recpo.explorer", "templates"))
     made.filters |= {"number": _number, "percent": _percent, "moment": _moment, "seconds": _seconds, "signed": _signed}
     return made
 
