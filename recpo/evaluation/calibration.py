@@ -7,7 +7,7 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.estimates import as_json, estimate
 from recpo.evaluation.measures import auc
 
 FloatArray = NDArray[np.float64]
@@ -312,7 +312,7 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         "calibration_error_uncalibrated": before["calibration_error"],
     }
     counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
-    return {**counts, **numbers(intervals)}
+    return {**counts, **as_json(intervals)}
 
 
 def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
@@ -322,15 +322,7 @@ def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: in
     before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
     after = assess_grades(fitted.probability(score), grade, test.user, resamples=resamples, seed=seed)
     counts = {"exposures": len(score), "users": len(np.unique(test.user))}
-    return {**counts, **numbers({**after, "rmse_uncalibrated": before["rmse"]})}
-
-
-def numbers(intervals: Mapping[str, BootstrapEstimate]) -> dict[str, dict[str, float | None]]:
-    """As JSON values; null if there are too few events."""
-    return {
-        name: {end: None if np.isnan(number) else float(number) for end, number in interval._asdict().items()}
-        for name, interval in intervals.items()
-    }
+    return {**counts, **as_json({**after, "rmse_uncalibrated": before["rmse"]})}
 
 
 def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> BootstrapEstimate:

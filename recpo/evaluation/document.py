@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, bootstrap_interval, holm, p_value
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, bootstrap_interval, holm, p_value
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult, influence, standard_error
 from recpo.evaluation.reading import TRUE_REWARD, Document, cautions
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
@@ -306,7 +306,7 @@ def with_holm(differences: Sequence[Document]) -> list[Document]:
             families[entry["target"], entry["estimator"]].append((entry, p))
     for family in families.values():
         for (entry, p), adjusted in zip(family, holm([p for _, p in family]), strict=True):
-            entry["p_value"], entry["p_holm"] = _defined(p), _defined(adjusted)
+            entry["p_value"], entry["p_holm"] = as_json(p), as_json(adjusted)
             entry["survives_holm"] = adjusted <= LEVEL
     return marked
 
@@ -317,13 +317,13 @@ def _as_entry(contender: ContenderResult, resamples: int) -> Document:
     if resamples and metrics:  # the logging policy has none
         ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
         for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
-            value |= {"low": _defined(low), "high": _defined(high)}
+            value |= {"low": as_json(low), "high": as_json(high)}
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
         "metrics": metrics,
-        "totals": {metric: _defined(value) for metric, value in result.totals.items()},
+        "totals": as_json(result.totals),
         "segments": {
             segment: {
                 bin_name: {metric: value.as_json() for metric, value in metrics.items()}
@@ -387,10 +387,6 @@ def _data_facts(data: Prepared) -> Document:
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
         "prepared by recpo": manifest["recpo_version"],
     }
-
-
-def _defined(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _number(value: float | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for documents: null if not defined."""
-        return {name: None if math.isnan(part) else part for name, part in self._asdict().items()}
+        return as_json(self)  # type: ignore[no-any-return]
 
 
 class Interval(NamedTuple):
@@ -45,6 +45,17 @@ class Interval(NamedTuple):
     def excludes_zero(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
+
+
+def as_json(value: Any) -> Any:
+    """Numbers, mappings, tuples and named tuples (as mappings) of them as JSON values: nan becomes null."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {name: as_json(part) for name, part in value.items()}
+    if hasattr(value, "_asdict"):
+        return as_json(value._asdict())
+    return list(value) if isinstance(value, tuple) else value
 
 
 def estimate(values: Tensor) -> Estimate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,11 @@ from recpo.evaluation.calibration import (
     assess_grades,
     fit_line,
     groups,
-    numbers,
     selected,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.estimates import as_json, estimate
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
@@ -226,9 +224,8 @@ class RewardComparison:
             )
             logging["true_reward"] = _mean(known["logging"])
         totals = {total: result.totals[f"{total}@{self.k}"] for total in ("coverage", "overlap")}
-        shares = {total: None if math.isnan(share) else share for total, share in totals.items()}
-        found = {**numbers(lists), "users": result.counts["users"], **shares}
-        return _rated(name, "test", exposures.arrays()), found, numbers(logging)
+        found = {**as_json(lists), "users": result.counts["users"], **as_json(totals)}
+        return _rated(name, "test", exposures.arrays()), found, as_json(logging)
 
     def _batches(self, split: HeldOut, options: PassOptions) -> Iterator[EvaluationBatch]:
         """Held-out users with the longest history in the data. Models take the part that they read."""
@@ -241,7 +238,7 @@ class RewardComparison:
         intervals = assess_grades(scale * test.reward + shift, test.grade, test.user, **options)
         if not np.isnan(test.dislike_score).any():
             intervals["dislike_auc"] = assess(test.dislike_score, test.dislike, test.user, **options)["auc"]
-        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **numbers(intervals)}
+        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **as_json(intervals)}
 
     @property
     def _num_candidates(self) -> int:

@@ -20,7 +20,7 @@ from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Figure, ends_of, environment, interval_figure
-from recpo.explorer.people_and_items import Catalog, Event, Item, People
+from recpo.explorer.people_and_items import Catalog, Event, Item, People, known
 from recpo.explorer.survey import (
     ORDERS,
     Listed,
@@ -325,9 +325,9 @@ class Pages:
             if row is None:
                 rows.append(UserRow(user, ids[user], -1, None, None, []))
                 continue
-            own = [[_known(column[row]) for column in columns] for columns in values.values()]
+            own = [[known(column[row]) for column in columns] for columns in values.values()]
             history = int(self.survey.histories[row])
-            rows.append(UserRow(user, ids[user], history, float(overlap[row]), _known(change[row]), own))
+            rows.append(UserRow(user, ids[user], history, float(overlap[row]), known(change[row]), own))
         return rows
 
     def _worth_a_look(self, count: int) -> list[int]:
@@ -434,7 +434,3 @@ def _seconds(value: float | None) -> str:
         return _NOTHING
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes else f"{value:.0f} s"
-
-
-def _known(value: Any) -> float | None:
-    return None if np.isnan(value) else float(value)

@@ -406,7 +406,7 @@ class People:
         return [self._event(events, raw, place) for place in places]
 
     def _event(self, events: Events, raw: dict[str, np.ndarray], place: int) -> Event:
-        label = _known(events.label[place])
+        label = known(events.label[place])
         kind = "unknown" if label is None else "neutral"
         for name, holds in (("skipped", events.skipped), ("positive", events.positive), ("disliked", events.dislike)):
             kind = name if holds[place] else kind
@@ -416,10 +416,10 @@ class People:
             int(events.timestamp[place]),
             kind,
             label,
-            _known(raw[LogColumns.WATCH_TIME][place]),
-            _known(raw[LogColumns.DURATION][place]),
+            known(raw[LogColumns.WATCH_TIME][place]),
+            known(raw[LogColumns.DURATION][place]),
             tuple(name for bit, name in enumerate(self.data.behaviors) if bits >> bit & 1),
-            _known(events.propensity[place]),
+            known(events.propensity[place]),
             bool(events.is_random is not None and events.is_random[place]),
         )
 
@@ -456,6 +456,7 @@ class People:
         return cursor.execute(query, [str(self.data.root / "users.parquet"), value]).fetchall()
 
 
-def _known(value: Any) -> float | None:
+def known(value: Any) -> float | None:
+    """A number; None for nan."""
     number = float(value)
     return None if np.isnan(number) else number

@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from recpo.artifacts import (
     MARKER,
     describe_os_error,
-    is_inside,
     kind_of,
     marker,
     output_file,
     read_json,
     read_yaml,
     sha256,
+    verify,
     write_json,
 )
 from recpo.artifacts.artifact import Artifact
@@ -146,26 +146,7 @@ class Run(Artifact):
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        wrong = []
-        for name in files:
-            file = self.root / name
-            if not is_inside(name):
-                raise RecpoError(
-                    f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}",
-                    code="untrusted",
-                    field=name,
-                )
-            if not file.is_file():
-                wrong.append(f"{name} (missing)")
-            elif sha256(file) != self.facts.files[name]:
-                wrong.append(f"{name} (changed)")
-        if wrong:
-            raise RecpoError(
-                f"{self.root} is not as it was written: {', '.join(sorted(wrong))}; copy the whole run again, or train "
-                "it again",
-                code="damaged",
-                field=min(wrong).partition(" ")[0],
-            )
+        verify(self.root, {name: self.facts.files[name] for name in files}, REMEDY)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
