@@ -433,11 +433,6 @@ def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Ten
     return Recommender(recommend, name=name, score=None if score is None else scored)
 
 
-def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
-    """Scores ``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
-    return scores.gather(1, (batch.slates.item_ids - 1).clamp_min(0))
-
-
 def factors_recommender(factors: Factors, name: str) -> Recommender:
     """The items with the highest predicted grade, or lower bound of it, for users folded in from their history."""
 

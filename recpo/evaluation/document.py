@@ -49,10 +49,8 @@ def evaluation_document(
     *,
     data: Prepared,
     runs: Document,
-    training: Mapping[str, Any],
     setting: Document,
-    candidates: Document | None = None,
-    new_items: Document | None = None,
+    parts: Document,
     warnings: Sequence[str] = (),
     bootstrap_resamples: int = 0,
 ) -> Document:
@@ -79,10 +77,8 @@ def evaluation_document(
         values: off-policy results by contender.
         data: the prepared directory.
         runs: origin of the runs and bundles; those with equal ``weights_sha256`` are the same policy.
-        training: training curves of the runs.
         setting: the options that every number depends on.
-        candidates: which items could be listed.
-        new_items: which candidates are new.
+        parts: ``training``, ``candidates`` and ``new_items``.
         warnings: further warnings to read before the numbers.
         bootstrap_resamples: see ``metrics_document``.
     """
@@ -107,10 +103,8 @@ def evaluation_document(
             "threshold": data.feedback.rule.positive_threshold,
             "periods": {period: label_summary(data, period) for period in periods},
         },
-        "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},
-        "candidates": candidates,
-        "new_items": new_items or {"items": 0, "remark": None},
+        **parts,
     }
     document["warnings"] = [*cautions(document), *warnings]
     return document
@@ -350,27 +344,15 @@ def _same_weights(runs: Document) -> list[list[str]]:
 
 
 def _off_policy_differences(difference: Document, values: Mapping[str, OffPolicyResult]) -> list[Document]:
+    """Contender - against; the logging policy is the last contender, so it is never what another is against."""
     one, other = difference["contender"], difference["against"]
-    if LOGGING_POLICY in (one, other):
-        name = other if one == LOGGING_POLICY else one
-        found = [] if name not in values else [d.as_json() for d in values[name].over_logging_policy()]
-        found = [_negated(entry) for entry in found] if one == LOGGING_POLICY else found
+    if one == LOGGING_POLICY and other in values:
+        found = [(-gain).as_json() for gain in values[other].over_logging_policy()]
     elif one in values and other in values:
-        found = [d.as_json() for d in values[one].differences(values[other])]
+        found = [gain.as_json() for gain in values[one].differences(values[other])]
     else:
         found = []
     return sorted(found, key=lambda entry: (entry["target"], entry["estimator"]))
-
-
-def _negated(entry: Document) -> Document:
-    intervals = {
-        kind: {"low": _minus(ends["high"]), "high": _minus(ends["low"])} for kind, ends in entry["intervals"].items()
-    }
-    return {**entry, "value": _minus(entry["value"]), "intervals": intervals}
-
-
-def _minus(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else -value
 
 
 def _data_facts(data: Prepared) -> Document:

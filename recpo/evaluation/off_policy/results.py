@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -332,6 +332,11 @@ class OffPolicyDifference:
     intervals: dict[IntervalKind, Interval]
     standard_error: float
     users: int
+
+    def __neg__(self) -> OffPolicyDifference:
+        """The difference in the other direction."""
+        ends = {kind: Interval(-one.high, -one.low) for kind, one in self.intervals.items()}
+        return replace(self, value=-self.value, intervals=ends)
 
     def as_json(self) -> dict[str, Any]:
         """The entry in ``metrics.json``; undefined values are null."""
