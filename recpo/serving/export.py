@@ -37,14 +37,17 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_search import Precision, validate_precision
 from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
-from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
+    StateProgram,
+    build_index,
     random_inputs,
     ranker_of,
+    validate_indexable,
+    verify_index,
     verify_rounded,
     verify_runtime,
 )

@@ -68,7 +68,7 @@ class BundleManifest(Artifact):
         files: SHA-256 of every other file, by its name in the bundle.
         item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.
         agreement: agreement of its lists with the policy's, if it rounds them (``recpo.serving.program``).
-        index: measurements of the approximate index (``recpo.serving.indexing``); None = the complete catalog is
+        index: measurements of the approximate index (``recpo.serving.program``); None = the complete catalog is
             scored.
         features: fitted features of the sides that the bundle reads: of items, for vectors of new ones (``recpo export
             --refresh``); of users and requests, for the program.

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -274,15 +274,6 @@ class Run(Artifact):
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
-
-
-def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys in which two configurations differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted({*before, *after}):
-            yield from differences(before.get(name), after.get(name), f"{prefix}{name}.")
-    elif before != after:
-        yield prefix.rstrip(".").replace("init_args.", "")
 
 
 def write_start(
