@@ -89,6 +89,12 @@ def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]))
 
 
+def by_place(items: Tensor) -> Recommendations:
+    """Lists ``[B, k]``, padded with 0, whose scores are minus the places."""
+    places = torch.arange(1, items.shape[1] + 1, device=items.device).float()
+    return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+
+
 def decayed_counts(
     item_index: np.ndarray, timestamp: np.ndarray, *, num_items: int, end: int, half_life: float
 ) -> np.ndarray:

@@ -37,6 +37,7 @@ from recpo.evaluation.baselines import (
     Popularity,
     Recipe,
     UniformlyRandom,
+    by_place,
     factors_recommender,
     first_allowed,
     item_scores,
@@ -475,8 +476,7 @@ class _Answers:
         self._excluded += 0 if exclude is None else int(is_member(listed, exclude).sum())
         for wanted in self._ks:
             self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
-        places = torch.arange(1, k + 1, device=items.device).float()
-        return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+        return by_place(items)
 
     def _rows(self, users: np.ndarray) -> Tensor:
         """The complete lists ``[B, L]`` int64, padded with 0."""

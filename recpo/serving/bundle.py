@@ -316,7 +316,7 @@ def check_golden(bundle: Bundle) -> int:
         for number, request in enumerate(requests):
             expected = [(item, float(score)) for item, score in request["answer"]]
             found = _answer(bundle, request, request["k"])
-            _compare(expected, found, f"{path}: request {number}")
+            compare_lists(expected, found, f"{path}: request {number}", f": {_REMEDY}")
     except (KeyError, TypeError, ValueError) as error:
         raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
     return len(requests)
@@ -388,12 +388,22 @@ def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> di
     }
 
 
-def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, float]], where: str) -> None:
+def compare_lists(
+    expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, float]], where: str, remedy: str = ""
+) -> None:
+    """Raises ``RecpoError`` if two lists of items and scores differ, by more than items that swap places within 1e-4.
+
+    Args:
+        expected: the list as it should be, best first.
+        found: the list to check.
+        where: the beginning of the message.
+        remedy: its end.
+    """
     gaps = [abs(mine - theirs) for (_, mine), (_, theirs) in zip(found, expected, strict=False)]
     if len(found) != len(expected) or any(not gap <= TOLERANCE for gap in gaps):
         raise RecpoError(
-            f"{where}: {len(found)} items whose scores differ by up to {max(gaps, default=0.0):.2g} from those of the "
-            f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}",
+            f"{where}: {len(found)} items whose scores are nan or differ by up to {max(gaps, default=0.0):.2g} from "
+            f"the expected ones ({len(expected)} items, {TOLERANCE:g} is allowed){remedy}",
             code="mismatch",
             field="scores",
         )
@@ -406,7 +416,5 @@ def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, f
     ]
     if moved:
         raise RecpoError(
-            f"{where}: other items than at the export, {moved[0]!r} among them: {_REMEDY}",
-            code="mismatch",
-            field="items",
+            f"{where}: other items than expected, {moved[0]!r} among them{remedy}", code="mismatch", field="items"
         )

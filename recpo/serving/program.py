@@ -31,7 +31,7 @@ from recpo.policies.catalog_search import (
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.bundle import TOLERANCE
+from recpo.serving.bundle import TOLERANCE, compare_lists
 from recpo.serving.encoded_histories import (
     ALLOWED,
     EXCLUDE,
@@ -221,23 +221,15 @@ def verify_runtime(
     reference = reference or PolicyRuntime(policy, reads=runtime.reads)
     for users in _CHECKED_USERS:
         inputs = random_inputs(policy, users, generator, runtime.reads)
-        expected_items, expected_scores = map(torch.from_numpy, reference.recommend(inputs, k))
-        top_items, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
-        gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, if the list is short
-        if scores.isnan().any() or gap.max() > TOLERANCE:
-            raise RecpoError(
-                f"the exported program's scores are nan or differ from the policy's, by {gap.max().item():.2g}",
-                code="mismatch",
-                field="scores",
-            )
-        moved = top_items != expected_items
-        own = _score_of(top_items, expected_items, expected_scores)
-        if bool((moved & ((own - scores).abs() > TOLERANCE)).any()):
-            raise RecpoError(
-                f"the exported program recommends other items than the policy ({int(moved.sum())} places)",
-                code="mismatch",
-                field="items",
-            )
+        expected, found = (_listed(*one.recommend(inputs, k)) for one in (reference, runtime))
+        for row, (wanted, listed) in enumerate(zip(expected, found, strict=True)):
+            compare_lists(wanted, listed, f"the exported program differs from the policy, history {row}")
+
+
+def _listed(items: np.ndarray, scores: np.ndarray) -> list[list[tuple[int, float]]]:
+    """Items and scores of every list, without empty places."""
+    rows = zip(items.tolist(), scores.tolist(), strict=True)
+    return [[(item, score) for item, score in zip(*row, strict=True) if item] for row in rows]
 
 
 def verify_rounded(
@@ -359,12 +351,6 @@ def _agreement(
         "mean_difference": float(gaps.mean()) if len(gaps) else float("inf"),
         "largest_difference": float(gaps.max()) if len(gaps) else float("inf"),
     }
-
-
-def _score_of(item_ids: Tensor, listed: Tensor, scores: Tensor) -> Tensor:
-    """The score of ``item_ids [B, k]`` in the list that ranks ``listed [B, k]``, or the score of its last place."""
-    same = item_ids[:, :, None] == listed[:, None, :]
-    return torch.where(same.any(2), scores.gather(1, same.int().argmax(2)), scores[:, -1:])
 
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured

@@ -225,9 +225,7 @@ class Run(Artifact):
         Raises:
             RecpoError: there is none, or it has changed.
         """
-        path = checkpoint_path(self.root, name)
-        inside = f"{CHECKPOINTS}/{name}.ckpt"
-        files = [file for file in self.facts.files if file == inside or file.startswith(inside + "/")]
+        path, files = checkpoint_path(self.root, name), self.checkpoint_files(name)
         if not files:
             raise RecpoError(
                 f"{path} is missing: the run kept no such checkpoint", code="missing_file", field=path.name
@@ -235,9 +233,14 @@ class Run(Artifact):
         self.verify(files)
         return path
 
+    def checkpoint_files(self, name: str) -> dict[str, str]:
+        """The SHA-256 of a checkpoint: of one file, or of those in the directory of a sharded run."""
+        inside = f"{CHECKPOINTS}/{name}.ckpt"
+        return {file: one for file, one in self.facts.files.items() if file == inside or file.startswith(inside + "/")}
+
     def weights_checksum(self, checkpoint: str = "best") -> str | None:
         """SHA-256 of a checkpoint; None if it is the directory of a sharded run."""
-        return self.facts.files.get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
+        return self.checkpoint_files(checkpoint).get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
