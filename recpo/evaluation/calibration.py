@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
+from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import as_json, estimate
@@ -151,6 +152,12 @@ class BootstrapEstimate(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of_mean(cls, values: Tensor) -> BootstrapEstimate:
+        """The mean of the values that are not nan, with its normal interval."""
+        mean, half_width, _ = estimate(values.double())
+        return cls(mean, mean - half_width, mean + half_width)
+
 
 def assess(
     probability: FloatArray, happened: BoolArray, user: IntArray, *, resamples: int = 200, seed: int = 0
@@ -228,12 +235,11 @@ def assess_grades(
         _correlation(_moments(rankdata(predicted[events]), rankdata(grade[events])))
         for events in np.split(np.argsort(rows, kind="stable"), np.cumsum(np.bincount(rows))[:-1])
     ]
-    mean, half_width, _ = estimate(torch.tensor(np.array(within), dtype=torch.float64))
     everybody = sums.sum(0)
     return {
         "rmse": _interval(float(error(everybody)), error(drawn).tolist()),
         "rank_correlation": _interval(float(_correlation(everybody)), _correlation(drawn).tolist()),
-        "rank_correlation_per_user": BootstrapEstimate(mean, mean - half_width, mean + half_width),
+        "rank_correlation_per_user": BootstrapEstimate.of_mean(torch.tensor(np.array(within))),
     }
 
 
@@ -336,8 +342,7 @@ def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> Bo
     score[row, place] = torch.from_numpy(scores[order])
     positive[row, place] = torch.from_numpy(happened[order])
     negative[row, place] = torch.from_numpy(~happened[order])
-    mean, half_width, _ = estimate(auc(score, positive, negative))
-    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
+    return BootstrapEstimate.of_mean(auc(score, positive, negative))
 
 
 def calibrate_targets(

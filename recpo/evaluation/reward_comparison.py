@@ -29,7 +29,7 @@ from recpo.evaluation.calibration import (
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.estimates import as_json, estimate
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
@@ -220,9 +220,9 @@ class RewardComparison:
         if self.truth is not None:
             known = result.per_user | {"logging": next(iter(self.truth.of_logging_policy(result.user_ids).values()))}
             lists["true_reward"], lists["true_dislike"] = (
-                _mean(known[f"true_{part}@{self.k}"]) for part in ("reward", "dislike")
+                BootstrapEstimate.of_mean(known[f"true_{part}@{self.k}"]) for part in ("reward", "dislike")
             )
-            logging["true_reward"] = _mean(known["logging"])
+            logging["true_reward"] = BootstrapEstimate.of_mean(known["logging"])
         totals = {total: result.totals[f"{total}@{self.k}"] for total in ("coverage", "overlap")}
         found = {**as_json(lists), "users": result.counts["users"], **as_json(totals)}
         return _rated(name, "test", exposures.arrays()), found, as_json(logging)
@@ -301,11 +301,6 @@ def greedy_lists(
 def _interval_of(found: OffPolicyEstimate) -> BootstrapEstimate:
     interval = found.intervals["normal"]
     return BootstrapEstimate(found.value, interval.low, interval.high)
-
-
-def _mean(values: Tensor) -> BootstrapEstimate:
-    mean, half_width, _ = estimate(values.double())
-    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
 
 
 @dataclass(frozen=True)
