@@ -79,10 +79,10 @@ class Interrupted(KeyboardInterrupt):
 
 def validate_seed(seed: int, name: str = "seed") -> None:
     """Raises ``RecpoError`` if the option ``name`` is not a seed from 0 to ``MAX_SEED``."""
-    validate_range(0 <= seed <= MAX_SEED, name, f"between 0 and {MAX_SEED}", seed)
+    validate_range(0 <= seed <= MAX_SEED, name, f"must be between 0 and {MAX_SEED}", seed)
 
 
-def validate_range(fits: bool, name: str, expected: str, value: object) -> None:
-    """Raises ``RecpoError`` unless the option ``name`` fits its range, which ``expected`` describes."""
+def validate_range(fits: bool, name: str, rule: str, value: object) -> None:
+    """Raises ``RecpoError`` unless the option ``name`` fits its range; ``rule`` says it, such as "must be above 0"."""
     if not fits:
-        raise RecpoError(f"{name} must be {expected}, got {value}", code="out_of_range", field=name)
+        raise RecpoError(f"{name} {rule}, got {value}", code="out_of_range", field=name)

@@ -45,7 +45,7 @@ class EmpiricalBernstein:
 
     def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05, largest_bet: float = 0.5) -> None:
         for name, value in (("alpha", alpha), ("largest_bet", largest_bet)):
-            validate_range(0 < value < 1, name, "between 0 and 1", value)
+            validate_range(0 < value < 1, name, "must be between 0 and 1", value)
         self._log, self._largest = math.log(2 / alpha), largest_bet
         self.count = 0
         self._sum, self._squares = np.full(shape, 0.5), np.full(shape, 0.25)
@@ -167,8 +167,8 @@ def anytime_half_width(
             interval there, for alpha = 0.05.
         first: before this t the half-width is infinite, because the normal approximation is not used there.
     """
-    validate_range(0 < alpha < 1, "alpha", "between 0 and 1", alpha)
-    validate_range(tightest >= 1, "tightest", "at least 1", tightest)
+    validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
+    validate_range(tightest >= 1, "tightest", "must be at least 1", tightest)
     t, twice = np.maximum(np.asarray(count, np.float64), 1.0), -2 * math.log(alpha)
     scaled = t * (twice + math.log(twice) + 1) / tightest
     factor = np.sqrt((1 + 1 / scaled) * (np.log1p(scaled) + twice))

@@ -80,7 +80,7 @@ class IndexOptions:
 
     def __post_init__(self) -> None:
         validate_ranges(self)
-        validate_range(0 < self.recall <= 1, "recall", "a share above 0", self.recall)
+        validate_range(0 < self.recall <= 1, "recall", "must be a share above 0 and at most 1", self.recall)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class LinearDecay(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, final: float = 0.0, warmup: float = 0.0) -> None:
-        validate_range(0.0 <= final <= 1.0, "final", "a share", final)
-        validate_range(0.0 <= warmup < 1.0, "warmup", "a share below 1", warmup)
+        validate_range(0.0 <= final <= 1.0, "final", "of LinearDecay is a share", final)
+        validate_range(0.0 <= warmup < 1.0, "warmup", "of LinearDecay is a share below 1", warmup)
         self.final, self.warmup = final, warmup
         self._length = 1
         super().__init__(optimizer)

@@ -58,8 +58,8 @@ class CriticOptions:
     target_rate: float = 0.05
 
     def __post_init__(self) -> None:
-        validate_range(0.0 <= self.gamma < 1.0, "critic.gamma", "in [0, 1)", self.gamma)
-        validate_range(0.0 < self.target_rate <= 1.0, "critic.target_rate", "in (0, 1]", self.target_rate)
+        validate_range(0.0 <= self.gamma < 1.0, "critic.gamma", "must lie in [0, 1)", self.gamma)
+        validate_range(0.0 < self.target_rate <= 1.0, "critic.target_rate", "must lie in (0, 1]", self.target_rate)
         _validate_at_least("critic", self, target_every=1, hidden=1)
 
 
@@ -86,7 +86,7 @@ class CollapseLimits:
 
     def __post_init__(self) -> None:
         for name, limit in vars(self).items():
-            validate_range((limit or 0) >= 0, f"rollout.collapse.{name}", "at least 0", limit)
+            validate_range((limit or 0) >= 0, f"rollout.collapse.{name}", "must not be negative", limit)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ class RolloutOptions:
                 code="out_of_range",
                 field="rollout",
             )
-        validate_range(self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "above 0, or null", self.max_kl)
+        validate_range(
+            self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "must be above 0, or null", self.max_kl
+        )
         self._validate_kl_coef()
         if self.candidates == "beam" and self.resamples:
             raise RecpoError(
@@ -337,7 +339,7 @@ class WeightAverage:
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        validate_range(0.0 < self.decay < 1.0, "weight_averaging.decay", "between 0 and 1", self.decay)
+        validate_range(0.0 < self.decay < 1.0, "weight_averaging.decay", "must lie between 0 and 1", self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +377,7 @@ class TrainOptions(LearningOptions):
         super().__post_init__()
         for name in ("checkpoint_every", "patience"):
             value = getattr(self, name)
-            validate_range(value is None or value >= 1, name, "at least 1, or null", value)
+            validate_range(value is None or value >= 1, name, "must be at least 1, or null", value)
         self.trainer.validate()
         if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(
@@ -397,8 +399,8 @@ def _validate_at_least(group: str, options: object, **least: int) -> None:
     """Raises ``RecpoError`` if an option is below its minimum."""
     for name, bound in least.items():
         value = getattr(options, name)
-        validate_range(value >= bound, f"{group}{'.' * bool(group)}{name}", f"at least {bound}", value)
+        validate_range(value >= bound, f"{group}{'.' * bool(group)}{name}", f"must be at least {bound}", value)
 
 
 def _validate_weight(name: str, value: float) -> None:
-    validate_range(0.0 <= value < float("inf"), name, "a weight of at least 0", value)
+    validate_range(0.0 <= value < float("inf"), name, "is a weight of at least 0", value)

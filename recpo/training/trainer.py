@@ -206,12 +206,12 @@ class TrainerOptions:
         for name in ("max_epochs", "max_steps", "accumulate_grad_batches"):
             value = self._options.get(name)
             fits = value in (None, -1) or value >= 1
-            validate_range(fits, f"trainer.{name}", "at least 1, or -1 for no limit", value)
+            validate_range(fits, f"trainer.{name}", "must be at least 1, or -1 for no limit", value)
         clip = self._options.get("gradient_clip_val")
-        validate_range((clip or 0) >= 0, "trainer.gradient_clip_val", "at least 0", clip)
+        validate_range((clip or 0) >= 0, "trainer.gradient_clip_val", "must be at least 0", clip)
         for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
             value = self._options.get(name)
-            validate_range(not isinstance(value, int | float) or value > 0, f"trainer.{name}", "above 0", value)
+            validate_range(not isinstance(value, int | float) or value > 0, f"trainer.{name}", "must be above 0", value)
 
     @property
     def shards_tables(self) -> bool:
