@@ -209,18 +209,19 @@ def _load_fitted(
     return Loaded(recommender_of(model, name, score), model.max_history)
 
 
-_FITTED: Final[Mapping[str, Recipe[Any]]] = {
-    "factorization": Recipe(fit_factors, Factors.open, suffix=""),
-    "implicit_als": Recipe(fit_implicit, ImplicitALS.open),
-    "ease": Recipe(fit_ease, EASE.open),
-}
+_FITTED: Final = ("factorization", "implicit_als", "ease")
 
 
 def fitted_model(
     name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool = False
 ) -> Factors | ImplicitALS | EASE:
     """The model of the baseline factorization, implicit_als or ease: an existing one of the cache, or a new one."""
-    model: Factors | ImplicitALS | EASE = cache.model(name, data, getattr(options, name), _FITTED[name], progress)
+    recipes: dict[str, Recipe[Any]] = {
+        "factorization": Recipe(fit_factors, Factors.open, suffix=""),
+        "implicit_als": Recipe(fit_implicit, ImplicitALS.open),
+        "ease": Recipe(fit_ease, EASE.open),
+    }
+    model: Factors | ImplicitALS | EASE = cache.model(name, data, getattr(options, name), recipes[name], progress)
     return model
 
 
