@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from recpo.artifacts import MARKER, is_inside, sha256, verify
 from recpo.artifacts.artifact import Artifact
@@ -141,7 +141,7 @@ class BundleManifest(Artifact):
     @classmethod
     def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
         damaged = partial(_damaged, path)
-        found = {name: content.get(name) for name in _TYPES}
+        found: dict[str, Any] = {name: content.get(name) for name in _TYPES}
         for name, kind in _TYPES.items():
             if type(found[name]) is not kind and not (name in _OPTIONAL and found[name] is None):
                 raise damaged(f"{name} is {found[name]!r}, expected {kind.__name__}", name)
@@ -177,7 +177,7 @@ def _validate_files(files: Mapping[str, Any], path: Path) -> None:
         raise _damaged(path, f"{strange[0]!r} is no file of a bundle", strange[0], "untrusted")
 
 
-def _damaged(path: Path, what: str, field: str, code: str = "damaged") -> RecpoError:
+def _damaged(path: Path, what: str, field: str, code: Literal["damaged", "untrusted"] = "damaged") -> RecpoError:
     return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code=code, field=field)
 
 

@@ -407,7 +407,8 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
     if policy.reads_item_features:
         names = [feature.name for feature in data.feature_schema.item]
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
-    PolicyFeatures(**{side: data.fitted_features(side) for side in _sides(policy)}).save(root)
+    fitted: dict[str, Any] = {side: data.fitted_features(side) for side in _sides(policy)}
+    PolicyFeatures(**fitted).save(root)
 
 
 def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
