@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for documents: null if not defined."""
-        return as_json(self)  # type: ignore[no-any-return]
+        return as_json(self)
 
 
 class Interval(NamedTuple):
