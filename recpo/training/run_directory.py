@@ -190,8 +190,8 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
     allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
     if then["contexts_per_step"] == now["contexts_per_step"]:
         allowed += _OF_THE_SAME_STEP
-    before, after = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), yaml.safe_load(text)))
-    changed = sorted(key for key in before | after if before.get(key) != after.get(key))
+    kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), yaml.safe_load(text)))
+    changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
     others = [key for key in changed if not _is_part_of(key, allowed)]
     if others:
         raise RecpoError(

@@ -310,7 +310,7 @@ class OffPolicyEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))  # type: ignore[no-any-return]
+        return as_json(vars(self))
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class OffPolicyDifference:
 
     def as_json(self) -> dict[str, Any]:
         """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))  # type: ignore[no-any-return]
+        return as_json(vars(self))
 
 
 @dataclass(frozen=True)
