@@ -18,14 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures, of_side
 from recpo.base.features import Category, FeatureSchema, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.serving.export import PolicyFacts, export_bundle
-from recpo.serving.manifest import BundleFeatures
 from recpo.verbs.export import refresh
 
 OPTIONS, AUTHORS, WIDTH = {"dim": 64, "max_history": 50}, 1000, 64
@@ -49,7 +48,7 @@ def main() -> None:
             export_bundle(
                 policy,
                 ids,
-                PolicyFacts(FeedbackDefinition(), features=BundleFeatures(item=fitted), options=OPTIONS),
+                PolicyFacts(FeedbackDefinition(), features=PolicyFeatures(item=fitted), options=OPTIONS),
                 root / "old",
             )
 

@@ -30,7 +30,8 @@ from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
 from recpo.rewards.rewards import ValidityReward, rank_aware_reward
-from recpo.training.kl_control import AdaptiveKLCoefficient
+from recpo.training.kl_control import adapted_kl_coef
+from recpo.training.options import KLTarget
 
 VECTORS = {
     vector["id"]: vector
@@ -241,8 +242,10 @@ def test_entropy_of_masked_logits():
 
 def test_adaptive_kl_coefficient():
     inputs, expected = vector("kl_controller.adaptive")
-    controller = AdaptiveKLCoefficient(inputs["init"], inputs["target"], inputs["horizon"])
-    assert [controller.update(kl, n) for kl, n in inputs["steps"]] == pytest.approx(expected["values"], rel=1e-12)
+    target, values = KLTarget(inputs["target"], inputs["horizon"]), [inputs["init"]]
+    for kl, n in inputs["steps"]:
+        values.append(adapted_kl_coef(values[-1], target, kl, n))
+    assert values[1:] == pytest.approx(expected["values"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ppo", "dapo_clip_higher", "dual_clip"])

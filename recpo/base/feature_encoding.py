@@ -2,7 +2,8 @@
 
 Prepare, extensions, refreshed bundles and servers all use this module. NumPy, pandas and Arrow only.
 
-Decodes features to columns of raw values, which encode to the same features again.
+Decodes features to columns of raw values, which encode to the same features again. ``PolicyFeatures`` is what a policy
+reads of all sides, as runs and bundles keep it.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import (
     FIRST_CODE,
     MISSING,
+    SIDES,
     UNKNOWN,
     Categories,
     Category,
     Feature,
     FeatureArrays,
+    FeatureSchema,
     Number,
+    Side,
     Vector,
     expected_type,
     of_type,
@@ -275,6 +281,82 @@ def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 def _nothing(rows: int) -> FeatureArrays:
     return read_features((), pa.table({"rows": np.zeros(rows)}))
+
+
+@dataclass(frozen=True)
+class PolicyFeatures:
+    """What a policy reads beside items and feedback. Its run and its bundle keep it in the same files.
+
+    Attributes:
+        item: for the vectors of new items; None = not read, or a bundle without an item encoder.
+        user: of the users; None = not read.
+        context: of the requests; None = not read.
+        behaviors: names of the behaviors that it reads, in the order of their bits.
+    """
+
+    item: FittedFeatures | None = None
+    user: FittedFeatures | None = None
+    context: FittedFeatures | None = None
+    behaviors: tuple[str, ...] = ()
+
+    @property
+    def schema(self) -> FeatureSchema:
+        """The features of these sides."""
+        return FeatureSchema(*((self.of(side) or FittedFeatures((), {})).features for side in SIDES))
+
+    def of(self, side: Side) -> FittedFeatures | None:
+        """The fitted features of one side."""
+        found: FittedFeatures | None = getattr(self, side)
+        return found
+
+    def save(self, root: Path) -> None:
+        """Writes the vocabularies into a directory."""
+        for side in SIDES:
+            for name, vocabulary in (fitted.vocabularies if (fitted := self.of(side)) else {}).items():
+                file = root / vocabulary_file(side, name)
+                file.parent.mkdir(exist_ok=True)
+                pq.write_table(pa.table({"value": vocabulary.values}), file)
+
+    @classmethod
+    def load(cls, root: Path, schema: FeatureSchema, behaviors: tuple[str, ...] = (), *, remedy: str) -> PolicyFeatures:
+        """Reads the vocabularies in a directory whose files are already verified.
+
+        Args:
+            root: the directory.
+            schema: the features that are read.
+            behaviors: the behaviors that are read.
+            remedy: what to do about a damaged directory, for messages.
+
+        Raises:
+            RecpoError: a vocabulary is missing or damaged.
+        """
+        sides = {side: _fitted(root, side, schema, remedy) for side in SIDES if schema.of(side)}
+        return cls(**sides, behaviors=behaviors)
+
+
+def vocabulary_file(side: Side, name: str) -> str:
+    """The vocabulary file of a category, relative to the directory: ``value`` by code; ``count`` in prepared data."""
+    return f"vocabularies/{side}_{name}.parquet"
+
+
+def _fitted(root: Path, side: Side, schema: FeatureSchema, remedy: str) -> FittedFeatures:
+    values = {}
+    for name in schema.coded(side):
+        file = root / vocabulary_file(side, name)
+        try:
+            values[name] = pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+        except (OSError, pa.ArrowException) as error:
+            raise RecpoError(f"{file} cannot be read ({error}): {remedy}", code="damaged", field=file.name) from error
+    fitted = of_side(schema.of(side), values)
+    for feature in fitted.features:
+        known = fitted.vocabularies.get(feature.name)
+        if isinstance(feature, Category | Categories) and known is not None and known.num_codes != feature.num_codes:
+            raise RecpoError(
+                f"{root / vocabulary_file(side, feature.name)} is no vocabulary of its schema: {remedy}",
+                code="damaged",
+                field=feature.name,
+            )
+    return fitted
 
 
 def of_side(features: Sequence[Feature], vocabularies: Mapping[str, pa.Array]) -> FittedFeatures:

@@ -12,8 +12,7 @@ from recpo.artifacts import kind_of
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import VerbResult, command, configuration, console, path_of
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
-from recpo.evaluation.headroom import shares_at
-from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
+from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at, shares_at
 from recpo.evaluation.segments import NEW_METRICS
 from recpo.evaluation.variants import INTERVALS
 from recpo.training.learned_reward import CALIBRATION

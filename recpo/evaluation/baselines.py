@@ -89,6 +89,12 @@ def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]))
 
 
+def by_place(items: Tensor) -> Recommendations:
+    """Lists ``[B, k]``, padded with 0, whose scores are minus the places."""
+    places = torch.arange(1, items.shape[1] + 1, device=items.device).float()
+    return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+
+
 def decayed_counts(
     item_index: np.ndarray, timestamp: np.ndarray, *, num_items: int, end: int, half_life: float
 ) -> np.ndarray:
@@ -431,11 +437,6 @@ def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Ten
         return score(batch._replace(histories=batch.histories.map(Tensor.cpu), slates=slates)).to(device)
 
     return Recommender(recommend, name=name, score=None if score is None else scored)
-
-
-def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
-    """Scores ``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
-    return scores.gather(1, (batch.slates.item_ids - 1).clamp_min(0))
 
 
 def factors_recommender(factors: Factors, name: str) -> Recommender:

@@ -7,20 +7,18 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
+from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.estimates import as_json, estimate
 from recpo.evaluation.measures import auc
-
-if TYPE_CHECKING:
-    pass
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -154,6 +152,12 @@ class BootstrapEstimate(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of_mean(cls, values: Tensor) -> BootstrapEstimate:
+        """The mean of the values that are not nan, with its normal interval."""
+        mean, half_width, _ = estimate(values.double())
+        return cls(mean, mean - half_width, mean + half_width)
+
 
 def assess(
     probability: FloatArray, happened: BoolArray, user: IntArray, *, resamples: int = 200, seed: int = 0
@@ -231,12 +235,11 @@ def assess_grades(
         _correlation(_moments(rankdata(predicted[events]), rankdata(grade[events])))
         for events in np.split(np.argsort(rows, kind="stable"), np.cumsum(np.bincount(rows))[:-1])
     ]
-    mean, half_width, _ = estimate(torch.tensor(np.array(within), dtype=torch.float64))
     everybody = sums.sum(0)
     return {
         "rmse": _interval(float(error(everybody)), error(drawn).tolist()),
         "rank_correlation": _interval(float(_correlation(everybody)), _correlation(drawn).tolist()),
-        "rank_correlation_per_user": BootstrapEstimate(mean, mean - half_width, mean + half_width),
+        "rank_correlation_per_user": BootstrapEstimate.of_mean(torch.tensor(np.array(within))),
     }
 
 
@@ -285,10 +288,13 @@ class Exposures(NamedTuple):
     user: IntArray
     is_random: BoolArray
 
-    def only(self, which: BoolArray) -> Exposures:
-        """Selects the exposures ``which [N]``."""
-        columns: tuple[Any, ...] = self
-        return Exposures(*(column[which] for column in columns))
+
+_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
+
+
+def selected(columns: _Columns, which: BoolArray) -> _Columns:
+    """The exposures ``which [N]`` of a named tuple of columns."""
+    return type(columns)(*(column[which] for column in columns))
 
 
 def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
@@ -301,7 +307,7 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         resamples: number of bootstrap resamples of users.
         seed: seed of the bootstrap.
     """
-    test = test.only(test.known[:, k])
+    test = selected(test, test.known[:, k])
     score, happened = test.score[:, k], test.target[:, k] > 0.5
     before = assess(Platt(1.0, 0.0).probability(score), happened, test.user, resamples=resamples, seed=seed)
     after = assess(fitted.probability(score), happened, test.user, resamples=resamples, seed=seed)
@@ -312,25 +318,17 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         "calibration_error_uncalibrated": before["calibration_error"],
     }
     counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
-    return {**counts, **numbers(intervals)}
+    return {**counts, **as_json(intervals)}
 
 
 def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
     """Like ``assess_target``, for a target k that is a grade: error and rank correlation after calibration."""
-    test = test.only(test.known[:, k])
+    test = selected(test, test.known[:, k])
     score, grade = test.score[:, k], test.target[:, k]
     before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
     after = assess_grades(fitted.probability(score), grade, test.user, resamples=resamples, seed=seed)
     counts = {"exposures": len(score), "users": len(np.unique(test.user))}
-    return {**counts, **numbers({**after, "rmse_uncalibrated": before["rmse"]})}
-
-
-def numbers(intervals: Mapping[str, BootstrapEstimate]) -> dict[str, dict[str, float | None]]:
-    """As JSON values; null if there are too few events."""
-    return {
-        name: {end: None if np.isnan(number) else float(number) for end, number in interval._asdict().items()}
-        for name, interval in intervals.items()
-    }
+    return {**counts, **as_json({**after, "rmse_uncalibrated": before["rmse"]})}
 
 
 def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> BootstrapEstimate:
@@ -344,8 +342,7 @@ def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> Bo
     score[row, place] = torch.from_numpy(scores[order])
     positive[row, place] = torch.from_numpy(happened[order])
     negative[row, place] = torch.from_numpy(~happened[order])
-    mean, half_width, _ = estimate(auc(score, positive, negative))
-    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
+    return BootstrapEstimate.of_mean(auc(score, positive, negative))
 
 
 def calibrate_targets(
@@ -373,7 +370,7 @@ def calibrate_targets(
         found[name] = {
             "calibration": fitted._asdict(),
             "test": {
-                group: report(test.only(shown), column, fitted, resamples=resamples, seed=seed)
+                group: report(selected(test, shown), column, fitted, resamples=resamples, seed=seed)
                 for group, shown in groups(test.is_random)
                 if (test.known[:, column] & shown).any()
             },

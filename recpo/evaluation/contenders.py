@@ -37,11 +37,11 @@ from recpo.evaluation.baselines import (
     Popularity,
     Recipe,
     UniformlyRandom,
+    by_place,
     factors_recommender,
     first_allowed,
     item_scores,
     neighbors_of,
-    of_items,
     recommender_of,
 )
 from recpo.evaluation.document import Kind
@@ -150,7 +150,7 @@ def baseline(
         cache: where fitted baselines are kept.
         progress: show a progress bar on a terminal.
     """
-    if name in ("factorization", "implicit_als", "ease"):
+    if name in _FITTED:
         return Contender(name, "baseline", partial(_load_fitted, name, data, options, cache, progress))
     return Contender(name, "baseline", partial(_load_baseline, name, data, options))
 
@@ -201,29 +201,28 @@ def _load_fitted(
     model = fitted_model(name, data, options, cache, progress)
     if isinstance(model, Factors):
         return Loaded(factors_recommender(model, name), model.max_history)
-    if isinstance(model, ImplicitALS):
-        als = model
 
-        def score(batch: FeedbackBatch) -> Tensor:
-            return of_items(als.fold_in(batch.histories) @ als.item_factors.T, batch)
+    def score(batch: FeedbackBatch) -> Tensor:
+        of_all = model.scores if isinstance(model, EASE) else lambda known: model.fold_in(known) @ model.item_factors.T
+        return of_all(batch.histories).gather(1, (batch.slates.item_ids - 1).clamp_min(0))
 
-        return Loaded(recommender_of(als, name, score), als.max_history)
-    ease = model
-    return Loaded(
-        recommender_of(ease, name, lambda batch: of_items(ease.scores(batch.histories), batch)), ease.max_history
-    )
+    return Loaded(recommender_of(model, name, score), model.max_history)
+
+
+_FITTED: Final = ("factorization", "implicit_als", "ease")
 
 
 def fitted_model(
     name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool = False
 ) -> Factors | ImplicitALS | EASE:
     """The model of the baseline factorization, implicit_als or ease: an existing one of the cache, or a new one."""
-    if name == "factorization":
-        graded = Recipe(fit_factors, Factors.open, suffix="")
-        return cache.model(name, data, options.factorization, graded, progress)
-    if name == "implicit_als":
-        return cache.model(name, data, options.implicit_als, Recipe(fit_implicit, ImplicitALS.open), progress)
-    return cache.model(name, data, options.ease, Recipe(fit_ease, EASE.open), progress)
+    recipes: dict[str, Recipe[Any]] = {
+        "factorization": Recipe(fit_factors, Factors.open, suffix=""),
+        "implicit_als": Recipe(fit_implicit, ImplicitALS.open),
+        "ease": Recipe(fit_ease, EASE.open),
+    }
+    model: Factors | ImplicitALS | EASE = cache.model(name, data, getattr(options, name), recipes[name], progress)
+    return model
 
 
 def _training_events(data: Prepared) -> Iterator[EventChunk]:
@@ -478,8 +477,7 @@ class _Answers:
         self._excluded += 0 if exclude is None else int(is_member(listed, exclude).sum())
         for wanted in self._ks:
             self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
-        places = torch.arange(1, k + 1, device=items.device).float()
-        return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+        return by_place(items)
 
     def _rows(self, users: np.ndarray) -> Tensor:
         """The complete lists ``[B, L]`` int64, padded with 0."""

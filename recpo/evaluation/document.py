@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+import yaml
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Z95, bootstrap_interval, holm, p_value
-from recpo.evaluation.headroom import headroom
-from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.reading import Document, cautions
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, bootstrap_interval, holm, p_value
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult, influence, standard_error
+from recpo.evaluation.reading import TRUE_REWARD, Document, cautions
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS
@@ -48,10 +49,8 @@ def evaluation_document(
     *,
     data: Prepared,
     runs: Document,
-    training: Mapping[str, Any],
     setting: Document,
-    candidates: Document | None = None,
-    new_items: Document | None = None,
+    parts: Document,
     warnings: Sequence[str] = (),
     bootstrap_resamples: int = 0,
 ) -> Document:
@@ -78,10 +77,8 @@ def evaluation_document(
         values: off-policy results by contender.
         data: the prepared directory.
         runs: origin of the runs and bundles; those with equal ``weights_sha256`` are the same policy.
-        training: training curves of the runs.
         setting: the options that every number depends on.
-        candidates: which items could be listed.
-        new_items: which candidates are new.
+        parts: ``training``, ``candidates`` and ``new_items``.
         warnings: further warnings to read before the numbers.
         bootstrap_resamples: see ``metrics_document``.
     """
@@ -106,10 +103,8 @@ def evaluation_document(
             "threshold": data.feedback.rule.positive_threshold,
             "periods": {period: label_summary(data, period) for period in periods},
         },
-        "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},
-        "candidates": candidates,
-        "new_items": new_items or {"items": 0, "remark": None},
+        **parts,
     }
     document["warnings"] = [*cautions(document), *warnings]
     return document
@@ -210,6 +205,77 @@ def logging_policy(
     return [ContenderResult(LOGGING_POLICY, "baseline", result, estimates)]
 
 
+def headroom(results: Mapping[str, RankingResult], runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """``(value - start) / (oracle - start)`` of every contender: 0 = no better than the start, 1 = the oracle.
+
+    The start is the pre-trained policy if exactly one run is pre-trained, that is, if its objective is the likelihood
+    of every exposure; otherwise, it is the logging policy.
+
+    Args:
+        results: results by contender, including the oracle and the logging policy.
+        runs: origin of the contenders; ``configuration`` of a run describes its training.
+
+    Returns:
+        ``{start, start_is, metrics: {true_reward@k: {start, oracle, contenders: {name: {mean, half_width, n}}}}}``;
+        None without an oracle or a start. A share is null if the oracle is not better than the start.
+    """
+    trained = [name for name, facts in runs.items() if name in results and _is_pretrained(facts)]
+    start = trained[0] if len(trained) == 1 else LOGGING_POLICY
+    if ORACLE not in results or start not in results:
+        return None
+    said = {
+        0: "no run is pre-trained, by the likelihood of every exposure",
+        1: "the run that is pre-trained, by the likelihood of every exposure",
+    }.get(len(trained), f"{len(trained)} runs are pre-trained, by the likelihood of every exposure, not one")
+    metrics = [metric for metric in results[ORACLE].per_user if metric.startswith(TRUE_REWARD)]
+    return {
+        "start": start,
+        "start_is": said,
+        "metrics": {metric: _of_metric(results, start, metric) for metric in metrics},
+    }
+
+
+def _is_pretrained(facts: Mapping[str, Any]) -> bool:
+    try:
+        objective = yaml.safe_load(facts.get("configuration", "")).get("objective")
+        name, options = objective["class_path"].rsplit(".", 1)[-1], objective.get("init_args") or {}
+    except (yaml.YAMLError, AttributeError, TypeError, KeyError):
+        return False
+    return name == "Likelihood" and not options.get("positive_only")
+
+
+def _of_metric(results: Mapping[str, RankingResult], start: str, metric: str) -> dict[str, Any]:
+    first, best = (results[name].per_user[metric].double().numpy() for name in (start, ORACLE))
+    shares = {
+        name: share(result.per_user[metric].double().numpy(), first, best)
+        for name, result in results.items()
+        if name not in (start, ORACLE) and metric in result.per_user
+    }
+    ends = {"start": results[start].estimate(metric).mean, "oracle": results[ORACLE].estimate(metric).mean}
+    return {**ends, "contenders": {name: value.as_json() for name, value in shares.items()}}
+
+
+def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
+    """``sum_u (value_u - start_u) / sum_u (oracle_u - start_u)`` with the half-width of its 95 % interval.
+
+    The interval is that of a ratio of means over the same users (delta method).
+
+    Args:
+        value: ``[U]`` value of the contender; nan here or in the next two = the user is skipped.
+        start: ``[U]`` value of the start.
+        oracle: ``[U]`` value of the oracle.
+
+    Returns:
+        nan if the oracle is not better than the start.
+    """
+    sums = np.stack([value - start, oracle - start], 1)
+    sums = sums[~np.isnan(sums).any(1)]
+    gained, possible = sums.sum(0)
+    if not possible > 0:
+        return Estimate(math.nan, math.nan, len(sums))
+    return Estimate(float(gained / possible), Z95 * standard_error(influence(sums)), len(sums))
+
+
 def with_holm(differences: Sequence[Document]) -> list[Document]:
     """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to the entries of the document's ``differences``.
 
@@ -234,7 +300,7 @@ def with_holm(differences: Sequence[Document]) -> list[Document]:
             families[entry["target"], entry["estimator"]].append((entry, p))
     for family in families.values():
         for (entry, p), adjusted in zip(family, holm([p for _, p in family]), strict=True):
-            entry["p_value"], entry["p_holm"] = _defined(p), _defined(adjusted)
+            entry["p_value"], entry["p_holm"] = as_json(p), as_json(adjusted)
             entry["survives_holm"] = adjusted <= LEVEL
     return marked
 
@@ -245,13 +311,13 @@ def _as_entry(contender: ContenderResult, resamples: int) -> Document:
     if resamples and metrics:  # the logging policy has none
         ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
         for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
-            value |= {"low": _defined(low), "high": _defined(high)}
+            value |= {"low": as_json(low), "high": as_json(high)}
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
         "metrics": metrics,
-        "totals": {metric: _defined(value) for metric, value in result.totals.items()},
+        "totals": as_json(result.totals),
         "segments": {
             segment: {
                 bin_name: {metric: value.as_json() for metric, value in metrics.items()}
@@ -278,27 +344,15 @@ def _same_weights(runs: Document) -> list[list[str]]:
 
 
 def _off_policy_differences(difference: Document, values: Mapping[str, OffPolicyResult]) -> list[Document]:
+    """Contender - against; the logging policy is the last contender, so it is never what another is against."""
     one, other = difference["contender"], difference["against"]
-    if LOGGING_POLICY in (one, other):
-        name = other if one == LOGGING_POLICY else one
-        found = [] if name not in values else [d.as_json() for d in values[name].over_logging_policy()]
-        found = [_negated(entry) for entry in found] if one == LOGGING_POLICY else found
+    if one == LOGGING_POLICY and other in values:
+        found = [(-gain).as_json() for gain in values[other].over_logging_policy()]
     elif one in values and other in values:
-        found = [d.as_json() for d in values[one].differences(values[other])]
+        found = [gain.as_json() for gain in values[one].differences(values[other])]
     else:
         found = []
     return sorted(found, key=lambda entry: (entry["target"], entry["estimator"]))
-
-
-def _negated(entry: Document) -> Document:
-    intervals = {
-        kind: {"low": _minus(ends["high"]), "high": _minus(ends["low"])} for kind, ends in entry["intervals"].items()
-    }
-    return {**entry, "value": _minus(entry["value"]), "intervals": intervals}
-
-
-def _minus(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else -value
 
 
 def _data_facts(data: Prepared) -> Document:
@@ -315,10 +369,6 @@ def _data_facts(data: Prepared) -> Document:
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
         "prepared by recpo": manifest["recpo_version"],
     }
-
-
-def _defined(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _number(value: float | None) -> float:

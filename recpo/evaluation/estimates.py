@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for documents: null if not defined."""
-        return {name: None if math.isnan(part) else part for name, part in self._asdict().items()}
+        return as_json(self)
 
 
 class Interval(NamedTuple):
@@ -45,6 +45,17 @@ class Interval(NamedTuple):
     def excludes_zero(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
+
+
+def as_json(value: Any) -> Any:
+    """Numbers, mappings, tuples and named tuples (as mappings) of them as JSON values: nan becomes null."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {name: as_json(part) for name, part in value.items()}
+    if hasattr(value, "_asdict"):
+        return as_json(value._asdict())
+    return list(value) if isinstance(value, tuple) else value
 
 
 def estimate(values: Tensor) -> Estimate:
@@ -77,18 +88,21 @@ def bootstrap_interval(
     defined = ~values.isnan()
     numerator = values.double().nan_to_num(0.0)
     denominator = (torch.ones_like(numerator) if weights is None else weights.double()) * defined
-    users, generator = len(values), torch.Generator().manual_seed(seed)
     sums = torch.cat([numerator, denominator], 1).cpu()
-    at_once = max(1, _DRAWS_AT_ONCE // max(1, users))
-    ratios = []
+    totals = [times @ sums for times in _resampled(len(values), resamples, seed)]
+    ratios = [total[:, : values.shape[1]] / total[:, values.shape[1] :] for total in totals]
+    low, high = torch.cat(ratios).nanquantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).double(), dim=0)
+    return low, high
+
+
+def _resampled(users: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """How often each user is drawn, ``[rows, users]`` float64, some of the resamples at a time."""
+    generator, at_once = torch.Generator().manual_seed(seed), max(1, _DRAWS_AT_ONCE // max(1, users))
     for begin in range(0, resamples, at_once):
         rows = min(at_once, resamples - begin)
         drawn = torch.randint(max(1, users), (rows, users), generator=generator)
         times = torch.bincount((drawn + users * torch.arange(rows)[:, None]).flatten(), minlength=rows * users)
-        total = times.view(rows, users).double() @ sums
-        ratios.append(total[:, : values.shape[1]] / total[:, values.shape[1] :])
-    low, high = torch.cat(ratios).nanquantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).double(), dim=0)
-    return low, high
+        yield times.view(rows, users).double()
 
 
 def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
@@ -173,14 +187,9 @@ def best_p_value(differences: Tensor, best: int, *, resamples: int = 2000, seed:
     if not usable[best]:
         alike = known[:, best].sum() > 1 and mean[best] > 0  # the same gain for every user
         return 1 / (resamples + 1) if alike else 1.0
-    centered, users = ((values - mean) * known)[:, usable], len(values)
-    reached, generator = 0, torch.Generator().manual_seed(seed)
-    at_once = max(1, _DRAWS_AT_ONCE // max(1, users))
-    for begin in range(0, resamples, at_once):
-        rows = min(at_once, resamples - begin)
-        drawn = torch.randint(users, (rows, users), generator=generator)
-        times = torch.bincount((drawn + users * torch.arange(rows)[:, None]).flatten(), minlength=rows * users)
-        weights = times.view(rows, users).double()
+    centered = ((values - mean) * known)[:, usable]
+    reached = 0
+    for weights in _resampled(len(values), resamples, seed):
         sums, counts = weights @ centered, weights @ known[:, usable].double()
         largest = (sums / counts.clamp_min(1) / error[usable]).max(1).values
         reached += int((largest >= mean[best] / error[best]).sum())

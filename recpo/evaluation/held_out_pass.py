@@ -296,10 +296,12 @@ class HeldOutPass:
                 for contender, one in zip(contenders, evaluated, strict=True)
                 if contender.facts
             },
-            training={contender.name: contender.curves for contender in contenders if contender.curves},
             setting=described | setting,
-            candidates=None if self.candidates is None else self.candidates.as_json(),
-            new_items=self.new_items.as_json(),
+            parts={
+                "training": {contender.name: contender.curves for contender in contenders if contender.curves},
+                "candidates": None if self.candidates is None else self.candidates.as_json(),
+                "new_items": self.new_items.as_json(),
+            },
             warnings=warnings,
             bootstrap_resamples=self.options.bootstrap_resamples,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,11 @@ from recpo.evaluation.calibration import (
     assess_grades,
     fit_line,
     groups,
-    numbers,
+    selected,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
@@ -59,11 +58,6 @@ class RatedExposures(NamedTuple):
     dislike_score: FloatArray
     user: IntArray
     is_random: BoolArray
-
-    def only(self, which: BoolArray) -> RatedExposures:
-        """Selects the exposures ``which [N]``."""
-        columns: tuple[Any, ...] = self
-        return RatedExposures(*(column[which] for column in columns))
 
 
 class ComparedReward(NamedTuple):
@@ -186,7 +180,7 @@ class RewardComparison:
             valid = _rated(name, "valid", self.exposures("valid", compared.columns))
             test, lists, logging = self._test(name, compared)
             scale, shift = fit_line(valid.reward, valid.grade)
-            shown = {group: test.only(which) for group, which in groups(test.is_random) if which.any()}
+            shown = {group: selected(test, which) for group, which in groups(test.is_random) if which.any()}
             caution = alike(
                 name, k=self.k, items=self._num_candidates, **{of: lists[of] for of in ("users", "coverage", "overlap")}
             )
@@ -226,13 +220,12 @@ class RewardComparison:
         if self.truth is not None:
             known = result.per_user | {"logging": next(iter(self.truth.of_logging_policy(result.user_ids).values()))}
             lists["true_reward"], lists["true_dislike"] = (
-                _mean(known[f"true_{part}@{self.k}"]) for part in ("reward", "dislike")
+                BootstrapEstimate.of_mean(known[f"true_{part}@{self.k}"]) for part in ("reward", "dislike")
             )
-            logging["true_reward"] = _mean(known["logging"])
+            logging["true_reward"] = BootstrapEstimate.of_mean(known["logging"])
         totals = {total: result.totals[f"{total}@{self.k}"] for total in ("coverage", "overlap")}
-        shares = {total: None if math.isnan(share) else share for total, share in totals.items()}
-        found = {**numbers(lists), "users": result.counts["users"], **shares}
-        return _rated(name, "test", exposures.arrays()), found, numbers(logging)
+        found = {**as_json(lists), "users": result.counts["users"], **as_json(totals)}
+        return _rated(name, "test", exposures.arrays()), found, as_json(logging)
 
     def _batches(self, split: HeldOut, options: PassOptions) -> Iterator[EvaluationBatch]:
         """Held-out users with the longest history in the data. Models take the part that they read."""
@@ -245,7 +238,7 @@ class RewardComparison:
         intervals = assess_grades(scale * test.reward + shift, test.grade, test.user, **options)
         if not np.isnan(test.dislike_score).any():
             intervals["dislike_auc"] = assess(test.dislike_score, test.dislike, test.user, **options)["auc"]
-        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **numbers(intervals)}
+        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **as_json(intervals)}
 
     @property
     def _num_candidates(self) -> int:
@@ -273,7 +266,7 @@ def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:
             code="empty",
             field=name,
         )
-    return rated.only(known)
+    return selected(rated, known)
 
 
 def greedy_lists(
@@ -308,11 +301,6 @@ def greedy_lists(
 def _interval_of(found: OffPolicyEstimate) -> BootstrapEstimate:
     interval = found.intervals["normal"]
     return BootstrapEstimate(found.value, interval.low, interval.high)
-
-
-def _mean(values: Tensor) -> BootstrapEstimate:
-    mean, half_width, _ = estimate(values.double())
-    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 FloatArray = NDArray[np.float64]
 #: 97.5 % quantile of the standard normal distribution.
@@ -45,8 +45,7 @@ class EmpiricalBernstein:
 
     def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05, largest_bet: float = 0.5) -> None:
         for name, value in (("alpha", alpha), ("largest_bet", largest_bet)):
-            if not 0 < value < 1:
-                raise RecpoError(f"{name} is {value}, expected between 0 and 1", code="out_of_range", field=name)
+            validate_range(0 < value < 1, name, "must be between 0 and 1", value)
         self._log, self._largest = math.log(2 / alpha), largest_bet
         self.count = 0
         self._sum, self._squares = np.full(shape, 0.5), np.full(shape, 0.25)
@@ -168,9 +167,8 @@ def anytime_half_width(
             interval there, for alpha = 0.05.
         first: before this t the half-width is infinite, because the normal approximation is not used there.
     """
-    if not 0 < alpha < 1 or tightest < 1:
-        name, value = ("tightest", tightest) if 0 < alpha < 1 else ("alpha", alpha)
-        raise RecpoError(f"{name} is {value}, which is out of range", code="out_of_range", field=name)
+    validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
+    validate_range(tightest >= 1, "tightest", "must be at least 1", tightest)
     t, twice = np.maximum(np.asarray(count, np.float64), 1.0), -2 * math.log(alpha)
     scaled = t * (twice + math.log(twice) + 1) / tightest
     factor = np.sqrt((1 + 1 / scaled) * (np.log1p(scaled) + twice))

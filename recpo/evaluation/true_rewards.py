@@ -15,7 +15,7 @@ from torch import Tensor
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Recommendations, Slates
-from recpo.evaluation.baselines import first_allowed
+from recpo.evaluation.baselines import by_place, first_allowed
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
 from recpo.worlds.truth import Truth
@@ -66,9 +66,7 @@ class TrueRewards(Measure):
             known = ascending[place] == best
             candidates = torch.from_numpy(np.where(known, order[place] + 1, 0))
             candidates = candidates.gather(1, torch.from_numpy(~known).int().argsort(dim=1, stable=True))
-            items = first_allowed(candidates.to(users.device), k, exclude)
-            places = torch.arange(1, k + 1, device=items.device).float()
-            return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+            return by_place(first_allowed(candidates.to(users.device), k, exclude))
 
         return Recommender(recommend_to_users=recommend, name=ORACLE)
 

@@ -13,16 +13,26 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Figure, ends_of, interval_figure
-from recpo.explorer.catalog import Catalog, Item
-from recpo.explorer.people import Event, People
-from recpo.explorer.survey import ORDERS, Comparison, Listed, Neighborhood, Shares, Survey
+from recpo.evaluation.html_report.parts import Figure, ends_of, environment, interval_figure
+from recpo.explorer.people_and_items import Catalog, Event, Item, People, known
+from recpo.explorer.survey import (
+    ORDERS,
+    Listed,
+    Shares,
+    Survey,
+    calibration,
+    coverage,
+    moved_items,
+    nearness,
+    neighbors,
+    overlaps,
+)
 from recpo.explorer.traffic import Traffic
 
 #: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.
@@ -70,8 +80,6 @@ class Pages:
         survey: the lists of the contenders.
         catalog: the items.
         people: the users.
-        comparison: who and what a change moves.
-        neighborhood: items near an item.
         decision: content of ``decision.json``; None = no ``recpo fit`` led here.
         traffic: reads the server's log; None = there is none.
         codes: semantic ids of the items; None = there are none.
@@ -82,8 +90,6 @@ class Pages:
     survey: Survey
     catalog: Catalog
     people: People
-    comparison: Comparison
-    neighborhood: Neighborhood
     decision: Mapping[str, Any] | None
     traffic: Callable[[], Traffic] | None
     codes: SemanticCodes | None
@@ -117,7 +123,7 @@ class Pages:
         """Items that a search finds, or that are first in an order."""
         order = order if order in ITEM_ORDERS else "gain"
         place = self._place(other)
-        found = self.catalog.search(search.strip()) if search else self.comparison.ordered(order, 0, place, _ITEMS)
+        found = self.catalog.search(search.strip()) if search else self._moved(order, place, _ITEMS)
         content = {"order": order, "orders": ITEM_ORDERS, "search": search, "other": self.names[place]}
         return self._page("items.html.jinja", "Items", here="/items", rows=self.item_rows(found), **content)
 
@@ -142,8 +148,8 @@ class Pages:
         """
         users = self._worth_a_look(count)
         people = [shown for user in users if (shown := self.person(user)) is not None]
-        moved = self.comparison.ordered("gain", 0, self._place(None), _ITEMS)
-        moved += self.comparison.ordered("lose", 0, self._place(None), _ITEMS)
+        moved = self._moved("gain", self._place(None), _ITEMS)
+        moved += self._moved("lose", self._place(None), _ITEMS)
         kept = {("users", user) for user in users} | {("items", item) for item in moved}
 
         def address(kind: str, key: Any) -> str | None:
@@ -197,7 +203,7 @@ class Pages:
         item = self.catalog.items([index]).get(index)
         if item is None:
             return None
-        near = self.neighborhood.of(index)
+        near = neighbors(self.survey, index)
         trie = [] if self.codes is None else _trie(self.codes, index)
         known = self.catalog.items([one for one, _ in near] + [one for level in trie for one in level[2]])
         owners = [self.survey.owners(place, index) for place in range(len(self.names))]
@@ -209,7 +215,7 @@ class Pages:
                 for place, name in enumerate(self.names)
             ],
             "neighbors": [(known[one], value) for one, value in near],
-            "neighbors_by": self.neighborhood.by,
+            "neighbors_by": nearness(self.survey),
             "codes": None if self.codes is None else self.codes.codes[index - 1].tolist(),
             "trie": [(prefix, count, [known[one] for one in some]) for prefix, count, some in trie],
         }
@@ -218,14 +224,14 @@ class Pages:
         """What the page of the policies shows."""
         pairs = []
         for place in range(1, len(self.names)):
-            gaining, losing = (self.comparison.ordered(order, 0, place, 10) for order in ("gain", "lose"))
+            gaining, losing = (self._moved(order, place, 10) for order in ("gain", "lose"))
             shares = [self.survey.shares(0, place, metric) for metric in self.survey.metrics]
             pairs.append((self.names[place], shares, self.item_rows(gaining), self.item_rows(losing)))
         return {
             "pairs": pairs,
-            "overlap": self.comparison.overlaps,
-            "coverage": self.comparison.coverage,
-            "calibration": self.comparison.calibration(),
+            "overlap": overlaps(self.survey),
+            "coverage": coverage(self.survey, self.catalog),
+            "calibration": calibration(self.survey, self.catalog),
             "curves": self._curves,
             "advice": [(one.name, one.advice) for one in self.survey.contenders if one.advice],
         }
@@ -255,6 +261,9 @@ class Pages:
         sample = len(self.survey.users)
         counts = [self.survey.listed(place) for place in range(len(self.names))]
         return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
+
+    def _moved(self, order: str, other: int, count: int) -> list[int]:
+        return moved_items(self.survey, self.catalog, order, 0, other, count)
 
     def _embedded(self, item: int) -> str | None:
         """The small picture of an item as a data address."""
@@ -316,9 +325,9 @@ class Pages:
             if row is None:
                 rows.append(UserRow(user, ids[user], -1, None, None, []))
                 continue
-            own = [[_known(column[row]) for column in columns] for columns in values.values()]
+            own = [[known(column[row]) for column in columns] for columns in values.values()]
             history = int(self.survey.histories[row])
-            rows.append(UserRow(user, ids[user], history, float(overlap[row]), _known(change[row]), own))
+            rows.append(UserRow(user, ids[user], history, float(overlap[row]), known(change[row]), own))
         return rows
 
     def _worth_a_look(self, count: int) -> list[int]:
@@ -399,10 +408,7 @@ def _trie(codes: SemanticCodes, index: int) -> list[tuple[list[int], int, list[i
 
 
 def _environment() -> Environment:
-    templates = [PackageLoader("recpo.explorer", "templates"), PackageLoader("recpo.evaluation", "html_report")]
-    made = Environment(
-        loader=ChoiceLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    made = environment(("recpo.explorer", "templates"))
     made.filters |= {"number": _number, "percent": _percent, "moment": _moment, "seconds": _seconds, "signed": _signed}
     return made
 
@@ -428,7 +434,3 @@ def _seconds(value: float | None) -> str:
         return _NOTHING
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes else f"{value:.0f} s"
-
-
-def _known(value: Any) -> float | None:
-    return None if np.isnan(value) else float(value)

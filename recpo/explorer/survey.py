@@ -29,8 +29,7 @@ from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Measure, Observed
-from recpo.explorer.catalog import Catalog
-from recpo.explorer.people import Person
+from recpo.explorer.people_and_items import Catalog, Person
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors, posterior_variance
 
@@ -332,40 +331,27 @@ def _at(values: Tensor | None, place: int) -> float | None:
 _COUNT: Final = 12
 
 
-@dataclass(frozen=True)
-class Neighborhood:
-    """Finds the neighbors of items.
+def nearness(survey: Survey) -> str:
+    """What near means for ``neighbors``, as the end of a sentence."""
+    if survey.grades is None:
+        return f"listed to the same users by {survey.contenders[-1].name}: share of its lists"
+    return "cosine of the factors of the reward model"
 
-    Attributes:
-        survey: its reward model has the factors; without one, neighbors are in the same lists.
-    """
 
-    survey: Survey
-
-    @property
-    def by(self) -> str:
-        """What near means, as the end of a sentence."""
-        if self.survey.grades is None:
-            return f"listed to the same users by {self.survey.contenders[-1].name}: share of its lists"
-        return "cosine of the factors of the reward model"
-
-    def of(self, item: int) -> list[tuple[int, float]]:
-        """The nearest items, and how near they are, the nearest first."""
-        model = self.survey.grades
-        if model is None:
-            return self._listed_together(item)
-        near = cosine_similarity(model.item_factors, model.item_factors[item - 1][None], dim=1)
-        near[item - 1] = -torch.inf
-        best = near.topk(min(_COUNT, len(near)))
-        found = zip((best.indices + 1).tolist(), best.values.tolist(), strict=True)
-        return [(one, value) for one, value in found if np.isfinite(value)]
-
-    def _listed_together(self, item: int) -> list[tuple[int, float]]:
-        lists = self.survey.contenders[-1].lists
+def neighbors(survey: Survey, item: int) -> list[tuple[int, float]]:
+    """The nearest items and how near they are, the nearest first: by factors, or in the same lists without them."""
+    model = survey.grades
+    if model is None:
+        lists = survey.contenders[-1].lists
         having = lists[(lists == item).any(1)]
         counts = Counter(having[having != item].tolist())
         counts.pop(0, None)
         return [(int(one), count / len(having)) for one, count in counts.most_common(_COUNT)]
+    near = cosine_similarity(model.item_factors, model.item_factors[item - 1][None], dim=1)
+    near[item - 1] = -torch.inf
+    best = near.topk(min(_COUNT, len(near)))
+    found = zip((best.indices + 1).tolist(), best.values.tolist(), strict=True)
+    return [(one, value) for one, value in found if np.isfinite(value)]
 
 
 _VALUES: Final = 8  # values of an attribute that are shown
@@ -406,80 +392,68 @@ class Calibrated(NamedTuple):
     rows: list[tuple[str, float, list[float]]]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Compares the contenders of a survey.
+def moved_items(survey: Survey, catalog: Catalog, order: str, one: int, other: int, count: int) -> list[int]:
+    """Items in an order of the items page, the first ``count``; ``other`` replaces ``one``."""
+    before, after = survey.listed(one).astype(np.int64), survey.listed(other).astype(np.int64)
+    moved = after - before
+    if order == "listed":
+        key = after
+    elif order == "new":
+        is_new = np.append(False, catalog.events == 0)
+        key = np.where(is_new, after + 1, 0)
+    else:
+        key = moved if order == "gain" else -moved
+    # only the items that are in a list, not the catalog, are sorted
+    some = np.flatnonzero(key > 0)
+    best = some[np.argsort(-key[some], kind="stable")][:count]
+    return [int(item) for item in best]
 
-    Attributes:
-        survey: the lists of the contenders.
-        catalog: the items.
+
+def overlaps(survey: Survey) -> list[tuple[str, list[float]]]:
+    """Mean overlap of the lists of every pair of contenders."""
+    count = range(len(survey.contenders))
+    return [
+        (survey.contenders[one].name, [float(survey.overlap(one, other).mean()) for other in count]) for one in count
+    ]
+
+
+def coverage(survey: Survey, catalog: Catalog) -> list[Coverage]:
+    """How the lists of every contender spread over the catalog."""
+    items = survey.data.num_items
+    is_popular = np.append(False, catalog.ranks <= max(1, items // _HEAD))
+    is_new = np.append(False, catalog.events == 0)
+    found = []
+    for place, one in enumerate(survey.contenders):
+        count = survey.listed(place)
+        total = max(1, int(count.sum()))
+        covered = survey.coverage(place)
+        short = float((one.lists == 0).any(1).mean())
+        popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
+        found.append(Coverage(one.name, covered, covered / items, popular, new, short))
+    return found
+
+
+def calibration(survey: Survey, catalog: Catalog) -> list[Calibrated]:
+    """Of every attribute with few values, how often lists hold them and how often users liked them before.
+
+    What users liked are the training positives of the whole log.
     """
-
-    survey: Survey
-    catalog: Catalog
-
-    def ordered(self, order: str, one: int, other: int, count: int) -> list[int]:
-        """Items in an order of the items page, the first ``count``; ``other`` replaces ``one``."""
-        before, after = self.survey.listed(one).astype(np.int64), self.survey.listed(other).astype(np.int64)
-        moved = after - before
-        if order == "listed":
-            key = after
-        elif order == "new":
-            is_new = np.append(False, self.catalog.events == 0)
-            key = np.where(is_new, after + 1, 0)
-        else:
-            key = moved if order == "gain" else -moved
-        # only the items that are in a list, not the catalog, are sorted
-        some = np.flatnonzero(key > 0)
-        best = some[np.argsort(-key[some], kind="stable")][:count]
-        return [int(item) for item in best]
-
-    @cached_property
-    def overlaps(self) -> list[tuple[str, list[float]]]:
-        """Mean overlap of the lists of every pair of contenders."""
-        count = range(len(self.survey.contenders))
-        return [
-            (self.survey.contenders[one].name, [float(self.survey.overlap(one, other).mean()) for other in count])
-            for one in count
-        ]
-
-    @cached_property
-    def coverage(self) -> list[Coverage]:
-        """How the lists of every contender spread over the catalog."""
-        items = self.survey.data.num_items
-        is_popular = np.append(False, self.catalog.ranks <= max(1, items // _HEAD))
-        is_new = np.append(False, self.catalog.events == 0)
-        found = []
-        for place, one in enumerate(self.survey.contenders):
-            count = self.survey.listed(place)
-            total = max(1, int(count.sum()))
-            covered = self.survey.coverage(place)
-            short = float((one.lists == 0).any(1).mean())
-            popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
-            found.append(Coverage(one.name, covered, covered / items, popular, new, short))
-        return found
-
-    def calibration(self) -> list[Calibrated]:
-        """Of every attribute with few values, how often lists hold them and how often users liked them before.
-
-        What users liked are the training positives of the whole log.
-        """
-        listed = [self.survey.listed(place) for place in range(len(self.survey.contenders))]
-        liked = np.append(0, self.catalog.positives).astype(np.int64)
-        shown = np.flatnonzero(sum(listed))
-        some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
-        some = some[some > 0]
-        found = []
-        for attribute in self.catalog.attributes:
-            values = self.catalog.values(attribute, some.tolist())
-            before = _shares(values, liked)
-            if not 1 < len(before) <= _MOST_VALUES:
-                continue
-            of_lists = [_shares(values, count) for count in listed]
-            most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
-            rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
-            found.append(Calibrated(attribute, rows))
-        return found
+    listed = [survey.listed(place) for place in range(len(survey.contenders))]
+    liked = np.append(0, catalog.positives).astype(np.int64)
+    shown = np.flatnonzero(sum(listed))
+    some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
+    some = some[some > 0]
+    found = []
+    for attribute in catalog.attributes:
+        values = catalog.values(attribute, some.tolist())
+        before = _shares(values, liked)
+        if not 1 < len(before) <= _MOST_VALUES:
+            continue
+        of_lists = [_shares(values, count) for count in listed]
+        most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
+        rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
+        found.append(Calibrated(attribute, rows))
+    return found
 
 
 def _shares(values: Mapping[int, Sequence[str]], counts: np.ndarray) -> dict[str, float]:

@@ -5,7 +5,6 @@ DuckDB aggregates the Parquet files that ``recpo serve --log`` published; only s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.sequences import ClusteredMean, clustered_mean
+from recpo.explorer.people_and_items import known
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
 
@@ -145,7 +145,7 @@ def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
 
 def _rates(row: Sequence[Any], mean: ClusteredMean) -> Rates:
     name, requests, exposures, users, explored, answered, disliked, shortest, short, unknown = row
-    value, half_width = (None if math.isnan(one) else one for one in (mean.mean, mean.half_width))
+    value, half_width = map(known, (mean.mean, mean.half_width))
     return Rates(
         str(name), requests, exposures, users, explored, answered, disliked, value, half_width, shortest, short, unknown
     )

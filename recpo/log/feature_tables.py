@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, Moments, Vocabulary, scaled
+from recpo.base.feature_encoding import FittedFeatures, Moments, Vocabulary, scaled, vocabulary_file
 from recpo.base.features import (
     Categories,
     Category,
@@ -36,7 +36,7 @@ from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
 from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns
 from recpo.log.files import Log, LogFile, is_text, missing_column, open_files, unreadable
-from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES, vocabulary_file
+from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import examples
 from recpo.log.writing import write_rows

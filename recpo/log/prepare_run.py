@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from recpo import __version__
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side, plain_type
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.engine import Engine, Place
@@ -43,7 +43,7 @@ from recpo.log.feature_tables import (
     write_table,
 )
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, vocabulary_file
+from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,

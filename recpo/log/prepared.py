@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts import describe_os_error, is_inside, parse_json, sha256
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import Code, RecpoError
-from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
 from recpo.base.features import (
     Categories,
     Category,
@@ -484,11 +484,6 @@ def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
     """The columns of a shard with the features of requests, by name."""
     columns = [table[CONTEXT + feature.name] for feature in features]
     return pa.table(columns, names=[feature.name for feature in features])
-
-
-def vocabulary_file(side: Side, name: str) -> str:
-    """The vocabulary file of a category, relative to the directory: ``value`` and its ``count``, by code."""
-    return f"vocabularies/{side}_{name}.parquet"
 
 
 def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:

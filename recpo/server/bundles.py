@@ -29,15 +29,15 @@ import pyarrow as pa
 
 from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
-from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import ITEM_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
-from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM, BundleFeatures
+from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM
+from recpo.serving.recommending import ATTRIBUTES
 from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"
@@ -121,7 +121,7 @@ class LoadedBundle:
     known: ItemAttributes | None = None
 
     @property
-    def known_features(self) -> BundleFeatures:
+    def known_features(self) -> PolicyFeatures:
         """What it reads of users, requests and behaviors."""
         return self.bundle.features
 

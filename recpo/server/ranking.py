@@ -22,10 +22,9 @@ from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration, Pool, Slate
 from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
-from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
-from recpo.serving.recommending import milliseconds, validate_k
+from recpo.serving.recommending import Wanted, filtered, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.server.bundles import LoadedBundle, feature_kinds
 from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_propensities
 from recpo.server.metrics import Metrics, flush_logs
@@ -18,7 +19,6 @@ from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
 from recpo.server.variants import EndedVariants, Watch, assigned, open_variants, validate_log
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
-from recpo.serving.manifest import BundleFeatures
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
@@ -274,7 +274,7 @@ class Service:
             )
 
 
-def _event(event: Mapping[str, Any], known: BundleFeatures, where: str) -> dict[str, Any]:
+def _event(event: Mapping[str, Any], known: PolicyFeatures, where: str) -> dict[str, Any]:
     """An event with its behaviors and the features of its request as columns."""
     plain = {name: value for name, value in event.items() if name not in ("behaviors", "context")}
     plain |= known_behaviors(known.behaviors, event.get("behaviors"), f"{where}.behaviors")

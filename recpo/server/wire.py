@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from typing_extensions import TypedDict
 
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import Side, Vector
 from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ID_PATTERN
 from recpo.serving.histories import LATEST_MS, SECONDS_FROM, SECONDS_UNTIL
-from recpo.serving.manifest import BundleFeatures
 
 _INT64 = 2**63
 
@@ -202,7 +202,7 @@ class Fault(BaseModel):
 
 
 def known_features(
-    known: BundleFeatures, side: Side, values: Mapping[str, Any] | None, where: str
+    known: PolicyFeatures, side: Side, values: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
     """The features of a request by name, in the form of columns; None if none are given or read.
 

@@ -32,17 +32,25 @@ import pyarrow as pa
 
 from recpo.artifacts import parse_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Category, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
-from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
-from recpo.serving.recommending import Moment, milliseconds, recommend_lists, score_candidates, validate_k
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest
+from recpo.serving.recommending import (
+    ItemFilters,
+    Moment,
+    Wanted,
+    filtered,
+    milliseconds,
+    recommend_lists,
+    score_candidates,
+    validate_k,
+)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
 
 
@@ -109,9 +117,10 @@ class Bundle:
         return self.manifest.feedback
 
     @cached_property
-    def features(self) -> BundleFeatures:
+    def features(self) -> PolicyFeatures:
         """The fitted features that the policy reads."""
-        return BundleFeatures.load(self.root, self.manifest.features, self.manifest.behaviors)
+        manifest = self.manifest
+        return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
 
     @cached_property
     def filters(self) -> ItemFilters | None:
@@ -307,7 +316,7 @@ def check_golden(bundle: Bundle) -> int:
         for number, request in enumerate(requests):
             expected = [(item, float(score)) for item, score in request["answer"]]
             found = _answer(bundle, request, request["k"])
-            _compare(expected, found, f"{path}: request {number}")
+            compare_lists(expected, found, f"{path}: request {number}", f": {_REMEDY}")
     except (KeyError, TypeError, ValueError) as error:
         raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
     return len(requests)
@@ -379,12 +388,22 @@ def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> di
     }
 
 
-def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, float]], where: str) -> None:
+def compare_lists(
+    expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, float]], where: str, remedy: str = ""
+) -> None:
+    """Raises ``RecpoError`` if two lists of items and scores differ, by more than items that swap places within 1e-4.
+
+    Args:
+        expected: the list as it should be, best first.
+        found: the list to check.
+        where: the beginning of the message.
+        remedy: its end.
+    """
     gaps = [abs(mine - theirs) for (_, mine), (_, theirs) in zip(found, expected, strict=False)]
     if len(found) != len(expected) or any(not gap <= TOLERANCE for gap in gaps):
         raise RecpoError(
-            f"{where}: {len(found)} items whose scores differ by up to {max(gaps, default=0.0):.2g} from those of the "
-            f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}",
+            f"{where}: {len(found)} items whose scores are nan or differ by up to {max(gaps, default=0.0):.2g} from "
+            f"the expected ones ({len(expected)} items, {TOLERANCE:g} is allowed){remedy}",
             code="mismatch",
             field="scores",
         )
@@ -397,7 +416,5 @@ def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, f
     ]
     if moved:
         raise RecpoError(
-            f"{where}: other items than at the export, {moved[0]!r} among them: {_REMEDY}",
-            code="mismatch",
-            field="items",
+            f"{where}: other items than expected, {moved[0]!r} among them{remedy}", code="mismatch", field="items"
         )

@@ -26,9 +26,8 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import exported_program, traces_forgotten
 from recpo.serving.manifest import MANIFEST
-from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
+from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of, verify_runtime
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
-from recpo.serving.verification import verify_runtime
 
 MOST_BLOCKS: Final = 16
 """The loop over blocks of items is unrolled, and every block is code to compile."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import torch
+from jinja2 import Environment, PackageLoader
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
@@ -28,22 +29,31 @@ from recpo import __version__
 from recpo.artifacts import output_directory
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_search import Precision, validate_precision
-from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
-from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleFeatures, BundleManifest
-from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
-from recpo.serving.recommending import validate_k
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.program import (
+    CatalogSearch,
+    ServingProgram,
+    StateProgram,
+    build_index,
+    random_inputs,
+    ranker_of,
+    validate_indexable,
+    verify_index,
+    verify_rounded,
+    verify_runtime,
+)
+from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
 from recpo.serving.runtimes import OUTPUTS
 from recpo.serving.saved_policy import describe_policy, save_item_encoders, save_policy
-from recpo.serving.verification import random_inputs, verify_rounded, verify_runtime
 
 if TYPE_CHECKING:
     from recpo.serving.manifest import BundleManifest
@@ -88,7 +98,7 @@ class PolicyFacts:
     """
 
     feedback: FeedbackDefinition
-    features: BundleFeatures = field(default_factory=BundleFeatures)
+    features: PolicyFeatures = field(default_factory=PolicyFeatures)
     options: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +220,7 @@ def versions() -> dict[str, str]:
     return {"recpo": __version__, "torch": torch.__version__}
 
 
-def _validate_features(policy: Policy, features: BundleFeatures) -> None:
+def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
     """Raises if ``features`` lacks something that the policy reads, or has something that it does not read."""
     for name, read, known in (
         ("user_features", policy.reads_user, features.user),
@@ -350,17 +360,20 @@ def model_card(manifest: BundleManifest, facts: Mapping[str, Any]) -> str:
         manifest: manifest of the bundle, without its files.
         facts: of the run, as ``recpo.serving.of_runs.card_facts`` gathers them; missing facts are marked as missing.
     """
-    origin = manifest.origin
-    parts = [
-        f"# {_plain(origin.get('run', 'policy'))}: a recommendation policy\n",
-        _what(manifest),
-        "## Data\n\n" + _data(facts.get("data")),
-        "## Training\n\n" + _rows(("", ""), _training(manifest, facts)),
-        "## Metrics\n\n" + _metrics(facts),
-        "## Limits\n\n" + "".join(f"- {limit}\n" for limit in _limits(manifest)),
-        _SERVING,
-    ]
-    return "\n".join(parts)
+    environment = Environment(
+        loader=PackageLoader("recpo.serving", ""), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"plain": _plain, "estimate": _estimate, "date": _date}
+    results = facts.get("results", {}).items()
+    return environment.get_template("model_card.md.jinja").render(
+        manifest=manifest,
+        origin=manifest.origin,
+        data=facts.get("data"),
+        training=_training(manifest.origin, facts),
+        evaluation=facts.get("evaluation"),
+        validated=sorted((name, value) for name, value in results if name.startswith("val/")),
+        unknown=_UNKNOWN,
+    )
 
 
 def refreshed_card(manifest: BundleManifest, root: Path) -> str:
@@ -378,107 +391,17 @@ def refreshed_card(manifest: BundleManifest, root: Path) -> str:
     )
 
 
-def _what(manifest: BundleManifest) -> str:
-    read = "items, feedback and times" if manifest.reads_timestamps else "items and feedback"
-    name = _plain(str(manifest.policy["class"]).rpartition(".")[2])
-    recpo, torch = (_plain(manifest.versions.get(library, _UNKNOWN)) for library in ("recpo", "torch"))
-    return (
-        f"`{name}` gives every one of {manifest.num_items:,} items a probability after a user's last "
-        f"{manifest.max_history:,} events ({read}), and lists up to {manifest.k:,} of them. Exported by recpo {recpo} "
-        f"with torch {torch}.\n"
-    )
-
-
-def _data(data: Mapping[str, Any] | None) -> str:
-    if not data:
-        return f"Period and counts: {_UNKNOWN} in the run.\n"
-    bounds, splits = data["boundaries"], data["splits"]
-    held_out = ""
-    if "valid_start" in bounds:
-        held_out = f"; validation from {bounds['valid_start']}, test from {bounds['test_start']}"
-    counted = ("targets", "users", "positive", "skipped", "disliked")
-    rows = [
-        (name, *(f"{int(splits[name].get(key, 0)):,}" for key in counted))
-        for name in ("train", "valid", "test")
-        if name in splits
-    ]
-    period = f"{_date(bounds.get('first_ms'))} to {_date(bounds.get('last_ms'))} (UTC){held_out}"
-    period = "Positions without a clock" if data.get("time_unit") == "order" else period
-    label = _plain(str(data.get("label", _UNKNOWN)).rpartition(".")[2])
-    return f"{period}. Label: `{label}`.\n\n{_rows(('period', 'events', 'users', *counted[2:]), rows)}"
-
-
-def _training(manifest: BundleManifest, facts: Mapping[str, Any]) -> list[Sequence[str]]:
-    origin = manifest.origin
-    entries = [(name, facts.get(name)) for name in ("objective", "reward", "init_from", "seed", "data seed", "recpo")]
-    rows = [(name, f"`{_plain(value)}`") for name, value in entries if value is not None]
-    monitor = facts.get("monitor")
-    reached = facts.get("results", {}).get(monitor)
-    if monitor is not None:
-        end = "" if reached is None else f", at the end {reached:.4f}"
-        rows.append(("selected by", f"`{_plain(monitor)}`{end}"))
-    rows += [
-        (name, f"`{_plain(origin[key])}`")
-        for name, key in (("checkpoint", "checkpoint"), ("weights (SHA-256)", "weights"), ("items", "catalog_checksum"))
-        if origin.get(key)
-    ]
-    return list(rows) or [("run", _UNKNOWN)]
-
-
-def _metrics(facts: Mapping[str, Any]) -> str:
-    evaluation = facts.get("evaluation")
-    if evaluation is not None:
-        measured = evaluation["metrics"]
-        rows = [
-            (f"`{_plain(name)}`", *(_estimate(metrics.get(name)) for metrics in measured.values()))
-            for name in evaluation["names"]
-        ]
-        head = (f"{evaluation['split']} period, {evaluation['users']:,} users", *map(_plain, measured))
-        return _rows(head, rows) + "\nmean ± half of the 95 % interval over users.\n"
-    validated = {name: value for name, value in facts.get("results", {}).items() if name.startswith("val/")}
-    if not validated:
-        return "None: evaluate the run, and export it with `--evaluation`.\n"
-    last = [
-        (f"`{_plain(name)}`", "-" if value is None else f"{value:.4f}") for name, value in sorted(validated.items())
-    ]
-    return _rows(("last validation", ""), last) + "\nOf the test period: none; export with `--evaluation DIR`.\n"
-
-
-def _limits(manifest: BundleManifest) -> list[str]:
-    limits = [
-        f"It lists the {manifest.num_items:,} items that it was trained with and no others; users need not be known.",
-        "It was trained on what an earlier policy showed; metrics on logged positives reward agreeing with that one.",
-        "Intervals are over users of one period, not over training seeds or later days.",
-        "Nothing was measured about groups of users or of providers unless a table above says so.",
-    ]
-    if manifest.agreement is not None:
-        overlap = manifest.agreement["overlap_10"]
-        limits.append(
-            f"Item vectors are {manifest.item_precision}: {overlap:.3f} of the 10 best items are the policy's."
-        )
-    if manifest.index is not None:
-        recall = manifest.index["recall_10"]
-        limits.append(f"An approximate index searches: {recall:.3f} of the 10 best items are found.")
-    if manifest.options is None:
-        limits.append("The policy is none of recpo's own: the bundle has the ONNX program only.")
-    return limits
-
-
-_SERVING = """## Serving
-
-```
-recpo serve --bundle BUNDLE
-recpo recommend BUNDLE --histories histories.parquet --out lists.parquet
-```
-
-In Python `recpo.Bundle.open(BUNDLE).recommend(events, k=10)`. `manifest.json` describes the program, and has the
-checksum of every file, this one too.
-"""
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _training(origin: Mapping[str, Any], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is known about the training: name and value."""
+    rows = [(name, facts.get(name)) for name in ("objective", "reward", "init_from", "seed", "data seed")]
+    monitor, results = facts.get("monitor"), facts.get("results", {})
+    reached = "" if results.get(monitor) is None else f", at the end {results[monitor]:.4f}"
+    kept = (("checkpoint", "checkpoint"), ("weights (SHA-256)", "weights"), ("items", "catalog_checksum"))
+    last = [(name, origin.get(key) or None) for name, key in kept]
+    said = [(name, f"`{_plain(value)}`") for name, value in rows if value is not None]
+    said += [] if monitor is None else [("selected by", f"`{_plain(monitor)}`{reached}")]
+    said += [(name, f"`{_plain(value)}`") for name, value in last if value is not None]
+    return said or [("run", _UNKNOWN)]
 
 
 def _estimate(metric: Mapping[str, Any] | None) -> str:
@@ -489,7 +412,7 @@ def _estimate(metric: Mapping[str, Any] | None) -> str:
 
 
 def _date(milliseconds: int | None) -> str:
-    if milliseconds is None:
+    if not isinstance(milliseconds, int):
         return _UNKNOWN
     return datetime.fromtimestamp(milliseconds / 1000.0, UTC).strftime("%Y-%m-%d")
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.serving.encoded_histories import EncodedHistories, program_inputs
-from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, WEIGHTS, BundleManifest
+from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
 
 _TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
@@ -60,7 +61,6 @@ def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> n
 STATES: Final = "states"
 # Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
 _AT_ONCE: Final = 16
-_REMEDY: Final = "copy or export the bundle again"
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,12 @@ class IndexOptions:
     """
 
     recall: float = 0.99
-    lists: int | None = None
-    oversampling: int = 4
+    lists: PositiveInt | None = None
+    oversampling: PositiveInt = 4
 
     def __post_init__(self) -> None:
-        if not 0 < self.recall <= 1:
-            raise RecpoError(
-                f"index: recall is {self.recall}, expected a share above 0 and at most 1",
-                code="out_of_range",
-                field="recall",
-            )
-        for name in ("lists", "oversampling"):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise RecpoError(f"index: {name} is {value}, expected at least 1", code="out_of_range", field=name)
+        validate_ranges(self)
+        validate_range(0 < self.recall <= 1, "recall", "must be a share above 0 and at most 1", self.recall)
 
 
 @dataclass(frozen=True)
@@ -121,21 +113,21 @@ class ItemIndex:
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             raise RecpoError(
-                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}", code="damaged", field=INDEX
+                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {REMEDY}", code="damaged", field=INDEX
             ) from error
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
             raise RecpoError(
-                f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}", code="mismatch", field=VECTORS
+                f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}", code="mismatch", field=VECTORS
             )
         if index.ntotal != manifest.num_items:
             raise RecpoError(
-                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}",
+                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}",
                 code="mismatch",
                 field=INDEX,
             )
         if not _lists_every_item(faiss, index):
-            raise RecpoError(f"{root / INDEX} does not list every item once: {_REMEDY}", code="damaged", field="lists")
+            raise RecpoError(f"{root / INDEX} does not list every item once: {REMEDY}", code="damaged", field="lists")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
     def search(
@@ -214,7 +206,7 @@ class IndexRuntime(Runtime):
     """
 
     def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
-        self.num_items, self.max_history, self.k = manifest.num_items, manifest.max_history, manifest.k
+        super().__init__(manifest)
         self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
         self.index = ItemIndex.load(root, manifest)
         self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=False)

@@ -15,7 +15,6 @@ from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame
 from recpo.serving.export import PolicyFacts
 from recpo.serving.histories import HistoryReader
-from recpo.serving.manifest import BundleFeatures
 from recpo.serving.recommending import score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.run import Run, kept_features
@@ -29,17 +28,11 @@ _METRICS: Final = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward"
 def runtime_of(run: Run) -> tuple[PolicyRuntime, HistoryReader]:
     """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
     policy = run.policy()
-    features = features_of(run, policy)
+    features = kept_features(policy, run.root)
     parts = features.behaviors, features.user, features.context
     return PolicyRuntime(policy), HistoryReader(
         run.items, run.feedback, policy.max_history, policy.reads_timestamps, *parts
     )
-
-
-def features_of(run: Run, policy: Policy) -> BundleFeatures:
-    """The fitted features and behaviors that the policy of a run reads."""
-    kept = kept_features(policy, run.root)
-    return BundleFeatures(**kept.fitted, behaviors=kept.behaviors)
 
 
 def score(
@@ -81,7 +74,7 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
     """
     return PolicyFacts(
         run.feedback,
-        features_of(run, policy),
+        kept_features(policy, run.root),
         run.configuration["policy"].get("init_args", {}),
         bundle_origin(run, checkpoint),
         card_facts(run.configuration, run.origin, run.results, run.monitor, measured),

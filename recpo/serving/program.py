@@ -1,23 +1,48 @@
-"""The functions that are exported: a policy's own ``recommend``, or a search of its catalog in blocks of items."""
+"""The functions that are exported, and how a program or an index is compared with its policy before it is published.
+
+A program is a policy's own ``recommend``, or a search of its catalog in blocks of items. With an approximate index, it
+gives the states that the index is asked with; what the index finds is measured here.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.features import Feature
-from recpo.base.feedback import HIGHEST
+from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
+from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.policies.catalog_search import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
+from recpo.policies.catalog_search import (
+    BLOCK_ROWS,
+    BlockedTable,
+    Precision,
+    RoundedRows,
+    best_by_blocks,
+    validate_precision,
+)
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
+from recpo.serving.bundle import TOLERANCE, compare_lists
+from recpo.serving.encoded_histories import (
+    ALLOWED,
+    EXCLUDE,
+    EncodedHistories,
+    ProgramReads,
+    features_of,
+    program_inputs,
+)
+from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
+from recpo.serving.manifest import INDEX, VECTORS
+from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
 
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
@@ -163,3 +188,320 @@ def histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: in
 
 def _within(values: Tensor, largest: int) -> Tensor:
     return torch.where((values > 0) & (values <= largest), values, 0)
+
+
+ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
+"""Largest allowed difference of natural-log probabilities from rounding the item matrix."""
+
+_CHECKED_USERS = (1, 33)  # batch sizes that differ from the example's
+_COMPARED_USERS = 64
+_SHORT = 10
+_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of missing features
+_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
+
+
+def verify_runtime(
+    runtime: Runtime, policy: Policy, k: int, *, reference: Runtime | None = None, seed: int = 0
+) -> None:
+    """Compares a runtime with the policy on random histories; the first one is empty, the last one full.
+
+    The lists must be equal, except that items whose scores differ by less than 1e-4 may swap places.
+
+    Args:
+        runtime: the runtime to check.
+        policy: the policy that it was made from.
+        k: length of the lists.
+        reference: computes the expected results instead of the policy itself.
+        seed: of the histories.
+
+    Raises:
+        RecpoError: they differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    reference = reference or PolicyRuntime(policy, reads=runtime.reads)
+    for users in _CHECKED_USERS:
+        inputs = random_inputs(policy, users, generator, runtime.reads)
+        expected, found = (_listed(*one.recommend(inputs, k)) for one in (reference, runtime))
+        for row, (wanted, listed) in enumerate(zip(expected, found, strict=True)):
+            compare_lists(wanted, listed, f"the exported program differs from the policy, history {row}")
+
+
+def _listed(items: np.ndarray, scores: np.ndarray) -> list[list[tuple[int, float]]]:
+    """Items and scores of every list, without empty places."""
+    rows = zip(items.tolist(), scores.tolist(), strict=True)
+    return [[(item, score) for item, score in zip(*row, strict=True) if item] for row in rows]
+
+
+def verify_rounded(
+    runtime: Runtime, program: ServingProgram, policy: Policy, k: int, precision: Precision
+) -> dict[str, Any]:
+    """Compares a runtime with the rounded policy, and the rounded policy with the policy.
+
+    Args:
+        runtime: the runtime to check.
+        program: the torch program that it was made from.
+        policy: the policy without rounding.
+        k: length of the lists.
+        precision: number format of the item matrix.
+
+    Returns:
+        Agreement of the lists of 64 random histories with the policy's lists: ``users``, ``overlap_10`` and
+        ``overlap_k`` (mean share of common items in lists of 10 and k), ``mean_difference`` and ``largest_difference``
+        (of the natural-log probabilities of common items), ``tolerance`` (for the latter).
+
+    Raises:
+        RecpoError: the runtime computes something else, or rounding changes more than ``ROUNDING``.
+    """
+    verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
+    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
+    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
+    agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
+    if not agreement["largest_difference"] <= ROUNDING[precision]:
+        raise RecpoError(
+            f"item_precision {precision}: log-probabilities differ from the policy's by up to "
+            f"{agreement['largest_difference']:.2g}, {ROUNDING[precision]:g} is allowed (overlap of the first "
+            f"{_SHORT} items {agreement[f'overlap_{_SHORT}']:.3f}): export with "
+            f"{'float16 or ' if precision == 'int8' else ''}float32",
+            code="mismatch",
+            field="item_precision",
+        )
+    return agreement
+
+
+def overlap(found: np.ndarray, expected: np.ndarray) -> float:
+    """Mean share of the items of ``expected [B, n]`` that are in ``found [B, n]``; 0 is not an item."""
+    shared = ((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :]).any(1)
+    return float((shared.sum(1) / np.maximum((expected > 0).sum(1), 1)).mean())
+
+
+def random_inputs(
+    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads | None = None
+) -> EncodedHistories:
+    """Histories of random items, the first empty and the last full, with three items to exclude each.
+
+    Behaviors and features are random too; a fifth of the values are missing, and some are unknown.
+    """
+    reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
+    lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
+    lengths[-1], lengths[0] = policy.max_history, 0
+    real = torch.arange(policy.max_history) < lengths[:, None]
+    item_ids = torch.randint(1, policy.num_items + 1, real.shape, generator=generator) * real
+    feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
+    exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
+    gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
+    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if reads.timestamps else None
+    bits = torch.randint(_BEHAVIOR_SETS, real.shape, generator=generator) * real if reads.behaviors else None
+    answered = torch.arange(policy.max_history + 1) <= lengths[:, None]
+    return EncodedHistories(
+        item_ids.numpy(),
+        feedback.numpy(),
+        exclude.numpy(),
+        times,
+        None if bits is None else bits.numpy(),
+        random_features(reads.user, (users,), generator) if reads.user else None,
+        random_features(reads.context, tuple(answered.shape), generator).where(answered.numpy())
+        if reads.context
+        else None,
+        _random_masks(users, reads.mask, generator) if reads.mask else None,
+    )
+
+
+def _random_masks(users: int, places: int, generator: torch.Generator) -> np.ndarray:
+    """A third of the items may be listed; for the last user, all of them."""
+    kept: np.ndarray = (torch.rand(users, places, generator=generator) < 1 / 3).numpy()
+    kept[-1], kept[:, 0] = True, True
+    return kept
+
+
+def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:
+    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
+
+    def codes(sizes: Sequence[int | None]) -> Tensor:
+        drawn = [torch.randint(1, int(size or 2), shape, generator=generator) for size in sizes]
+        return torch.stack(drawn, -1) if drawn else torch.zeros(*shape, 0, dtype=torch.long)
+
+    def known(width: int) -> Tensor:
+        return torch.rand(*shape, width, generator=generator) > _MISSING
+
+    categories, numbers = of_type(features, Category), of_type(features, Number)
+    lists = [
+        (codes([one.num_codes] * one.length) * known(1)).sort(-1, descending=True).values
+        for one in of_type(features, Categories)
+    ]
+    vectors = [
+        torch.randn(*shape, one.width or 0, generator=generator).masked_fill(~known(1), torch.nan)
+        for one in of_type(features, Vector)
+    ]
+    numeric = torch.randn(*shape, len(numbers), generator=generator).masked_fill(~known(len(numbers)), torch.nan)
+    coded = codes([one.num_codes for one in categories]) * known(len(categories))
+    return FeatureArrays(
+        coded.numpy(), tuple(one.numpy() for one in lists), numeric.numpy(), tuple(one.numpy() for one in vectors)
+    )
+
+
+def _agreement(
+    found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], k: int
+) -> dict[str, float]:
+    same = (found[0][:, :, None] == expected[0][:, None, :]) & (expected[0] > 0)[:, None, :]
+    row, place, other = np.nonzero(same)
+    gaps = np.abs(found[1][row, place] - expected[1][row, other])
+    return {
+        f"overlap_{_SHORT}": overlap(found[0][:, :_SHORT], expected[0][:, :_SHORT]),
+        "overlap_k": overlap(found[0], expected[0]),
+        "mean_difference": float(gaps.mean()) if len(gaps) else float("inf"),
+        "largest_difference": float(gaps.max()) if len(gaps) else float("inf"),
+    }
+
+
+_USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured
+_ITEMS_PER_LIST: Final = 39  # what faiss wants at least to find the center of a list
+_POINTS_PER_LIST: Final = 64  # what a center is fitted to; faiss would take 256, for minutes at a million items
+_MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no faster than the whole catalog
+
+
+class StateProgram(nn.Module):
+    """``(item_ids [B, H], feedback [B, H], ...) -> states [B, d]``: what an index is asked with.
+
+    The inputs are those of a ``ServingProgram`` without ``exclude``.
+
+    Args:
+        policy: with an item matrix.
+        reads: what it reads beyond items and feedback.
+    """
+
+    def __init__(self, policy: Policy, reads: ProgramReads) -> None:
+        super().__init__()
+        self.policy: Any = policy
+        self.inputs, self.reads = program_inputs(policy.max_history, reads, exclude=False), reads
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """See the class."""
+        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
+        states: Tensor = self.policy.last_states(histories_of(given, self.reads, self.policy.num_items))
+        return states
+
+
+def validate_indexable(policy: Policy) -> None:
+    """Raises ``RecpoError`` where the score of an item is no product of a state and the item's vector."""
+    if not has_item_matrix(policy):
+        raise RecpoError(
+            f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog",
+            code="unsupported",
+            field="index",
+        )
+    if item_matrix(policy)[1]:
+        raise RecpoError(
+            "index: with a lower bound the score of an item is no product of two vectors, so an index would search for "
+            "something else: tilt with lower_bound 0, or export without an index",
+            code="unsupported",
+            field="lower_bound",
+        )
+
+
+def build_index(
+    policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads | None = None
+) -> dict[str, Any]:
+    """Writes the index and the item vectors of a policy, and measures its recall on random histories.
+
+    Args:
+        policy: with an item matrix.
+        k: length of the longest list.
+        options: see there.
+        root: the directory of the bundle.
+        reads: what the policy reads beyond items and feedback; None = times, if it says so.
+
+    Returns:
+        The manifest's entry ``index``: ``kind``, ``lists``, ``probes``, ``oversampling``, ``users`` (random histories,
+        other ones than those on which the number of probes was chosen), ``recall_10`` and ``recall_k`` (mean share of
+        the exact list that is found), ``target``.
+
+    Raises:
+        RecpoError: faiss is missing, or more than a quarter of the lists would have to be probed.
+    """
+    faiss, reads = import_faiss(), ProgramReads(policy.reads_timestamps) if reads is None else reads
+    vectors = item_matrix(policy)[0].contiguous().numpy()
+    index = _trained(faiss, vectors[1:], options)
+    candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)
+    probes = 1
+    while (found := searched.recall(ItemIndex(index, vectors, probes, candidates)))[0] < options.recall:
+        probes *= 2
+        if probes > max(1, index.nlist * _MOST_PROBED):
+            raise RecpoError(
+                f"index: {probes // 2} of {index.nlist} lists give a recall of {found[0]:.3f}, {options.recall:g} is "
+                "asked for, and probing more of them is no faster than scoring the whole catalog: export without an "
+                "index, or ask for a lower index.recall",
+                code="out_of_range",
+                field="recall",
+            )
+    recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
+    faiss.write_index(index, str(root / INDEX))
+    np.save(root / VECTORS, vectors, allow_pickle=False)
+    return {
+        "kind": "faiss IVF, 8 bits, inner product",
+        "lists": index.nlist,
+        "probes": probes,
+        "oversampling": options.oversampling,
+        "users": _USERS,
+        "recall_10": recall[0],
+        "recall_k": recall[1],
+        "target": options.recall,
+    }
+
+
+def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
+    """Compares states and scores with those of the policy, on random histories.
+
+    Raises:
+        RecpoError: they differ by more than 1e-4 of the largest one.
+    """
+    inputs = random_inputs(policy, 33, torch.Generator().manual_seed(0), runtime.reads)
+    states, vectors = _states(policy, inputs, runtime.reads), item_matrix(policy)[0]
+    found, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
+    expected = (vectors[found] * states[:, None]).sum(-1).masked_fill(found == 0, -torch.inf)
+    gaps = [
+        ((ours - theirs).abs().nan_to_num(0.0).max() / theirs[theirs.isfinite()].abs().max().clamp_min(1.0)).item()
+        for ours, theirs in ((torch.from_numpy(runtime.states(inputs)), states), (scores, expected))
+    ]
+    if not max(gaps) <= TOLERANCE:
+        raise RecpoError(
+            f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest",
+            code="mismatch",
+            field="index",
+        )
+
+
+class _Sample:
+    """Random histories with their exact lists."""
+
+    def __init__(self, policy: Policy, k: int, reads: ProgramReads, seed: int) -> None:
+        inputs = random_inputs(policy, _USERS, torch.Generator().manual_seed(seed), reads)
+        self._k, self._states = k, _states(policy, inputs, reads)
+        self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
+        ids, best, _ = best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
+        self._exact = ids.masked_fill(best == -torch.inf, 0).numpy()
+
+    def recall(self, index: ItemIndex) -> tuple[float, float]:
+        """Mean share of the first 10 and of all items of the exact lists that are in those of the index."""
+        found, _ = index.search(self._states.numpy(), self._exclude.numpy(), self._k)
+        return overlap(found[:, :_SHORT], self._exact[:, :_SHORT]), overlap(found, self._exact)
+
+
+def _trained(faiss: Any, vectors: np.ndarray, options: IndexOptions) -> Any:
+    items, dim = vectors.shape
+    lists = round(4 * math.sqrt(items)) if options.lists is None else options.lists
+    lists = max(1, min(lists, items // _ITEMS_PER_LIST))
+    quantizer = faiss.IndexFlatIP(dim)
+    index = faiss.IndexIVFScalarQuantizer(
+        quantizer, dim, lists, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT
+    )
+    index.cp.max_points_per_centroid = _POINTS_PER_LIST
+    index.train(vectors)
+    index.add(vectors)
+    return index
+
+
+@torch.no_grad()
+def _states(policy: Policy, inputs: EncodedHistories, reads: ProgramReads) -> Tensor:
+    program = StateProgram(policy, reads)
+    states: Tensor = program(*(torch.from_numpy(one.of(inputs)) for one in program.inputs))
+    return states

@@ -1,22 +1,213 @@
-"""From frames of raw events to frames of lists and scores: what a run and a bundle answer with."""
+"""What a run and a bundle answer with: frames of raw events become frames of lists and scores; filters of requests.
+
+A bundle's ``attributes.parquet`` has ``item_id`` and one column per attribute, with a value or a list of values per
+item. Re-ranking reads the same file (``recpo.lists.reranking.ItemAttributes``). Without torch.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_list
 from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.log.id_map import IdMap
 from recpo.serving.encoded_histories import ServingCounts, UserHistories
 from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
 from recpo.serving.runtimes import Runtime
+
+ATTRIBUTES: Final = "attributes.parquet"
+_INT64: Final = 2**63
+Wanted = Mapping[str, Sequence[Any]]
+"""Attribute -> values."""
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """The items of each value: the items with value c are ``items[offsets[c] : offsets[c + 1]]``."""
+
+    values: pd.Index
+    is_text: bool
+    offsets: np.ndarray
+    items: np.ndarray
+
+    @classmethod
+    def of(cls, column: pa.Array) -> _Attribute:
+        owner = np.arange(1, len(column) + 1)
+        if pa.types.is_list(column.type):
+            owner, column = owner[pc.list_parent_indices(column).to_numpy()], pc.list_flatten(column)
+        owner = owner[column.is_valid().to_numpy(zero_copy_only=False)]
+        encoded = column.drop_null().dictionary_encode()
+        codes = encoded.indices.to_numpy(zero_copy_only=False)
+        order = np.argsort(codes, kind="stable")
+        offsets = np.searchsorted(codes[order], np.arange(len(encoded.dictionary) + 1))
+        values = encoded.dictionary.to_numpy(zero_copy_only=False)
+        is_text = pa.types.is_string(encoded.dictionary.type)
+        return cls(pd.Index(values.astype(object) if is_text else values), is_text, offsets, owner[order])
+
+    def items_of(self, wanted: Sequence[Any], where: str) -> np.ndarray:
+        if isinstance(wanted, str | bytes) or not isinstance(wanted, Sequence):
+            raise RecpoError(
+                f"{where}: expected a list of values, such as [{wanted!r:.40}]", code="wrong_type", field=where
+            )
+        if wrong := [value for value in wanted if not isinstance(value, str if self.is_text else int)]:
+            kind = "strings" if self.is_text else "integers"
+            raise RecpoError(
+                f"{where}: values of this attribute are {kind}, got {wrong[0]!r:.80}", code="wrong_type", field=where
+            )
+        known = [value for value in dict.fromkeys(wanted) if self.is_text or -_INT64 <= value < _INT64]
+        place = self.values.get_indexer(pd.Index(known, dtype=object if self.is_text else np.int64))
+        parts = [self.items[self.offsets[one] : self.offsets[one + 1]] for one in place[place >= 0].tolist()]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class ItemFilters:
+    """Applies the ``allow`` and ``deny`` filters of a request to the items 1..V.
+
+    Attributes:
+        num_items: V.
+        attributes: by name.
+    """
+
+    num_items: int
+    attributes: Mapping[str, _Attribute]
+
+    @classmethod
+    def load(cls, root: Path, items: IdMap) -> ItemFilters | None:
+        """Reads the attributes of a bundle whose files are already verified; None = it was exported without attributes.
+
+        Raises:
+            RecpoError: the file is damaged, or belongs to other items.
+        """
+        if not (root / ATTRIBUTES).is_file():
+            return None
+        try:
+            table = pq.read_table(root / ATTRIBUTES)
+        except (OSError, pa.ArrowException) as error:
+            raise RecpoError(
+                f"{root / ATTRIBUTES} cannot be read ({error}): export the bundle again",
+                code="damaged",
+                field=ATTRIBUTES,
+            ) from error
+        if ITEM_ID not in table.column_names or len(table) != len(items):
+            raise RecpoError(
+                f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again",
+                code="mismatch",
+                field=ATTRIBUTES,
+            )
+        names = [name for name in table.column_names if name != ITEM_ID]
+        return cls(len(items), {name: _Attribute.of(table[name].combine_chunks()) for name in names})
+
+    def allowed(self, allow: Wanted | None, deny: Wanted | None) -> np.ndarray | None:
+        """The items that may be listed, bool ``[V + 1]`` (place 0 is not an item, and true); None = all.
+
+        An item must have one of the given values for every attribute in ``allow``, and none of the values in ``deny``.
+        A value that no item has allows and denies nothing.
+
+        Raises:
+            RecpoError: an unknown attribute, or values of another type.
+        """
+        if not allow and not deny:
+            return None
+        kept = np.ones(self.num_items + 1, bool)
+        for name, wanted in (allow or {}).items():
+            has = np.zeros_like(kept)
+            has[self._attribute(name, "allow").items_of(wanted, f"allow.{name}")] = True
+            kept &= has
+        for name, wanted in (deny or {}).items():
+            kept[self._attribute(name, "deny").items_of(wanted, f"deny.{name}")] = False
+        kept[0] = True
+        return kept
+
+    def _attribute(self, name: str, where: str) -> _Attribute:
+        if name not in self.attributes:
+            raise RecpoError(
+                f"{where}.{name:.80}: attributes of this bundle are {', '.join(self.attributes)}",
+                code="unknown_name",
+                field=where,
+            )
+        return self.attributes[name]
+
+
+def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | None) -> np.ndarray | None:
+    """See ``ItemFilters.allowed``.
+
+    Raises:
+        RecpoError: as there, or a filter is given and the bundle has no attributes.
+    """
+    if filters is not None:
+        return filters.allowed(allow, deny)
+    if allow or deny:
+        raise RecpoError(
+            f"{'allow' if allow else 'deny'}: this bundle has no attributes of its items: export it with --attributes",
+            code="missing_option",
+            field="attributes",
+        )
+    return None
+
+
+def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
+    """The attributes of the items 1..V, in this order, from a table with one row per item; null = unknown.
+
+    Attributes are integers, strings and booleans, and lists of them. Other columns are ignored.
+
+    Raises:
+        RecpoError: no column ``item_id``, no attribute, missing items of the catalog, or several rows for one item.
+    """
+    index = items.to_internal(id_column(table, ITEM_ID, where))
+    known = np.flatnonzero(index > 0)
+    if not len(known) or len(np.unique(index[known])) < len(known):
+        raise RecpoError(
+            f"{where}: expected one row for each item of the catalog, found {len(known)} of {len(items)}",
+            code="mismatch",
+            field=where,
+        )
+    place = np.full(len(items), -1, np.int64)
+    place[index[known] - 1] = known
+    rows = pa.array(place, mask=place < 0)
+    columns = {ITEM_ID: items.to_external(np.arange(1, len(items) + 1))}
+    for name in table.column_names:
+        plain = None if name == ITEM_ID else _plain(table[name].combine_chunks())
+        if plain is not None:
+            columns[name] = plain.take(rows)
+    if len(columns) == 1:
+        raise RecpoError(
+            f"{where} has no attributes: columns of integers, strings or booleans, or lists of them",
+            code="empty",
+            field=where,
+        )
+    return pa.table(columns)
+
+
+def _plain(column: pa.Array) -> pa.Array | None:
+    """The column as int64 or strings, or lists of them; None if it is not an attribute."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _plain(column.dictionary_decode())
+    if is_list(kind):
+        element = _plain_type(kind.value_type)
+        return None if element is None else column.cast(pa.list_(element))
+    wanted = _plain_type(kind)
+    return None if wanted is None else column.cast(wanted)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return pa.int64()
+    return pa.string() if pa.types.is_string(kind) or pa.types.is_large_string(kind) else None
+
 
 BATCH_SIZE = 256
 
@@ -60,7 +251,7 @@ def recommend_lists(
         known: the items of the catalog.
         read: the users to serve, from ``HistoryReader.read``.
         k: list length; None = the longest that the runtime serves.
-        allowed: ``[V + 1]`` bool, which items may be listed (``recpo.serving.attributes``); None = every one.
+        allowed: ``[V + 1]`` bool, which items may be listed (``ItemFilters``); None = every one.
         batch_size: users ranked at once.
 
     Raises:

@@ -18,17 +18,16 @@ import pyarrow.parquet as pq
 from recpo import __version__
 from recpo.artifacts import output_directory, sha256
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
-from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
 from recpo.serving.export import refreshed_card
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleFeatures, BundleManifest
-from recpo.serving.recommending import milliseconds
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
+from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
 
 _TABLE: Final = "items"
 
@@ -325,7 +324,7 @@ def _new_features(
     root: Path, manifest: BundleManifest, today: _Today, encoded: EncodedItems | None, file: Path
 ) -> tuple[FittedFeatures, FeatureArrays]:
     """What was fitted of the item features, and the features of the new items."""
-    fitted = BundleFeatures.load(root, manifest.features).item
+    fitted = PolicyFeatures.load(root, manifest.features, remedy=REMEDY).item
     assert fitted is not None
     if encoded is not None:
         if not fitted.agrees(encoded.fitted):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -17,27 +17,12 @@ from recpo.serving.encoded_histories import EncodedHistories, ProgramInput, Prog
 
 if TYPE_CHECKING:
     from recpo.base.contracts import Policy
+    from recpo.serving.manifest import BundleManifest
 
 EngineName = Literal["onnx", "torch"]
 
 OUTPUTS: Final = ("top_items", "scores")
 CPU_PROVIDER: Final = "CPUExecutionProvider"
-
-
-class ProgramSizes(Protocol):
-    """The sizes that a manifest and a runtime share; see ``Runtime``."""
-
-    @property
-    def num_items(self) -> int: ...  # noqa: D102  see Runtime
-
-    @property
-    def max_history(self) -> int: ...  # noqa: D102
-
-    @property
-    def reads(self) -> ProgramReads: ...  # noqa: D102
-
-    @property
-    def k(self) -> int: ...  # noqa: D102
 
 
 class Runtime(ABC):
@@ -57,6 +42,11 @@ class Runtime(ABC):
     max_history: int
     reads: ProgramReads
     k: int
+
+    def __init__(self, like: BundleManifest | Runtime) -> None:
+        """The sizes of a bundle or of another runtime."""
+        self.num_items, self.max_history = like.num_items, like.max_history
+        self.reads, self.k = like.reads, like.k
 
     def recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The best items that are not excluded, nor in the history unless ``reads.repeats``.
@@ -117,7 +107,7 @@ class OnnxRuntime(Runtime):
 
     Args:
         path: ``model.onnx``.
-        sizes: the sizes from the manifest.
+        manifest: manifest of the bundle.
         threads: 0 = one per core.
         provider: see ``OnnxSession``.
 
@@ -125,10 +115,9 @@ class OnnxRuntime(Runtime):
         RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
     """
 
-    def __init__(self, path: Path, sizes: ProgramSizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
-        self.num_items, self.max_history, self.k = sizes.num_items, sizes.max_history, sizes.k
-        self.reads = sizes.reads
-        self._session = OnnxSession(path, self._inputs, {name: [sizes.k] for name in OUTPUTS}, threads, provider)
+    def __init__(self, path: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
+        super().__init__(manifest)
+        self._session = OnnxSession(path, self._inputs, {name: [self.k] for name in OUTPUTS}, threads, provider)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         top_items, scores = self._session.run(inputs)
@@ -264,13 +253,12 @@ class TorchProgramRuntime(Runtime):
 
     Args:
         program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
-        like: a runtime with the same sizes.
+        like: a bundle or a runtime with the same sizes.
     """
 
-    def __init__(self, program: Callable[..., Any], like: ProgramSizes) -> None:
+    def __init__(self, program: Callable[..., Any], like: BundleManifest | Runtime) -> None:
+        super().__init__(like)
         self._program = program
-        self.num_items, self.max_history, self.k = like.num_items, like.max_history, like.k
-        self.reads = like.reads
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         import torch

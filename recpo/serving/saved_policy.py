@@ -41,7 +41,7 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.serving.encoded_histories import ProgramReads
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, REMEDY, WEIGHTS, BundleManifest
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
@@ -64,6 +64,10 @@ _FACTORS = "factors"  # the option that is itself a group of numbers
 _BLOCK = "block"  # the option that is a class, with options of its own
 _OWN_BLOCKS: dict[str, type[Block]] = {f"{own.__module__}.{own.__qualname__}": own for own in (SASRecBlock, HSTUBlock)}
 _OF_ENCODER = ("dim", "heads", "max_history", "dropout")  # what the encoder gives its blocks
+_ENTRIES = {  # the options that are entries themselves, and the classes that they may name
+    _BASE: tuple(name for name, own in _OWN.items() if not issubclass(own, _TILTED)),
+    _BLOCK: tuple(_OWN_BLOCKS),
+}
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -189,56 +193,35 @@ def _defaults(own: type[Policy]) -> dict[str, Any]:
 
 def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, each of the type that the constructor of ``name`` declares."""
-    hints = {key: kind for key, kind in get_type_hints(_OWN[name].__init__).items() if key not in (*_GIVEN, "return")}
+    hints = _declared(name)
     for key, value in options.items():
-        if key == _BASE and key in hints:
-            _validate_base(name, value)
-        elif key == _BLOCK and key in hints:
-            _validate_block(name, value)
-        elif key == _FACTORS and key in hints:
-            _validate_factors(name, value)
-        elif key not in hints or not _is_of(value, hints[key]):
-            expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
+        expected = _expected(key, value, hints)
+        if expected is not None:
             raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}", code="damaged", field=key)
+        if key in _ENTRIES:
+            _validated(value["class"], value["options"])
     return dict(options)
 
 
-def _validate_base(name: str, entry: object) -> None:
-    """Raises unless ``entry`` is one of recpo's own policies that can be tilted."""
-    untilted = [known for known, own in _OWN.items() if not issubclass(own, _TILTED)]
-    known = isinstance(entry, Mapping) and entry.keys() == {"class", "options"} and entry["class"] in untilted
-    if not known or not isinstance(entry["options"], Mapping):  # type: ignore[index]  # it is a mapping then
-        raise RecpoError(
-            f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}",
-            code="damaged",
-            field=_BASE,
-        )
-    _validated(entry["class"], entry["options"])  # type: ignore[index]
+def _declared(name: str) -> dict[str, Any]:
+    """The types of the options of one of recpo's own policies or blocks."""
+    own, without = (_OWN_BLOCKS[name], _OF_ENCODER) if name in _OWN_BLOCKS else (_OWN[name], _GIVEN)
+    return {key: kind for key, kind in get_type_hints(own.__init__).items() if key not in (*without, "return")}
 
 
-def _validate_factors(name: str, entry: object) -> None:
-    """Raises unless ``entry`` has the numbers of a factor model."""
-    hints = get_type_hints(GradeFactorsOptions)
-    if not isinstance(entry, Mapping) or not all(k in hints and _is_of(v, hints[k]) for k, v in entry.items()):
-        raise RecpoError(
-            f"{name}: option {_FACTORS} is {entry!r}, expected a mapping of {', '.join(hints)}",
-            code="damaged",
-            field=_FACTORS,
-        )
-
-
-def _validate_block(name: str, entry: object) -> None:
-    """Raises unless ``entry`` is one of recpo's own blocks, with options of the types that it declares."""
-    own = entry.get("class") if isinstance(entry, Mapping) and entry.keys() == {"class", "options"} else None
-    hints = get_type_hints(_OWN_BLOCKS[own].__init__) if isinstance(own, str) and own in _OWN_BLOCKS else {}
-    options = entry["options"] if hints else None  # type: ignore[index]  # it is a mapping then
-    known = {key: kind for key, kind in hints.items() if key not in (*_OF_ENCODER, "return")}
-    if not isinstance(options, Mapping) or not all(k in known and _is_of(v, known[k]) for k, v in options.items()):
-        raise RecpoError(
-            f"{name}: option {_BLOCK} is {entry!r}, expected class and options of {' or '.join(_OWN_BLOCKS)}",
-            code="damaged",
-            field=_BLOCK,
-        )
+def _expected(key: str, value: object, hints: Mapping[str, Any]) -> str | None:
+    """What an option should be; None if it is that."""
+    if key not in hints:
+        return "one of " + ", ".join(hints)
+    if key in _ENTRIES:
+        is_entry = isinstance(value, Mapping) and value.keys() == {"class", "options"}
+        known = is_entry and value["class"] in _ENTRIES[key] and isinstance(value["options"], Mapping)  # type: ignore[index]
+        return None if known else f"class and options of {' or '.join(_ENTRIES[key])}"
+    if key == _FACTORS:
+        numbers = get_type_hints(GradeFactorsOptions)
+        fits = isinstance(value, Mapping) and all(k in numbers and _is_of(v, numbers[k]) for k, v in value.items())
+        return None if fits else f"a mapping of {', '.join(numbers)}"
+    return None if _is_of(value, hints[key]) else str(getattr(hints[key], "__name__", hints[key]))
 
 
 def _is_of(value: object, kind: Any) -> bool:
@@ -251,7 +234,6 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 _TOLERANCE: Final = 1e-5  # tolerance between vectors from the same weights and features
-_REMEDY: Final = "copy or export the bundle again"
 
 
 def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> None:
@@ -304,7 +286,7 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
             encoders[name].load_state_dict(own)
     except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
         raise RecpoError(
-            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {_REMEDY}",
+            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {REMEDY}",
             code="damaged",
             field=ITEM_ENCODERS,
         ) from error

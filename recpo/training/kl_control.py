@@ -19,39 +19,19 @@ MAX_ERROR = 0.2
 """Bound on the proportional error, so that an outlier cannot change the coefficient too much (arXiv 1909.08593)."""
 
 
-class AdaptiveKLCoefficient:
-    """Adjusts the coefficient of the KL penalty so that the measured divergence approaches ``target``.
+def adapted_kl_coef(value: float, target: KLTarget, measured_kl: float, num_samples: int) -> float:
+    """The coefficient of the KL penalty after a measurement, so that the divergence approaches the target.
 
     ``c <- c (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)`` after ``n`` samples (arXiv 1909.08593, section 2.2).
 
     Args:
-        value: the initial coefficient.
-        target: the divergence to maintain, in nats.
-        horizon: number of samples over which the coefficient may change by a factor of about e^0.2.
+        value: the coefficient before; above 0.
+        target: the divergence to maintain, and over how many samples the coefficient may change by about e^0.2.
+        measured_kl: mean over the samples, in nats.
+        num_samples: number of samples.
     """
-
-    def __init__(self, value: float = 0.2, target: float = 6.0, horizon: int = 10_000) -> None:
-        if value <= 0 or target <= 0 or horizon <= 0:
-            raise RecpoError(
-                f"value, target and horizon must be above 0, got {value}, {target} and {horizon}", code="out_of_range"
-            )
-        self.value = value
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, measured_kl: float, num_samples: int) -> float:
-        """Takes one measurement over ``num_samples`` samples and returns the new coefficient."""
-        error = min(max(measured_kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
-        self.value *= 1.0 + error * min(1.0, num_samples / self.horizon)  # beyond the horizon it could turn negative
-        return self.value
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores what ``state_dict`` returned."""
-        self.value = state["value"]
+    error = min(max(measured_kl / target.target - 1.0, -MAX_ERROR), MAX_ERROR)
+    return value * (1.0 + error * min(1.0, num_samples / target.horizon))  # beyond the horizon it could turn negative
 
 
 class KLControl:
@@ -78,29 +58,27 @@ class KLControl:
         reward_coef: float = 0.0,
     ) -> None:
         self._objective, self._max_kl, self._catalog = objective, max_kl, catalog
-        self._reward_coef = reward_coef
-        self._coefficient: AdaptiveKLCoefficient | None = None
-        if target is not None:
-            self._coefficient = AdaptiveKLCoefficient(_initial(objective, reward_coef), target.target, target.horizon)
+        self._reward_coef, self._target = reward_coef, target
+        self._value = 0.0 if target is None else _initial(objective, reward_coef)
         self._sums: Tensor | None = None
         self.stopped = False
 
     @property
     def objective(self) -> Objective:
         """The objective with the current coefficient."""
-        if self._coefficient is None or self._reward_coef:
+        if self._target is None or self._reward_coef:
             return self._objective
-        return replace(self._objective, kl_coef=self._coefficient.value)  # type: ignore[type-var]
+        return replace(self._objective, kl_coef=self._value)  # type: ignore[type-var]
 
     @property
     def reward_coef(self) -> float:
         """The current coefficient of the penalty in the rewards; 0 = none."""
-        return self._reward_coef if self._coefficient is None or not self._reward_coef else self._coefficient.value
+        return self._value if self._target is not None and self._reward_coef else self._reward_coef
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics for the logs."""
-        metrics = {} if self._coefficient is None else {"kl_coef": self._coefficient.value}
+        metrics = {} if self._target is None else {"kl_coef": self._value}
         return metrics if self._max_kl is None else metrics | {"step_skipped": float(self.stopped)}
 
     def begin_phase(self) -> None:
@@ -110,7 +88,7 @@ class KLControl:
     @torch.no_grad()
     def measure(self, logp: LogProbs, metrics: dict[str, Tensor]) -> None:
         """Adds a micro-batch."""
-        if self._coefficient is None and self._max_kl is None:
+        if self._target is None and self._max_kl is None:
             return
         tokens, items = logp.mask.sum(), (logp.mask.any(1) if self._catalog else logp.mask.any(-1)).sum()
         moved = torch.zeros_like(tokens, dtype=torch.float32)
@@ -136,19 +114,16 @@ class KLControl:
         self._sums = None
         if self._max_kl is not None and moved > self._max_kl * items:
             self.stopped = True
-        elif self._coefficient is not None and tokens:
-            self._coefficient.update(from_reference / tokens, int(items))
+        elif self._target is not None and tokens:
+            self._value = adapted_kl_coef(self._value, self._target, from_reference / tokens, int(items))
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must hold."""
-        state = {"stopped": float(self.stopped)}
-        return state if self._coefficient is None else state | self._coefficient.state_dict()
+        return {"stopped": float(self.stopped), "value": self._value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores what ``state_dict`` returned."""
-        self.stopped = bool(state["stopped"])
-        if self._coefficient is not None:
-            self._coefficient.load_state_dict(state)
+        self.stopped, self._value = bool(state["stopped"]), state.get("value", 0.0)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.policies.item_table import ItemTable, PlacedTable
 from recpo.training.options import OptimizerFactory
 
@@ -72,9 +72,8 @@ class LinearDecay(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, final: float = 0.0, warmup: float = 0.0) -> None:
-        for name, value, fits in (("final", final, 0.0 <= final <= 1.0), ("warmup", warmup, 0.0 <= warmup < 1.0)):
-            if not fits:
-                raise RecpoError(f"{name} of LinearDecay is a share, got {value}", code="out_of_range", field=name)
+        validate_range(0.0 <= final <= 1.0, "final", "of LinearDecay is a share", final)
+        validate_range(0.0 <= warmup < 1.0, "warmup", "of LinearDecay is a share below 1", warmup)
         self.final, self.warmup = final, warmup
         self._length = 1
         super().__init__(optimizer)

@@ -7,7 +7,7 @@ of a run. Flags, YAML keys and the keyword arguments of ``recpo.train`` are the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning import LightningModule
@@ -16,7 +16,7 @@ from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError, validate_range, validate_seed
 from recpo.base.features import Reads
 from recpo.base.types import SamplingOptions
 from recpo.batches.datamodule import FeedbackDataModule
@@ -58,16 +58,8 @@ class CriticOptions:
     target_rate: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.gamma < 1.0:
-            raise RecpoError(
-                f"critic.gamma must lie in [0, 1), got {self.gamma}", code="out_of_range", field="critic.gamma"
-            )
-        if not 0.0 < self.target_rate <= 1.0:
-            raise RecpoError(
-                f"critic.target_rate must lie in (0, 1], got {self.target_rate}",
-                code="out_of_range",
-                field="critic.target_rate",
-            )
+        validate_range(0.0 <= self.gamma < 1.0, "critic.gamma", "must lie in [0, 1)", self.gamma)
+        validate_range(0.0 < self.target_rate <= 1.0, "critic.target_rate", "must lie in (0, 1]", self.target_rate)
         _validate_at_least("critic", self, target_every=1, hidden=1)
 
 
@@ -93,13 +85,8 @@ class CollapseLimits:
     min_ndcg_share: float | None = 0.3
 
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            if not (getattr(self, limit.name) or 0) >= 0:
-                raise RecpoError(
-                    f"rollout.collapse.{limit.name} must not be negative, got {getattr(self, limit.name)}",
-                    code="out_of_range",
-                    field=f"rollout.collapse.{limit.name}",
-                )
+        for name, limit in vars(self).items():
+            validate_range((limit or 0) >= 0, f"rollout.collapse.{name}", "must not be negative", limit)
 
 
 @dataclass(frozen=True)
@@ -162,12 +149,9 @@ class RolloutOptions:
                 code="out_of_range",
                 field="rollout",
             )
-        if self.max_kl is not None and not self.max_kl > 0:
-            raise RecpoError(
-                f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop",
-                code="out_of_range",
-                field="rollout.max_kl",
-            )
+        validate_range(
+            self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "must be above 0, or null", self.max_kl
+        )
         self._validate_kl_coef()
         if self.candidates == "beam" and self.resamples:
             raise RecpoError(
@@ -180,12 +164,7 @@ class RolloutOptions:
 
     def _validate_kl_coef(self) -> None:
         """Raises if there is a KL penalty without draws to estimate it from, or without advantages to learn it by."""
-        if not 0.0 <= self.kl_coef < float("inf"):
-            raise RecpoError(
-                f"rollout.kl_coef is a weight of at least 0, got {self.kl_coef}",
-                code="out_of_range",
-                field="rollout.kl_coef",
-            )
+        _validate_weight("rollout.kl_coef", self.kl_coef)
         if self.kl_coef and self.candidates != "draws":
             raise RecpoError(
                 f"rollout.kl_coef estimates a divergence from draws, and rollout.candidates is {self.candidates}: set "
@@ -327,9 +306,8 @@ class LearningOptions:
     def __post_init__(self) -> None:
         _validate_at_least("", self, snapshot_every=1, validation_k=1)
         validate_seed(self.seed)
-        for name, weight in (("anchor_coef", self.anchor_coef), ("item_coef", self.item_coef)):
-            if not 0.0 <= weight < float("inf"):
-                raise RecpoError(f"{name} is a weight of at least 0, got {weight}", code="out_of_range", field=name)
+        _validate_weight("anchor_coef", self.anchor_coef)
+        _validate_weight("item_coef", self.item_coef)
 
 
 def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
@@ -361,12 +339,7 @@ class WeightAverage:
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.decay < 1.0:
-            raise RecpoError(
-                f"weight_averaging.decay must lie between 0 and 1, got {self.decay}",
-                code="out_of_range",
-                field="weight_averaging.decay",
-            )
+        validate_range(0.0 < self.decay < 1.0, "weight_averaging.decay", "must lie between 0 and 1", self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,10 +375,9 @@ class TrainOptions(LearningOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.checkpoint_every is not None:
-            _validate_at_least("", self, checkpoint_every=1)
-        if self.patience is not None:
-            _validate_at_least("", self, patience=1)
+        for name in ("checkpoint_every", "patience"):
+            value = getattr(self, name)
+            validate_range(value is None or value >= 1, name, "must be at least 1, or null", value)
         self.trainer.validate()
         if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(
@@ -427,9 +399,8 @@ def _validate_at_least(group: str, options: object, **least: int) -> None:
     """Raises ``RecpoError`` if an option is below its minimum."""
     for name, bound in least.items():
         value = getattr(options, name)
-        if not value >= bound:
-            raise RecpoError(
-                f"{group}{'.' * bool(group)}{name} must be at least {bound}, got {value}",
-                code="out_of_range",
-                field=f"{group}{'.' * bool(group)}{name}",
-            )
+        validate_range(value >= bound, f"{group}{'.' * bool(group)}{name}", f"must be at least {bound}", value)
+
+
+def _validate_weight(name: str, value: float) -> None:
+    validate_range(0.0 <= value < float("inf"), name, "is a weight of at least 0", value)

@@ -20,13 +20,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
@@ -34,28 +33,28 @@ from torch import Tensor, nn
 from recpo.artifacts import (
     MARKER,
     describe_os_error,
-    is_inside,
     kind_of,
     marker,
     output_file,
     read_json,
     read_yaml,
     sha256,
+    verify,
     write_json,
 )
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, of_side
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.log.prepared import ITEM_FEATURES, Prepared, vocabulary_file
+from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
-from recpo.training.curves import advice
 from recpo.training.options import PolicyFactory
+from recpo.training.trainer import advice
 
 FORMAT_VERSION = 5
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
@@ -82,18 +81,6 @@ class RunFacts(NamedTuple):
     results: dict[str, float | None]
     monitor: str | None
     files: dict[str, str]
-
-
-class RunFeatures(NamedTuple):
-    """What a policy reads beside items and feedback.
-
-    Attributes:
-        fitted: the fitted features of the sides that it reads; those of items make the vectors of new ones.
-        behaviors: names of the behaviors that it reads, in the order of their bits.
-    """
-
-    fitted: dict[Side, FittedFeatures]
-    behaviors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -159,26 +146,7 @@ class Run(Artifact):
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        wrong = []
-        for name in files:
-            file = self.root / name
-            if not is_inside(name):
-                raise RecpoError(
-                    f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}",
-                    code="untrusted",
-                    field=name,
-                )
-            if not file.is_file():
-                wrong.append(f"{name} (missing)")
-            elif sha256(file) != self.facts.files[name]:
-                wrong.append(f"{name} (changed)")
-        if wrong:
-            raise RecpoError(
-                f"{self.root} is not as it was written: {', '.join(sorted(wrong))}; copy the whole run again, or train "
-                "it again",
-                code="damaged",
-                field=min(wrong).partition(" ")[0],
-            )
+        verify(self.root, {name: self.facts.files[name] for name in files}, REMEDY)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
@@ -204,7 +172,7 @@ class Run(Artifact):
 
     @property
     def advice(self) -> list[str]:
-        """What went wrong in the training, as sentences that name the option to change (``recpo.training.curves``)."""
+        """What went wrong in the training, as sentences that name the option to change (``recpo.training.trainer``)."""
         on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
         return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
 
@@ -257,9 +225,7 @@ class Run(Artifact):
         Raises:
             RecpoError: there is none, or it has changed.
         """
-        path = checkpoint_path(self.root, name)
-        inside = f"{CHECKPOINTS}/{name}.ckpt"
-        files = [file for file in self.facts.files if file == inside or file.startswith(inside + "/")]
+        path, files = checkpoint_path(self.root, name), self.checkpoint_files(name)
         if not files:
             raise RecpoError(
                 f"{path} is missing: the run kept no such checkpoint", code="missing_file", field=path.name
@@ -267,9 +233,14 @@ class Run(Artifact):
         self.verify(files)
         return path
 
+    def checkpoint_files(self, name: str) -> dict[str, str]:
+        """The SHA-256 of a checkpoint: of one file, or of those in the directory of a sharded run."""
+        inside = f"{CHECKPOINTS}/{name}.ckpt"
+        return {file: one for file, one in self.facts.files.items() if file == inside or file.startswith(inside + "/")}
+
     def weights_checksum(self, checkpoint: str = "best") -> str | None:
         """SHA-256 of a checkpoint; None if it is the directory of a sharded run."""
-        return self.facts.files.get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
+        return self.checkpoint_files(checkpoint).get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
@@ -306,15 +277,6 @@ class Run(Artifact):
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
-
-
-def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys in which two configurations differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted({*before, *after}):
-            yield from differences(before.get(name), after.get(name), f"{prefix}{name}.")
-    elif before != after:
-        yield prefix.rstrip(".").replace("init_args.", "")
 
 
 def write_start(
@@ -445,36 +407,28 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
     if policy.reads_item_features:
         names = [feature.name for feature in data.feature_schema.item]
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
-    for side in _sides(policy):
-        for name in data.feature_schema.coded(side):
-            (root / VOCABULARIES).mkdir(exist_ok=True)
-            values = data.vocabulary(side, name)
-            pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
+    fitted: dict[str, Any] = {side: data.fitted_features(side) for side in _sides(policy)}
+    PolicyFeatures(**fitted).save(root)
 
 
-def kept_features(policy: Policy, root: Path) -> RunFeatures:
+def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
     """The fitted features that a policy reads, and its behaviors, from its run ``root``.
 
     Raises:
         RecpoError: a file is missing or damaged.
     """
     if not _reads(policy):
-        return RunFeatures({}, ())
+        return PolicyFeatures()
+    schema, behaviors = _kept_schema(root)
+    read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
+    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=REMEDY)
+
+
+def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
+    """Features and behaviors of the data that the run ``root`` was trained on."""
     content = read_json(root / FEATURE_SCHEMA, REMEDY)
     schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    fitted: dict[Side, FittedFeatures] = {}
-    for side in _sides(policy):
-        files = {name: root / vocabulary_file(side, name) for name in schema.coded(side)}
-        fitted[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
-    behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
-    return RunFeatures(fitted, behaviors)
-
-
-def _vocabulary(file: Path) -> pa.Array:
-    try:
-        return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
-    except (OSError, pa.ArrowException) as error:
-        raise RecpoError(f"{file} cannot be read ({error}); {REMEDY}", code="damaged", field=file.name) from error
+    return schema, tuple(content.get("behaviors", ()))
 
 
 def _sides(policy: Policy) -> list[Side]:
@@ -491,17 +445,14 @@ def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str
     """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
     if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
         return []
-    content = read_json(root / FEATURE_SCHEMA, REMEDY)
-    kept, now = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA)), data.feature_schema
-    sides: list[Side] = ["item"] if policy.reads_item_features else []
-    found = []
-    for side in [*sides, *_sides(policy)]:
-        files = {name: root / vocabulary_file(side, name) for name in kept.coded(side)}
-        same = kept.of(side) == now.of(side) and all(
-            _vocabulary(file).equals(data.vocabulary(side, name)) for name, file in files.items() if file.is_file()
+    kept, found = kept_features(policy, root), []
+    for side in _sides(policy):
+        before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+        same = before.features == now.features and all(
+            vocabulary.values.equals(now.vocabularies[name].values) for name, vocabulary in before.vocabularies.items()
         )
         found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
-    if policy.reads_behaviors and tuple(content.get("behaviors", ())) != data.behaviors:
+    if policy.reads_behaviors and kept.behaviors != data.behaviors:
         found.append("behaviors")
     return found
 
@@ -523,9 +474,8 @@ def hand_over_kept(policy: Policy, root: Path) -> None:
     """
     if not _reads(policy):
         return
-    content = read_json(root / FEATURE_SCHEMA, REMEDY)
-    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    policy.set_schema(schema, tuple(content.get("behaviors", ())))
+    schema, behaviors = _kept_schema(root)
+    policy.set_schema(schema, behaviors)
     if policy.reads_item_features:
         try:
             table = pq.read_table(root / ITEM_FEATURES)

@@ -33,7 +33,6 @@ from recpo.training.run import (
     RESOLVED,
     Run,
     checkpoint_path,
-    differences,
     mark_finished,
     write_start,
     write_text,
@@ -102,19 +101,19 @@ def identity(text: str, now: dict[str, Any]) -> str:
         text: every option, as YAML.
         now: the inputs of the run.
     """
-    options = dict(_leaves(_plain(yaml.safe_load(text))))
+    options = dict(_leaves(yaml.safe_load(text)))
     ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
     kept = {key: value for key, value in options.items() if not _is_part_of(key, ignored)}
     return _sha256_of([kept, now["prepared"]["manifest_sha256"], sorted(now.get("reward_runs", {}).values())])
 
 
 def _leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options that are not null, by the dotted keys of ``differences``."""
+    """The options that are not null, by their dotted keys, with recpo's own classes by their bare names."""
     if isinstance(configuration, dict):
         for name, value in configuration.items():
             yield from _leaves(value, prefix if name == "init_args" else f"{prefix}.{name}".lstrip("."))
     elif configuration is not None:
-        yield prefix, configuration
+        yield prefix, _plain(configuration)
 
 
 def _is_part_of(key: str, names: Iterable[str]) -> bool:
@@ -191,7 +190,8 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
     allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
     if then["contexts_per_step"] == now["contexts_per_step"]:
         allowed += _OF_THE_SAME_STEP
-    changed = differences(_plain(read_yaml(out / RESOLVED, REMEDY)), _plain(yaml.safe_load(text)))
+    kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), yaml.safe_load(text)))
+    changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
     others = [key for key in changed if not _is_part_of(key, allowed)]
     if others:
         raise RecpoError(

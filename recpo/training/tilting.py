@@ -418,6 +418,7 @@ def write_tilted(
         shutil.copytree(base.root / CODES, root / CODES)
     copy_features(base.root, root)
     below, options = read_yaml(base.root / RESOLVED, REMEDY)["policy"], policy.factors.options
+    weights = base.checkpoint_files(checkpoint)
     arguments = {"base": below, "factors": asdict(options), "temperature": policy.temperature}
     arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
@@ -427,7 +428,7 @@ def write_tilted(
         "format_version": FORMAT_VERSION,
         "data": base.origin.get("data"),
         "contexts_per_step": 0,  # because nothing was trained
-        "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
+        "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": weights},
         "factors": factors.facts,
         "choice": {
             "temperature": how.temperature,
@@ -439,19 +440,13 @@ def write_tilted(
     }
     write_json(root / ORIGIN, origin)
     (root / CHECKPOINTS).mkdir()
-    weights = {f"policy.{name}": value for name, value in policy.state_dict().items()}
+    state = {f"policy.{name}": value for name, value in policy.state_dict().items()}
     with checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
-        torch.save({"state_dict": weights}, file)
+        torch.save({"state_dict": state}, file)
     numbers: dict[str, float | None] = {"temperature": how.temperature}
     for trial in how.trials:
         numbers = _finite(trial) if trial.temperature == how.temperature else numbers
     mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in numbers.items()}, how.criterion)
-
-
-def _weights(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
-    """The checksums of a checkpoint."""
-    inside = f"{CHECKPOINTS}/{checkpoint}.ckpt"
-    return {name: checksum for name, checksum in run.facts.files.items() if name.startswith(inside)}
 
 
 def _finite(trial: TiltTrial) -> dict[str, float | None]:

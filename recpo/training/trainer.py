@@ -1,17 +1,21 @@
-"""Lightning's Trainer with the defaults of a run directory."""
+"""Lightning's Trainer with the defaults of a run directory; the curves that it logs, and what they say."""
 
 from __future__ import annotations
 
+import csv
 import logging
+import math
 import resource
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
@@ -20,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 LINE_SECONDS = 30.0
 LINE_COLUMNS = 80
@@ -199,26 +203,15 @@ class TrainerOptions:
 
         Lightning itself accepts such options, and would end at once with nothing learned.
         """
-        for name, least in (("max_epochs", 1), ("max_steps", 1), ("accumulate_grad_batches", 1)):
+        for name in ("max_epochs", "max_steps", "accumulate_grad_batches"):
             value = self._options.get(name)
-            if value is not None and value != -1 and value < least:
-                raise RecpoError(
-                    f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}",
-                    code="out_of_range",
-                    field=f"trainer.{name}",
-                )
-        if not (self._options.get("gradient_clip_val") or 0) >= 0:
-            raise RecpoError(
-                f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}",
-                code="out_of_range",
-                field="trainer.gradient_clip_val",
-            )
+            fits = value in (None, -1) or value >= 1
+            validate_range(fits, f"trainer.{name}", "must be at least 1, or -1 for no limit", value)
+        clip = self._options.get("gradient_clip_val")
+        validate_range((clip or 0) >= 0, "trainer.gradient_clip_val", "must be at least 0", clip)
         for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
             value = self._options.get(name)
-            if isinstance(value, int | float) and not value > 0:
-                raise RecpoError(
-                    f"trainer.{name} must be above 0, got {value}", code="out_of_range", field=f"trainer.{name}"
-                )
+            validate_range(not isinstance(value, int | float) or value > 0, f"trainer.{name}", "must be above 0", value)
 
     @property
     def shards_tables(self) -> bool:
@@ -300,3 +293,129 @@ def _quieten() -> None:
         ".*all_gather.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+
+
+#: Metric to its points ``[step, value]``.
+Curves = dict[str, list[list[float]]]
+
+_SHOWN: Final = ("train/loss", "val/")
+_MOST_POINTS: Final = 200
+# from here on, a share is worth a sentence
+_ZERO_GROUPS: Final = 0.5
+_SKIPPED_STEPS: Final = 0.2
+_CLIPPED: Final = 0.3
+_STILL_RISING: Final = 0.1  # share of the whole gain that the last validation adds
+_LEAST_VALIDATIONS: Final = 3
+_SAME_LISTS: Final = 2  # lists of all users come from fewer items than this many lists hold
+_LISTS_OF_A_SMALL_CATALOG: Final = 10
+
+
+def training_curves(run: Path) -> Curves:
+    """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
+
+    A resumed run logs into another file, which continues where the first one ended. Empty where the run has no CSV log.
+
+    Raises:
+        RecpoError: a log is no table of numbers.
+    """
+    return {name: _thinned(points) for name, points in _logged(run).items() if name.startswith(_SHOWN)}
+
+
+def advice(run: Path, monitor: str | None, *, num_items: int, lower_is_better: bool, on_policy: bool) -> list[str]:
+    """What went wrong in a training that finished, as sentences that name the option to change.
+
+    Rewards that are constant in most groups, a policy at its KL bound, clipped ratios, a monitor that was best at the
+    first or still improving at the last validation, and lists that hardly differ between users.
+
+    Args:
+        run: run directory.
+        monitor: metric that selected the best checkpoint, such as ``val/NDCG@10``; None = unknown.
+        num_items: catalog size.
+        lower_is_better: of the monitor.
+        on_policy: whether the training drew its candidates (``rollout``).
+    """
+    curves = _logged(run)
+    late = {name: _late_mean(points) for name, points in curves.items() if name.startswith("train/")}
+    said = []
+    if on_policy and late.get("train/zero_group_share", 0.0) > _ZERO_GROUPS:
+        said.append(
+            f"The reward was constant in {late['train/zero_group_share']:.0%} of the groups in the second half of the "
+            "training, and such a group teaches nothing: enlarge rollout.group_size, or choose a finer reward."
+        )
+    if late.get("train/step_skipped", 0.0) > _SKIPPED_STEPS:
+        said.append(
+            f"{late['train/step_skipped']:.0%} of the late steps were skipped, because the policy was farther from its "
+            "snapshot than rollout.max_kl: lower the learning rate or rollout.epochs, or raise the bound."
+        )
+    if late.get("train/clip_fraction", 0.0) > _CLIPPED:
+        said.append(
+            f"{late['train/clip_fraction']:.0%} of the late ratios were clipped, so they had no gradient: lower the "
+            "learning rate, rollout.batches or rollout.epochs."
+        )
+    if monitor in curves:
+        said += _of_monitor(monitor, [value for _, value in curves[monitor]], lower_is_better)
+    return said + _of_lists(curves, num_items)
+
+
+def _of_monitor(name: str, values: Sequence[float], lower_is_better: bool) -> list[str]:
+    if len(values) < _LEAST_VALIDATIONS:
+        return []
+    signed = -np.asarray(values) if lower_is_better else np.asarray(values)
+    gain = signed.max() - signed.min()
+    if not gain > 0:
+        return []
+    if signed.argmax() == 0:
+        return [
+            f"{name} was best at the first of {len(values)} validations: lower the learning rate, or validate earlier "
+            "(trainer.val_check_interval)."
+        ]
+    if signed.argmax() == len(signed) - 1 and signed[-1] - signed[:-1].max() > _STILL_RISING * gain:
+        return [f"{name} was still improving at the last of {len(values)} validations: train longer."]
+    return []
+
+
+def _of_lists(curves: Curves, num_items: int) -> list[str]:
+    for name, points in curves.items():
+        if name.startswith("val/coverage@"):
+            k, items = int(name.partition("@")[2]), round(points[-1][1] * num_items)
+            if num_items > _LISTS_OF_A_SMALL_CATALOG * k and items < _SAME_LISTS * k:
+                return [
+                    f"Lists hardly differ between users: those of the validation period come from {items:,} of "
+                    f"{num_items:,} items. Compare the policy with the baseline popularity."
+                ]
+    return []
+
+
+def _logged(run: Path) -> Curves:
+    """Every metric of the CSV logs, in the order of the steps."""
+    curves: dict[str, dict[float, float]] = defaultdict(dict)
+    for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda file: _number(file.parent.name)):
+        try:
+            with file.open(encoding="utf-8", newline="") as handle:
+                for row in csv.DictReader(handle):
+                    for name, text in row.items():
+                        if text and name.startswith(("train/", "val/")) and math.isfinite(float(text)):
+                            curves[name][float(row["step"])] = float(text)
+        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+            raise RecpoError(
+                f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
+                "its curves need",
+                code="damaged",
+                field=file.name,
+            ) from error
+    return {name: [list(point) for point in sorted(points.items())] for name, points in curves.items()}
+
+
+def _late_mean(points: Sequence[Sequence[float]]) -> float:
+    """The mean over the second half of the points."""
+    return float(np.mean([value for _, value in points[len(points) // 2 :]]))
+
+
+def _number(directory: str) -> int:
+    digits = directory.removeprefix("version_")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
+    return points[::stride] if (len(points) - 1) % stride == 0 else [*points[::stride], points[-1]]

@@ -52,9 +52,9 @@ from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.runtimes import Runtime, excluded
-from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import FINISHED, RESOLVED, Run
+from recpo.training.trainer import training_curves
 from recpo.verbs.verb import compute_device
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.

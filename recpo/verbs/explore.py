@@ -15,11 +15,10 @@ from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
-from recpo.explorer.catalog import Catalog, ItemColumns
 from recpo.explorer.pages import Pages
-from recpo.explorer.people import People
+from recpo.explorer.people_and_items import Catalog, ItemColumns, People
 from recpo.explorer.server import PageServer
-from recpo.explorer.survey import Comparison, Neighborhood, Survey
+from recpo.explorer.survey import Survey
 from recpo.explorer.traffic import traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
@@ -136,8 +135,6 @@ class Explore(Verb["Path | None"]):
             survey,
             catalog,
             People(data, self.split, survey.reads),
-            Comparison(survey, catalog),
-            Neighborhood(survey),
             None if decision is None else decision.facts,
             log,
             codes,

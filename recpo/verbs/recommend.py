@@ -20,11 +20,19 @@ from recpo.artifacts import kind_of, output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
 from recpo.base.ranges import NonNegativeInt, PositiveInt
-from recpo.serving.attributes import ItemFilters, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import ServingCounts
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader
-from recpo.serving.recommending import BATCH_SIZE, Moment, Served, milliseconds, recommend_lists, validate_k
+from recpo.serving.recommending import (
+    BATCH_SIZE,
+    ItemFilters,
+    Moment,
+    Served,
+    filtered,
+    milliseconds,
+    recommend_lists,
+    validate_k,
+)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 from recpo.verbs.verb import Verb, function_of
 

@@ -29,7 +29,6 @@ SECTIONS = (
     "answer",
     "metrics",
     "warnings",
-    "reading",
     "headroom",
     "differences",
     "plots",

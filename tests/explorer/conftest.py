@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.artifacts.semantic_codes import SemanticCodes
-from recpo.explorer.catalog import Catalog, ItemColumns
 from recpo.explorer.pages import Pages
-from recpo.explorer.people import People
-from recpo.explorer.survey import Comparison, Neighborhood, Survey
+from recpo.explorer.people_and_items import Catalog, ItemColumns, People
+from recpo.explorer.survey import Survey
 from recpo.explorer.traffic import traffic
 from recpo.verbs.contenders import contenders_of
 
@@ -88,5 +87,5 @@ def codes(data):
 
 @pytest.fixture(scope="session")
 def pages(data, survey, catalog, people, codes, server_log):
-    comparison, log = Comparison(survey, catalog), partial(traffic, server_log, data)
-    return Pages(survey, catalog, people, comparison, Neighborhood(survey), None, log, codes, "here & <there>")
+    log = partial(traffic, server_log, data)
+    return Pages(survey, catalog, people, None, log, codes, "here & <there>")

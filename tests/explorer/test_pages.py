@@ -209,8 +209,6 @@ def test_fewer_contenders_have_pages_too(pages, names):
     made = replace(
         pages,
         survey=fewer,
-        comparison=replace(pages.comparison, survey=fewer),
-        neighborhood=replace(pages.neighborhood, survey=fewer),
         codes=None,
         traffic=None,
     )

@@ -5,8 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.explorer.catalog import Catalog, ItemColumns
-from recpo.explorer.people import People
+from recpo.explorer.people_and_items import Catalog, ItemColumns, People
 from recpo.log.prepared import Prepared
 from tests.explorer.conftest import HOSTILE, PNG
 from tests.refusals import refused

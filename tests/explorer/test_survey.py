@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.explorer.survey import ORDERS, Comparison, Neighborhood, Survey
+from recpo.explorer.survey import ORDERS, Survey, calibration, coverage, moved_items, neighbors, overlaps
 from recpo.verbs.contenders import contenders_of
 from tests.refusals import refused
 
@@ -93,16 +93,15 @@ def test_orders_of_users(survey):
 
 
 def test_items_that_move(survey, catalog):
-    comparison = Comparison(survey, catalog)
     before, after = (np.zeros(len(catalog.events) + 1, int) for _ in range(2))
     for lists, count in ((survey.contenders[0].lists, before), (survey.contenders[1].lists, after)):
         for item in lists.ravel():
             count[item] += item > 0
     moved = after - before
     for order, sign in (("gain", 1), ("lose", -1)):
-        found = comparison.ordered(order, 0, 1, 7)
+        found = moved_items(survey, catalog, order, 0, 1, 7)
         assert (sign * moved[found]).tolist() == sorted((sign * moved).tolist(), reverse=True)[:7]
-    listed = comparison.ordered("listed", 0, 1, 7)
+    listed = moved_items(survey, catalog, "listed", 0, 1, 7)
     assert after[listed].tolist() == sorted(after.tolist(), reverse=True)[:7]
     item = listed[0]
     owners = survey.owners(1, item)
@@ -110,8 +109,7 @@ def test_items_that_move(survey, catalog):
 
 
 def test_coverage_and_calibration_are_shares(survey, catalog):
-    comparison = Comparison(survey, catalog)
-    for place, one in enumerate(comparison.coverage):
+    for place, one in enumerate(coverage(survey, catalog)):
         items = survey.contenders[place].lists[survey.contenders[place].lists > 0]
         assert one.items == len({*items.tolist()}) == survey.coverage(place)
         top = {
@@ -120,7 +118,7 @@ def test_coverage_and_calibration_are_shares(survey, catalog):
             if catalog.ranks[index] <= max(1, len(catalog.ranks) // 100)
         }
         assert one.popular == pytest.approx(np.mean([item in top for item in items.tolist()]))
-    (category, tags) = comparison.calibration()
+    (category, tags) = calibration(survey, catalog)
     assert category.attribute == "category"
     assert sum(before for _, before, _ in category.rows) == pytest.approx(1)
     for number, one in enumerate(survey.contenders):
@@ -130,7 +128,7 @@ def test_coverage_and_calibration_are_shares(survey, catalog):
             if value in values:
                 assert shares[number] == pytest.approx(values[value] / counts.sum())
     assert tags.attribute == "tags"
-    for name, row in comparison.overlaps:
+    for name, row in overlaps(survey):
         assert row[survey_index(survey, name)] == pytest.approx(1)
 
 
@@ -139,14 +137,14 @@ def survey_index(survey, name):
 
 
 def test_neighbors_by_factors_and_by_lists(survey, factors):
-    near = Neighborhood(survey).of(4)
+    near = neighbors(survey, 4)
     vectors = factors.item_factors / factors.item_factors.norm(dim=1, keepdim=True)
     cosines = (vectors @ vectors[3]).tolist()
     cosines[3] = -math.inf
     assert [one for one, _ in near] == [i + 1 for i in np.argsort(-np.array(cosines), kind="stable")[: len(near)]]
     assert near[0][1] == pytest.approx(max(cosines), abs=1e-5)
     item = int(survey.contenders[-1].lists[0][0])
-    together = Neighborhood(replace(survey, grades=None)).of(item)
+    together = neighbors(replace(survey, grades=None), item)
     having = [row for row in survey.contenders[-1].lists.tolist() if item in row]
     for other, share in together:
         assert share == pytest.approx(np.mean([other in row for row in having]))

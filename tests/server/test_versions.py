@@ -85,12 +85,12 @@ def test_a_bundle_that_answers_otherwise_does_not_serve(versions, change, refusa
 
 
 def test_items_of_equal_score_may_swap_places():
-    bundles._compare([("a", -1.0), ("b", -1.00005)], [("b", -1.0), ("a", -1.00005)], "request 0")
-    bundles._compare(
+    bundles.compare_lists([("a", -1.0), ("b", -1.00005)], [("b", -1.0), ("a", -1.00005)], "request 0")
+    bundles.compare_lists(
         [("a", -1.0), ("b", -1.00005)], [("a", -1.0), ("c", -1.00005)], "request 0"
     )  # at the end of a list
     with refused("mismatch", "items"):
-        bundles._compare([("a", -1.0), ("b", -1.01)], [("b", -1.0), ("a", -1.01)], "request 0")
+        bundles.compare_lists([("a", -1.0), ("b", -1.01)], [("b", -1.0), ("a", -1.01)], "request 0")
 
 
 def test_an_older_bundle_without_golden_requests_serves(versions):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import recpo
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.batches.datamodule import evaluation_batches
 from recpo.batches.held_out import HeldOutHistories
 from recpo.cli.main import main
@@ -24,7 +25,6 @@ from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.manifest import BundleFeatures
 from tests.log.test_features import prepare
 from tests.refusals import refused
 from tests.serving.conftest import served_by
@@ -219,7 +219,7 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
-    known = BundleFeatures(None, data.fitted_features("user"), data.fitted_features("context"), data.behaviors)
+    known = PolicyFeatures(None, data.fitted_features("user"), data.fitted_features("context"), data.behaviors)
     out = tmp_path / "bundle"
     export_bundle(
         policy.eval(),

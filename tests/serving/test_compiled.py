@@ -8,7 +8,7 @@ import pytest
 from recpo.serving import compiled
 from recpo.serving.bundle import Bundle
 from recpo.serving.compiled import load_compiled, write_compiled
-from recpo.serving.verification import verify_runtime
+from recpo.serving.program import verify_runtime
 from tests.refusals import refused
 
 pytestmark = [

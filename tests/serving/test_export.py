@@ -22,8 +22,8 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.program import verify_runtime
 from recpo.serving.runtimes import PolicyRuntime
-from recpo.serving.verification import verify_runtime
 from tests.refusals import refused
 
 REPOSITORY = Path(recpo.__file__).parent.parent

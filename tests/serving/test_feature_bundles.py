@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from recpo.artifacts.semantic_codes import SemanticCodes
-from recpo.base.feature_encoding import of_side
+from recpo.base.feature_encoding import PolicyFeatures, of_side
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Histories
@@ -33,7 +33,6 @@ from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from tests.refusals import refused
@@ -52,7 +51,7 @@ CONTEXT = of_side(
     (Category("surface", num_codes=4), Number("hour", mean=12.0, std=6.0)), {"surface": pa.array(["home", "search"])}
 )
 BEHAVIORS = ("like", "follow", "share")
-KNOWN = BundleFeatures(user=USER, context=CONTEXT, behaviors=BEHAVIORS)
+KNOWN = PolicyFeatures(user=USER, context=CONTEXT, behaviors=BEHAVIORS)
 OPTIONS = {"dim": 8, "heads": 1, "layers": 1, "max_history": LENGTH}
 OPTIONS |= dict.fromkeys(("user_features", "context_features", "behaviors", "time_gaps"), True)
 ITEM_IDS = IdMap(pa.array([f"i{number}" for number in range(ITEMS)]))

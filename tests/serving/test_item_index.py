@@ -17,10 +17,9 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.indexing import validate_indexable
 from recpo.serving.item_index import IndexOptions, ItemIndex
+from recpo.serving.program import overlap, random_inputs, validate_indexable
 from recpo.serving.runtimes import PolicyRuntime
-from recpo.serving.verification import overlap, random_inputs
 from tests.refusals import refused
 
 faiss = pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")
@@ -164,8 +163,8 @@ def test_a_damaged_index_and_unsuitable_options_are_refused(indexed, parts, tmp_
     with refused("out_of_range", "recall"):
         export_bundle(*arguments, BundleOptions(k=5, index=IndexOptions(recall=1.0, lists=2)))
     bounded = SimpleNamespace()
-    monkeypatch.setattr("recpo.serving.indexing.has_item_matrix", lambda _: True)
-    monkeypatch.setattr("recpo.serving.indexing.item_matrix", lambda _: (torch.zeros(2, 2), 6))
+    monkeypatch.setattr("recpo.serving.program.has_item_matrix", lambda _: True)
+    monkeypatch.setattr("recpo.serving.program.item_matrix", lambda _: (torch.zeros(2, 2), 6))
     with refused("unsupported", "lower_bound"):
         validate_indexable(bounded)
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)

@@ -14,9 +14,8 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
+from recpo.serving.program import CatalogSearch, ServingProgram, overlap, random_inputs, ranker_of, verify_rounded
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
-from recpo.serving.verification import overlap, random_inputs, verify_rounded
 from tests.refusals import refused
 
 NUM_ITEMS = 120  # of conftest

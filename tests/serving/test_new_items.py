@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.base.feature_encoding import of_side
+from recpo.base.feature_encoding import PolicyFeatures, of_side
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
@@ -22,7 +22,6 @@ from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle, check_golden
-from recpo.serving.manifest import BundleFeatures
 from recpo.serving.program import ranker_of
 from recpo.serving.refresh import EncodedItems, refresh_bundle
 from recpo.verbs.export import refresh
@@ -86,7 +85,7 @@ def _joined(first, rest):
 
 def bundle_of(policy, options, out, **form):
     ids = IdMap(pa.array([f"i{number}" for number in range(policy.num_items)]))
-    known = BundleFeatures(item=FITTED)
+    known = PolicyFeatures(item=FITTED)
     facts = export.PolicyFacts(FeedbackDefinition(), known, options)
     export.export_bundle(policy, ids, facts, out, export.BundleOptions(k=20, **form))
     return Bundle.open(out)

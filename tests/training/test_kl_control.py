@@ -7,29 +7,33 @@ import torch
 
 from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
-from recpo.training.kl_control import AdaptiveKLCoefficient, KLControl
+from recpo.training.kl_control import KLControl, adapted_kl_coef
 from recpo.training.options import KLTarget
 from tests.refusals import refused
 
 
 def test_rises_when_the_divergence_is_too_large_and_falls_when_too_small():
-    controller = AdaptiveKLCoefficient(0.1, target=1.0, horizon=100)
-    assert controller.update(5.0, 10) == pytest.approx(0.1 * 1.02)
-    assert controller.update(0.0, 10) == pytest.approx(0.1 * 1.02 * 0.98)
-    assert controller.update(1.0, 10) == controller.value
+    target = KLTarget(1.0, horizon=100)
+    assert adapted_kl_coef(0.1, target, 5.0, 10) == pytest.approx(0.1 * 1.02)
+    assert adapted_kl_coef(0.1 * 1.02, target, 0.0, 10) == pytest.approx(0.1 * 1.02 * 0.98)
+    assert adapted_kl_coef(0.1, target, 1.0, 10) == 0.1
 
 
 def test_resumes_where_it_stopped():
-    first = AdaptiveKLCoefficient()
-    first.update(12.0, 256)
-    second = AdaptiveKLCoefficient()
-    second.load_state_dict(first.state_dict())
-    assert second.update(3.0, 256) == first.update(3.0, 256)
+    first, second = (KLControl(GRPO(kl_coef=0.3), KLTarget(0.5, 100)) for _ in range(2))
+    logp = LogProbs(torch.full((2, 3, 2), -1.0), torch.ones(2, 3, 2, dtype=torch.bool))
+    for control in (first, second):
+        control.measure(logp, {"kl_reference": torch.tensor(3.0)})
+        control.end_step(lambda sums: sums)
+        second.load_state_dict(first.state_dict())
+    assert first.objective.kl_coef == pytest.approx(0.3 * (1 + 0.2 * 6 / 100))
+    assert second.state_dict() == first.state_dict()
 
 
 def test_refuses_what_cannot_be_held():
-    with refused("out_of_range"):
-        AdaptiveKLCoefficient(target=0.0)
+    for target in (KLTarget, lambda target: KLTarget(1.0, horizon=int(target))):
+        with refused("out_of_range", "adaptive_kl"):
+            target(0.0)
 
 
 def test_the_coefficient_of_the_rewards_follows_the_draws():

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from recpo.evaluation.html_report import svg
@@ -106,10 +106,10 @@ def render(template: str, **context: Any) -> str:
     return environment().get_template(template).render(nav=[], **context)
 
 
-def environment() -> Environment:
-    """Loads the templates of this package."""
+def environment(*packages: tuple[str, str]) -> Environment:
+    """Loads the templates of directories of other packages, and those of this one."""
     return Environment(
-        loader=PackageLoader("recpo.evaluation", "html_report"),
+        loader=ChoiceLoader([PackageLoader(*one) for one in (*packages, ("recpo.evaluation", "html_report"))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import (
     Cell,
@@ -39,7 +38,7 @@ from recpo.evaluation.reading import (
     further_metrics,
     lower_is_better,
     paired,
-    reading,
+    shares_at,
     with_interval,
 )
 from recpo.evaluation.segments import NEW_METRICS
@@ -137,7 +136,6 @@ class EvaluationView:
         self.conventions: Document = document["conventions"]
         self.plain_setting = {name: value for name, value in self.setting.items() if name != "segments"}
         self.shares = _SHARES
-        self.reading = reading(document)
         self.rows_of_all = rows_of(document)
         self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
         self.off_policy = OffPolicyView(document, self.style)

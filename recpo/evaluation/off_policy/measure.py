@@ -234,15 +234,8 @@ class OffPolicySetting:
 
     def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
         """The measure of a policy that can be sampled, or of a contender that only has lists."""
-        return OffPolicyMeasure(
-            self.options,
-            reward=self.reward,
-            propensities=self.propensities,
-            num_items=self.num_items,
-            ks=self.ks,
-            model=self.model,
-            sample=None if policy is None else lambda histories, size: policy.sample(histories, size)[0],
-        )
+        sample = None if policy is None else lambda histories, size: policy.sample(histories, size)[0]
+        return OffPolicyMeasure(**vars(self), sample=sample)
 
 
 def off_policy_setting(

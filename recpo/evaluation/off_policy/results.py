@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import Interval
+from recpo.evaluation.estimates import Interval, as_json
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
     Diagnostics,
@@ -310,7 +310,7 @@ class OffPolicyEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """The entry in ``metrics.json``; undefined values are null."""
-        return {name: _as_json(value) for name, value in vars(self).items()}
+        return as_json(vars(self))
 
 
 @dataclass(frozen=True)
@@ -333,9 +333,14 @@ class OffPolicyDifference:
     standard_error: float
     users: int
 
+    def __neg__(self) -> OffPolicyDifference:
+        """The difference in the other direction."""
+        ends = {kind: Interval(-one.high, -one.low) for kind, one in self.intervals.items()}
+        return replace(self, value=-self.value, intervals=ends)
+
     def as_json(self) -> dict[str, Any]:
         """The entry in ``metrics.json``; undefined values are null."""
-        return {name: _as_json(value) for name, value in vars(self).items()}
+        return as_json(vars(self))
 
 
 @dataclass(frozen=True)
@@ -555,13 +560,3 @@ def _spread(sums: FloatArray, users: IntArray, every: IntArray) -> FloatArray:
     spread = np.zeros((len(every), sums.shape[1]))
     spread[np.searchsorted(every, users)] = sums
     return spread
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, float):
-        return None if math.isnan(value) else value
-    if isinstance(value, dict):
-        return {name: _as_json(part) for name, part in value.items()}
-    if hasattr(value, "_asdict"):
-        return _as_json(value._asdict())
-    return list(value) if isinstance(value, tuple) else value
