@@ -129,7 +129,7 @@ def _differences_table(document: Document) -> Table | None:
     pairs = [pair for pair in document["differences"] if {pair["contender"], pair["against"]} <= set(ranked)]
     names = [*_shown(contenders, _COMPARED, k), *further_at(document, k)]
     family = "interval excludes 0" if len(pairs) == 1 else "survives Holm's correction for all pairs"
-    rows = []
+    rows: list[Sequence[str | Text]] = []
     for pair in pairs:
         if len(ranked) <= _MOST_FOR_ALL_PAIRS or pair["against"] == ranked[0]:
             found = [pair["metrics"].get(name) for name in names]
