@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, fails=""):
         self.runs, self.fails = [], fails
 
-    def start(self, name, facts, options, parent):
+    def __call__(self, name, facts, options, parent):
         run = RecordedRun(self, name, facts, options, parent)
         run("start", name)
         self.runs.append(run)

@@ -43,24 +43,25 @@ _MOST_ATTRIBUTES: Final = 8
 _LONGEST: Final = 80
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ItemColumns:
-    """Which columns of a table of items are shown.
+    """The table of items, and which of its columns are shown."""
 
-    Attributes:
-        file: Parquet file with one row per item; None = items have ids only.
-        item_id: column of the item ids of the log; None = as in the log.
-        title: column of the titles; None = title, name, caption and the like, if there is one.
-        picture: column of pictures: addresses, or files in the directory of the table; None = picture, image and the
-            like, if there is one.
-        attributes: further columns to show; None = the first eight with single values or lists.
-    """
-
-    file: Path | None = None
-    item_id: str | None = None
+    item_table: Path | str | None = None
+    """Parquet file with one row per item: its titles, pictures and attributes"""
+    item_column: str | None = None
+    """column of ``item_table`` with the item ids of the log; null = as in the log"""
     title: str | None = None
+    """column of titles; null = title, name, caption and the like"""
     picture: str | None = None
+    """column of pictures: addresses, or files beside the table; null = picture, image, cover and the like"""
     attributes: Sequence[str] | None = None
+    """columns to show; null = the first eight that are not vectors"""
+
+    @property
+    def file(self) -> Path | None:
+        """The table; None = items have ids only."""
+        return None if self.item_table is None else Path(self.item_table)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Catalog:
 
     @property
     def _item_id(self) -> str:
-        return self.columns.item_id or self.data.item_column
+        return self.columns.item_column or self.data.item_column
 
     @cached_property
     def _shown(self) -> dict[str, Any]:

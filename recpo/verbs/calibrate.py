@@ -20,7 +20,7 @@ from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards.rewards import FactorReward, validate_identity
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, LearnedReward, checkpoint_sha256, load_reward_model
 from recpo.training.run import Run
-from recpo.verbs.contenders import ModelOptions
+from recpo.verbs.contenders import ModelOptions, directory_names
 from recpo.verbs.verb import Verb, compute_device, function_of
 
 Source = RewardFunction | Run | str | Path
@@ -83,22 +83,19 @@ calibrate = function_of(Calibrate)
 
 
 def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
-    """Names directories by their last part if these differ, else by the whole path; reward functions by their class."""
+    """Directories by ``directory_names``; reward functions by their class, with a number if there are several of it."""
     if isinstance(rewards, Mapping):
         named = dict(rewards)
     else:
         single = isinstance(rewards, RewardFunction | Run | Path | str)
         sources: list[Source] = [rewards] if single else list(rewards)  # type: ignore[list-item, arg-type]
         paths = [_directory(source) for source in sources]
-        if again := [str(path) for path in paths if path is not None and paths.count(path) > 1]:
-            raise RecpoError(f"the same directory is named twice: {again[0]}", code="duplicate", field=again[0])
-        names = [type(one).__name__ if path is None else path.name for one, path in zip(sources, paths, strict=True)]
+        names = directory_names([path for path in paths if path is not None])
+        classes = [type(source).__name__ for source in sources]
         named = {}
-        for number, (source, path, name) in enumerate(zip(sources, paths, names, strict=True)):
-            own = name
-            if names.count(name) > 1:
-                own = f"{name} {names[: number + 1].count(name)}" if path is None else str(path)
-            named[own] = source
+        for number, (source, path, name) in enumerate(zip(sources, paths, classes, strict=True), 1):
+            own = f"{name} {classes[:number].count(name)}" if classes.count(name) > 1 else name
+            named[own if path is None else names[path]] = source
     if not named:
         raise RecpoError(
             "nothing to calibrate: name at least one run of a reward model, one directory of factors, or one reward",

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+import pyarrow as pa
 import torch
+from torch import Tensor
 
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, sha256
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
+from recpo.base.types import Recommendations
+from recpo.batches.held_out import HeldOutHistories
+from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
-from recpo.evaluation.contenders import Contender
-from recpo.evaluation.held_out_pass import ValueOptions
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.held_out_pass import HeldOut, ValueOptions
+from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import Document
+from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle
-from recpo.verbs.contenders import ServedBundle, SharedItems
+from recpo.serving.encoded_histories import ServingCounts
+from recpo.serving.histories import ITEM_ID, USER_ID
+from recpo.serving.manifest import MANIFEST
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.verb import Verb, function_of
 
@@ -84,11 +95,8 @@ class Compare(ValueOptions, Verb[Comparison]):
         sealed = Comparison.sealed
         writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=sealed)
         with nullcontext() if self.out is None else writes(self.out) as target:
-            items = SharedItems.of(data.item_ids(), bundles)
-            served = {
-                name: ServedBundle(name, bundle, data, self.split, items.numbers[name])
-                for name, bundle in bundles.items()
-            }
+            numbers, counts = _shared_numbers(data.item_ids(), bundles)
+            served = {name: _ServedBundle(name, one, data, self.split, numbers[name]) for name, one in bundles.items()}
             evaluated = self._evaluated(data, [one.contender for one in served.values()])
             old, new = (torch.cat(one.lists) for one in served.values())
             agreed = agreement(old, new, self.k, self.persistence)
@@ -96,7 +104,7 @@ class Compare(ValueOptions, Verb[Comparison]):
             document["setting"] |= {"persistence": self.persistence, "reward": asdict(self.reward)}
             document["setting"] |= {"off_policy": None if self.off_policy is None else asdict(self.off_policy)}
             document["bundles"] = {name: one.facts() for name, one in served.items()}
-            document["items"] = items.counts
+            document["items"] = counts
             for name, one in served.items():
                 document["lists"][name] |= one.counts()
                 document["warnings"] += one.warnings()
@@ -134,3 +142,108 @@ class Compare(ValueOptions, Verb[Comparison]):
 
 
 compare = function_of(Compare)
+
+
+def _shared_numbers(known: IdMap, bundles: Mapping[str, Bundle]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """One numbering of all items: those of the data are 1..V, as in the shards; others of the bundles follow.
+
+    Returns:
+        For each bundle, ``[V_b + 1]``: the shared number of each of its items, 0 for 0. And how many items are in both
+        bundles, in one of them, and not in the data.
+    """
+    external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
+    places = {name: known.to_internal(ids) for name, ids in external.items()}
+    strange = {name: ids.filter(pa.array(places[name] == 0)).to_pylist() for name, ids in external.items()}
+    # as Python values, because integers of different widths, or short and long strings, are the same ids
+    further = dict.fromkeys(value for ids in strange.values() for value in ids)
+    further_numbers = {value: number for number, value in enumerate(further, len(known) + 1)}
+    for name, place in places.items():
+        place[place == 0] = [further_numbers[value] for value in strange[name]]
+    old, new = (set(one.tolist()) for one in places.values())
+    counts = {"shared": len(old & new), "only_old": len(old - new), "only_new": len(new - old)}
+    counts |= {f"{name}_not_in_data": len(ids) for name, ids in strange.items()}
+    return {name: np.concatenate([[0], place]) for name, place in places.items()}, counts
+
+
+class _ServedBundle:
+    """A bundle as a contender that reads the raw events of held-out users, as a server does; it keeps its lists.
+
+    Args:
+        name: which of the compared bundles it is.
+        bundle: the bundle.
+        data: prepared data with the logged requests.
+        split: held-out period.
+        numbers: its items in the shared numbering, see ``_shared_numbers``.
+
+    Attributes:
+        lists: ``[B, k]`` for every batch so far, in the order of users and in the shared numbering.
+    """
+
+    def __init__(self, name: str, bundle: Bundle, data: Prepared, split: HeldOut, numbers: np.ndarray) -> None:
+        self.lists: list[Tensor] = []
+        self._name, self._bundle, self._numbers, self._known = name, bundle, numbers, data.item_ids()
+        self._histories, self._served = HeldOutHistories(data, split, bundle.manifest.reads.batches), ServingCounts()
+        # when the bundle's items must be available: the start of the period, or the last of the users' first held-out
+        # events
+        self._at = None if has_positions(data) else int(np.max(begin_of(data, split)))
+
+    @property
+    def contender(self) -> Contender:
+        """The contender of the evaluation."""
+        bundle, name = self._bundle, f"the {self._name} bundle"
+        recommender = Recommender(
+            recommend_to_users=self._recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities
+        )
+        loaded = partial(Loaded, recommender, bundle.manifest.max_history)
+        return Contender(self._name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
+
+    def _recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
+        assert exclude is not None  # the evaluation uses exclude_past
+        asked, reader = users.numpy(), self._bundle.reader
+        row, column = np.nonzero(exclude.numpy())
+        past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
+        events, now = self._histories.events(asked), self._histories.requests(asked)
+        people = self._histories.user_features(asked)
+        reader.validate_columns(events, people, now)
+        read = reader.read(events, exclude=past, users=asked, user_features=people, context=now, at=self._at)
+        ((_, inputs),) = read.batches(len(asked))
+        top_items, scores = self._bundle.runtime.recommend(inputs, k)
+        numbers = torch.from_numpy(self._numbers[top_items])
+        self.lists.append(numbers.int())
+        self._served += replace(read.counts, short_lists=int((numbers == 0).any(1).sum()))
+        known = numbers <= len(self._known)
+        found = torch.from_numpy(scores.copy()).masked_fill(~known | (numbers == 0), -torch.inf)
+        return Recommendations(numbers * known, found)
+
+    def counts(self) -> dict[str, int]:
+        """Counts of served and skipped events so far."""
+        # past items outside the bundle's catalog cannot be listed anyway
+        counts = {name: value for name, value in self._served.to_dict().items() if not name.startswith("unknown_")}
+        strange = sum(int((one > len(self._known)).sum()) for one in self.lists)
+        return counts | {"unknown_items": self._served.unknown_items, "places_of_items_not_in_data": strange}
+
+    def warnings(self) -> list[str]:
+        """Warnings about events and items that it could not read or list."""
+        found, counts = [], self.counts()
+        if skipped := counts["unknown_items"]:
+            found.append(
+                f"{self._name}: skipped {skipped:,} of {counts['events']:,} events, whose items it does not know"
+            )
+        if strange := counts["places_of_items_not_in_data"]:
+            found.append(
+                f"{self._name}: {strange:,} places of its lists hold items that the prepared data do not know: they "
+                "are compared in the agreement, and earn nothing in ranking and value"
+            )
+        return found
+
+    def facts(self) -> Document:
+        """What identifies the bundle, for the document."""
+        bundle = self._bundle
+        return {
+            "path": str(bundle.root),
+            "checksum": sha256(bundle.root / MANIFEST),
+            "origin": dict(bundle.manifest.origin),
+            "items": len(bundle.items),
+            "k": bundle.k,
+        }

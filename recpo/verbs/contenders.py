@@ -6,26 +6,23 @@ runtimes, which rank for frames of histories with the ids and feedback of prepar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import cast
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recpo.artifacts import kind_of, sha256
+from recpo.artifacts import kind_of
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.batches.held_out import HeldOutHistories
 from recpo.evaluation.baselines import factors_recommender
-from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -38,19 +35,15 @@ from recpo.evaluation.contenders import (
     reranked_contender,
     validate_names,
 )
-from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.reading import Document
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
-from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories, ProgramReads, ServingCounts
-from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader
+from recpo.serving.encoded_histories import EncodedHistories, ProgramReads
+from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
-from recpo.serving.manifest import MANIFEST
 from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import FINISHED, RESOLVED, Run
@@ -95,7 +88,7 @@ def contenders_of(
     """
     if make_baseline is None:
         make_baseline = partial(baseline, data=data, options=BaselineOptions())
-    names = _names([path for one in named if (path := directory_of(one)) is not None])
+    names = directory_names([path for one in named if (path := directory_of(one)) is not None])
     found: list[Contender] = []
     for one in named:
         path = directory_of(one)
@@ -132,8 +125,12 @@ def directory_of(contender: Named) -> Path | None:
     return Path(contender)
 
 
-def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """The last parts of the directories' paths if these differ, else the whole paths."""
+def directory_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The last parts of the directories' paths if these differ, else the whole paths.
+
+    Raises:
+        RecpoError: a directory is named twice.
+    """
     if again := [str(path) for path in paths if paths.count(path) > 1]:
         raise RecpoError(f"the same directory is named twice: {again[0]}", code="duplicate", field=again[0])
     names = [path.resolve().name for path in paths]
@@ -222,20 +219,9 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
                 code="conflicting_options",
                 field="exclude_past",
             )
-        ids, feedback, times = (
-            torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
-            for values in (
-                histories.item_ids,
-                *(_or_zeros(v, histories) for v in (histories.feedback, histories.timestamps)),
-            )
-        )
-        excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
-        inputs = EncodedHistories(ids, feedback, excluded, times, *_known(histories, length, reads))
-        top_items, scores = bundle.runtime.recommend(inputs, k)
-        device = histories.item_ids.device
-        return Recommendations(
-            torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
-        )
+        inputs = _encoded(histories, exclude, length, reads)
+        lists = (torch.from_numpy(one.copy()) for one in bundle.runtime.recommend(inputs, k))
+        return Recommendations(*(one.to(histories.item_ids.device) for one in lists))
 
     recommender = Recommender(recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities)
     return Loaded(recommender, length, reads=reads)
@@ -258,36 +244,34 @@ def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
         )
 
 
-def _known(
-    histories: Histories, length: int, reads: Reads
-) -> tuple[np.ndarray | None, FeatureArrays | None, FeatureArrays | None]:
-    """Behaviors, user features and request features, with the widths that a program expects."""
+def _encoded(histories: Histories, exclude: Tensor, length: int, reads: Reads) -> EncodedHistories:
+    """A batch as the arrays that a program expects, with ``length`` events."""
     missing = length - histories.item_ids.shape[1]
-    behaviors, user, context = histories.behaviors, histories.user, histories.context
-    if context is not None:
-        context = context.map(lambda column: _padded(column, missing))
-    return (
-        None
-        if behaviors is None or not reads.behaviors
-        else torch.nn.functional.pad(behaviors, (0, missing)).cpu().numpy(),
+
+    def padded(values: Tensor | None) -> np.ndarray:
+        values = torch.zeros_like(histories.item_ids) if values is None else values
+        return torch.nn.functional.pad(values, (0, missing)).cpu().numpy()
+
+    def padded_column(column: Tensor) -> Tensor:
+        value = torch.nan if column.is_floating_point() else 0
+        return torch.nn.functional.pad(column, (0, 0, 0, missing), value=value)
+
+    user, context = histories.user, histories.context
+    return EncodedHistories(
+        padded(histories.item_ids),
+        padded(histories.feedback),
+        torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy(),
+        padded(histories.timestamps),
+        None if histories.behaviors is None or not reads.behaviors else padded(histories.behaviors),
         None if user is None or not reads.user else _arrays(user),
-        None if context is None or not reads.context else _arrays(context),
+        None if context is None or not reads.context else _arrays(context.map(padded_column)),
     )
-
-
-def _padded(column: Tensor, missing: int) -> Tensor:
-    value = torch.nan if column.is_floating_point() else 0
-    return torch.nn.functional.pad(column, (0, 0, 0, missing), value=value)
 
 
 def _arrays(features: Features) -> FeatureArrays:
     on_cpu = features.map(lambda column: column.cpu())
     lists, vectors = (tuple(one.numpy() for one in part) for part in (on_cpu.lists, on_cpu.vectors))
     return FeatureArrays(on_cpu.codes.numpy(), lists, on_cpu.numbers.numpy(), vectors)
-
-
-def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:
-    return torch.zeros_like(histories.item_ids) if values is None else values
 
 
 class ContenderRuntime(Runtime):
@@ -381,118 +365,3 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
         vectors = base.item_vectors(torch.arange(base.num_items + 1, device=device))
     found: FloatArray = vectors.float().cpu().numpy()
     return found
-
-
-@dataclass(frozen=True)
-class SharedItems:
-    """One numbering of all items: those of the data are 1..V, as in the shards; others of the bundles follow.
-
-    Attributes:
-        numbers: for each bundle, ``[V_b + 1]``: the shared number of each of its items; 0 for 0.
-        counts: how many items are in both bundles, in one of them, and not in the data.
-    """
-
-    numbers: Mapping[str, np.ndarray]
-    counts: Mapping[str, int]
-
-    @classmethod
-    def of(cls, known: IdMap, bundles: Mapping[str, Bundle]) -> SharedItems:
-        """Numbers the items of the data, then those that only bundles know."""
-        external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
-        places = {name: known.to_internal(ids) for name, ids in external.items()}
-        strange = [ids.filter(pa.array(places[name] == 0)) for name, ids in external.items()]
-        # as Python values, because integers of different widths, or short and long strings, are the same ids
-        further = dict.fromkeys(value for ids in strange for value in ids.to_pylist())
-        further_numbers = {value: number for number, value in enumerate(further, len(known) + 1)}
-        numbers = {}
-        for (name, place), ids in zip(places.items(), strange, strict=True):
-            place[place == 0] = [further_numbers[value] for value in ids.to_pylist()]
-            numbers[name] = np.concatenate([[0], place])
-        old, new = (set(one[1:].tolist()) for one in numbers.values())
-        counts = {"shared": len(old & new), "only_old": len(old - new), "only_new": len(new - old)}
-        counts |= {f"{name}_not_in_data": len(ids) for name, ids in zip(bundles, strange, strict=True)}
-        return cls(numbers, counts)
-
-
-class ServedBundle:
-    """A bundle as a contender that reads the raw events of held-out users, as a server does; it keeps its lists.
-
-    Args:
-        name: which of the compared bundles it is.
-        bundle: the bundle.
-        data: prepared data with the logged requests.
-        split: held-out period.
-        numbers: its items in the shared numbering, see ``SharedItems``.
-
-    Attributes:
-        lists: ``[B, k]`` for every batch so far, in the order of users and in the shared numbering.
-    """
-
-    def __init__(self, name: str, bundle: Bundle, data: Prepared, split: HeldOut, numbers: np.ndarray) -> None:
-        self.lists: list[Tensor] = []
-        self._name, self._bundle, self._numbers, self._known = name, bundle, numbers, data.item_ids()
-        self._histories, self._served = HeldOutHistories(data, split, bundle.manifest.reads.batches), ServingCounts()
-        # when the bundle's items must be available: the start of the period, or the last of the users' first held-out
-        # events
-        self._at = None if has_positions(data) else int(np.max(begin_of(data, split)))
-
-    @property
-    def contender(self) -> Contender:
-        """The contender of the evaluation."""
-        bundle, name = self._bundle, f"the {self._name} bundle"
-        recommender = Recommender(
-            recommend_to_users=self._recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities
-        )
-        loaded = partial(Loaded, recommender, bundle.manifest.max_history)
-        return Contender(self._name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
-
-    def _recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-        """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
-        assert exclude is not None  # the evaluation uses exclude_past
-        asked, reader = users.numpy(), self._bundle.reader
-        row, column = np.nonzero(exclude.numpy())
-        past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
-        events, now = self._histories.events(asked), self._histories.requests(asked)
-        people = self._histories.user_features(asked)
-        reader.validate_columns(events, people, now)
-        read = reader.read(events, exclude=past, users=asked, user_features=people, context=now, at=self._at)
-        ((_, inputs),) = read.batches(len(asked))
-        top_items, scores = self._bundle.runtime.recommend(inputs, k)
-        numbers = torch.from_numpy(self._numbers[top_items])
-        self.lists.append(numbers.int())
-        self._served += replace(read.counts, short_lists=int((numbers == 0).any(1).sum()))
-        known = numbers <= len(self._known)
-        found = torch.from_numpy(scores.copy()).masked_fill(~known | (numbers == 0), -torch.inf)
-        return Recommendations(numbers * known, found)
-
-    def counts(self) -> dict[str, int]:
-        """Counts of served and skipped events so far."""
-        # past items outside the bundle's catalog cannot be listed anyway
-        counts = {name: value for name, value in self._served.to_dict().items() if not name.startswith("unknown_")}
-        strange = sum(int((one > len(self._known)).sum()) for one in self.lists)
-        return counts | {"unknown_items": self._served.unknown_items, "places_of_items_not_in_data": strange}
-
-    def warnings(self) -> list[str]:
-        """Warnings about events and items that it could not read or list."""
-        found, counts = [], self.counts()
-        if skipped := counts["unknown_items"]:
-            found.append(
-                f"{self._name}: skipped {skipped:,} of {counts['events']:,} events, whose items it does not know"
-            )
-        if strange := counts["places_of_items_not_in_data"]:
-            found.append(
-                f"{self._name}: {strange:,} places of its lists hold items that the prepared data do not know: they "
-                "are compared in the agreement, and earn nothing in ranking and value"
-            )
-        return found
-
-    def facts(self) -> Document:
-        """What identifies the bundle, for the document."""
-        bundle = self._bundle
-        return {
-            "path": str(bundle.root),
-            "checksum": sha256(bundle.root / MANIFEST),
-            "origin": dict(bundle.manifest.origin),
-            "items": len(bundle.items),
-            "k": bundle.k,
-        }

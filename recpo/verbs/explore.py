@@ -34,7 +34,7 @@ _PREPARED: Final = "prepared"
 
 
 @dataclass(frozen=True)
-class Explore(Verb["Path | None"]):
+class Explore(ItemColumns, Verb["Path | None"]):
     """Shows the lists of policies side by side: users, items, what a change moves, and what a server logged.
 
     Listens on this machine until Ctrl-C, or writes one HTML file with ``static``. It changes nothing, its pages run no
@@ -57,16 +57,6 @@ class Explore(Verb["Path | None"]):
     _: KW_ONLY
     static: Path | str | None = None
     """write one HTML file with 50 users that are worth a look, to attach to a review, instead of listening"""
-    item_table: Path | str | None = None
-    """Parquet file with one row per item: its titles, pictures and attributes"""
-    item_column: str | None = None
-    """column of ``item_table`` with the item ids of the log; null = as in the log"""
-    title: str | None = None
-    """column of titles; null = title, name, caption and the like"""
-    picture: str | None = None
-    """column of pictures: addresses, or files beside the table; null = picture, image, cover and the like"""
-    attributes: Sequence[str] | None = None
-    """columns to show; null = the first eight that are not vectors"""
     grades: Factors | str | Path | None = None
     """factors that predict a grade, with its standard error, for every listed item; null = those of the decision"""
     codes: str | Path | None = None
@@ -115,14 +105,7 @@ class Explore(Verb["Path | None"]):
         data = self.source if isinstance(self.source, Prepared) else None
         if data is None:
             data = Prepared.open(cast(Any, self.source) if decision is None else decision.root / _PREPARED)
-        columns = ItemColumns(
-            None if self.item_table is None else Path(self.item_table),
-            self.item_column,
-            self.title,
-            self.picture,
-            self.attributes,
-        )
-        catalog = Catalog(data, columns)
+        catalog = Catalog(data, self)
         codes = None if self.codes is None else SemanticCodes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:
             message = f"{self.codes} has the codes of other items than {data.root}: tokenize these prepared data"

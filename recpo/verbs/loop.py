@@ -9,32 +9,21 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from markupsafe import Markup
 
 from recpo import __version__
-from recpo.artifacts import kind_of, locked_directory, output_directory, output_file, parse_json
+from recpo.artifacts import kind_of, locked_directory, output_directory, output_file
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
-from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
-from recpo.lists.exploration import Exploration
-from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.verbs.loop_rounds import (
-    BUNDLE,
-    SEEDS_PER_LOOP,
-    Recipe,
-    Round,
-    RoundOptions,
-    as_json,
-    make_round,
-    round_directory,
-)
+from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
-from recpo.worlds.parameters import WORLDS, SimulationParameters, World
+from recpo.worlds.parameters import WORLDS
 from recpo.worlds.replay import Replayed
 
 if TYPE_CHECKING:
@@ -118,14 +107,14 @@ class LoopResult(Artifact):
 
     def write(self) -> None:
         """Writes ``loop.json``, then the report of it."""
-        rounds = [as_json(one) for one in self.rounds]
+        rounds = [dataclasses.asdict(one) for one in self.rounds]
         self.write_facts(self.root, {"options": dict(self.options), "rounds": rounds})
         with output_file(self.root / REPORT) as working:
             working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Loop(SimulationParameters, Verb[LoopResult]):
+class Loop(RoundOptions, Verb[LoopResult]):
     """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
     Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
@@ -147,43 +136,12 @@ class Loop(SimulationParameters, Verb[LoopResult]):
     out: Path | str
     """directory to create"""
     _: KW_ONLY
-    recipe: Sequence[Path | str | Mapping[str, Any]]
-    """training configurations, as files or their contents. The first one trains from scratch, or from its own run of
-    the previous round if there is one; each of the others starts from the run of the one before it. Data,
-    ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the round's
-    log, which is fitted if the recipe names one"""
     rounds: PositiveInt = 8
     """number of served days, besides round 0; a resumed loop may have more"""
-    world: World = "default"
-    """preset of parameters, see ``recpo.simulate``"""
-    matrix: Path | str | None = None
-    """rewards for the world replay, see ``recpo.simulate``"""
-    exploration: Exploration | None = None
-    """how the slates of the served days are drawn; None = the best items in order"""
-    log_propensities: bool = True
-    """whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is estimated
-    off-policy, and no objective can train on them"""
-    tilt: float | Literal["auto"] | None = None
-    """temperature with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
-    the validation period; None = not tilted"""
-    repeat_after: NonNegativeFloat | None = None
-    """days after which an item may be shown to a user again; None = never. The oracle follows the same rule. The
-    lists of an evaluation are then made without any exclusion"""
-    warm_start: bool = True
-    """whether the first configuration starts from the previous round. If the catalog has changed, it starts from
-    scratch in any case"""
-    warm_epochs: PositiveInt | None = None
-    """epochs of the first configuration after a warm start; None = as configured"""
-    k: PositiveInt = 10
-    """length of the lists whose true value is reported"""
-    trust: Sequence[str] = ()
-    """packages besides recpo whose classes the configurations may name"""
     resume: bool = False
     """resume a loop in ``out`` that was created with the same options; if there is none, start it"""
     overwrite: bool = False
     """replace a loop in ``out``"""
-    progress: bool = False
-    """show progress bars on a terminal"""
     on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
     """called with every completed round"""
 
@@ -215,54 +173,17 @@ class Loop(SimulationParameters, Verb[LoopResult]):
 
     def execute(self) -> LoopResult:
         """Makes the missing rounds, one after the other; every complete one is kept."""
-        recipe = Recipe.of(self.recipe, self.tilt, self.warm_start, self.warm_epochs)
-        parameters = dataclasses.asdict(self.part(SimulationParameters))
-        del parameters["seed"]
-        shared = RoundOptions(
-            world=self.world,
-            matrix=None if self.matrix is None else str(self.matrix),
-            parameters=parameters,
-            seed=self.seed,
-            exploration=self.exploration,
-            log_propensities=self.log_propensities,
-            k=self.k,
-            repeat_after=self.repeat_after,
-            reward=LoggedReward(),
-        )
         root = Path(self.out)
-        _begin(root, _options(shared, recipe), resume=self.resume, overwrite=self.overwrite)
+        _begin(root, self.settings, resume=self.resume, overwrite=self.overwrite)
         with locked_directory(root), _interrupted(root):
             done = LoopResult.open(root)
             for number in range(len(done.rounds), self.rounds + 1):
-                made = make_round(root, number, shared, recipe, self.trust, self.progress)
+                made = make_round(root, number, self)
                 done = dataclasses.replace(done, rounds=(*done.rounds, made))
                 done.write()
                 if self.on_round is not None:
                     self.on_round(made)
         return done
-
-
-def _options(shared: RoundOptions, recipe: Recipe) -> dict[str, Any]:
-    """Every option that a number depends on, as JSON values."""
-    content = {
-        **{name: value for name, value in vars(shared).items() if name not in ("exploration", "reward")},
-        "exploration": None if shared.exploration is None else dataclasses.asdict(shared.exploration),
-        "reward": dataclasses.asdict(shared.reward),
-        "recipe": recipe.configs,
-        "tilt": recipe.tilt,
-        "warm_start": recipe.warm_start,
-        "warm_epochs": recipe.warm_epochs,
-    }
-    return parse_json(_dumped(content), "the options of the loop", "use plain values in the recipe")
-
-
-def _dumped(content: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(content, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise RecpoError(
-            f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
-        ) from error
 
 
 def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:

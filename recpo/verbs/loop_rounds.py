@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,8 +23,9 @@ import torch
 from jsonargparse import ArgumentError
 from torch import Tensor
 
-from recpo.artifacts import kind_of, read_yaml
+from recpo.artifacts import kind_of, parse_json, read_yaml
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation
@@ -51,7 +53,7 @@ from recpo.verbs.simulate import BEST, simulate
 from recpo.verbs.tilt import tilt
 from recpo.verbs.train import train
 from recpo.worlds.log import DayReport, Simulation
-from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters, World
 from recpo.worlds.truth import Truth
 
 LOG: Final = "log"
@@ -70,6 +72,7 @@ _DEFAULT_OBJECTIVE: Final = "Likelihood"
 _LEAST_K: Final = 100  # length of a bundle's lists: the default shortlist of exploration
 SEEDS_PER_LOOP: Final = 1000
 _NOT_LOGGED: Final = ("propensity", "is_random")
+_LOGGED: Final = LoggedReward()
 
 
 @dataclass(frozen=True)
@@ -146,55 +149,125 @@ class Round:
         )
 
 
-@dataclass(frozen=True)
-class RoundOptions:
-    """The options that all rounds share; see ``recpo.verbs.loop.Loop``."""
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions(SimulationParameters):
+    """What every round does: its world, its training and its service."""
 
-    world: World
-    matrix: str | None
-    parameters: Mapping[str, Any]
-    seed: int
-    exploration: Exploration | None
-    log_propensities: bool
-    k: int
-    repeat_after: float | None
-    reward: LoggedReward
+    recipe: Sequence[Path | str | Mapping[str, Any]]
+    """training configurations, as files or their contents. The first one trains from scratch, or from its own run of
+    the previous round if there is one; each of the others starts from the run of the one before it. Data,
+    ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the round's
+    log, which is fitted if the recipe names one"""
+    world: World = "default"
+    """preset of parameters, see ``recpo.simulate``"""
+    matrix: Path | str | None = None
+    """rewards for the world replay, see ``recpo.simulate``"""
+    exploration: Exploration | None = None
+    """how the slates of the served days are drawn; None = the best items in order"""
+    log_propensities: bool = True
+    """whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is estimated
+    off-policy, and no objective can train on them"""
+    tilt: float | Literal["auto"] | None = None
+    """temperature with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
+    the validation period, where the untilted policy may be the best; None = not tilted"""
+    repeat_after: NonNegativeFloat | None = None
+    """days after which an item may be shown to a user again; None = never. The oracle follows the same rule. The
+    lists of an evaluation are then made without any exclusion"""
+    warm_start: bool = True
+    """whether the first configuration starts from the previous round. If the catalog has changed, it starts from
+    scratch in any case"""
+    warm_epochs: PositiveInt | None = None
+    """epochs of the first configuration after a warm start; None = as configured"""
+    k: PositiveInt = 10
+    """length of the lists whose true value is reported"""
+    trust: Sequence[str] = ()
+    """packages besides recpo whose classes the configurations may name"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+
+    @cached_property
+    def configs(self) -> tuple[dict[str, Any], ...]:
+        """The contents of the recipe, without what the loop sets itself (``data.prepared``, ...).
+
+        Raises:
+            RecpoError: there are none, one cannot be read, or an option is out of range.
+        """
+        if isinstance(self.recipe, str | Path | Mapping) or not self.recipe:
+            raise RecpoError(
+                f"loop: recipe is {self.recipe!r}, expected a list of training configurations, such as "
+                "[configs/pretrain.yaml, configs/mpo.yaml]",
+                code="wrong_type",
+                field="recipe",
+            )
+        if self.tilt is not None and self.tilt != "auto":
+            validate_temperature(float(self.tilt))
+        configs = tuple(_own_part(one) for one in self.recipe)
+        for number, config in enumerate(configs):
+            _validate(number, config)
+        return configs
+
+    @property
+    def needs_factors(self) -> bool:
+        """Whether a reward or the tilt reads a factorization of each round's log."""
+        return self.tilt is not None or any(_factor_rewards(config) for config in self.configs)
+
+    @property
+    def run_names(self) -> list[str]:
+        """Directories of the runs: number and objective of every configuration."""
+        return [f"{number}-{_objective(config)}" for number, config in enumerate(self.configs)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every option that a number depends on, as JSON values.
+
+        Raises:
+            RecpoError: one is not a plain value.
+        """
+        parameters = {one.name: getattr(self, one.name) for one in dataclasses.fields(SimulationParameters)}
+        plain = ("world", "log_propensities", "k", "repeat_after", "tilt", "warm_start", "warm_epochs")
+        content: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        content |= {"seed": parameters.pop("seed"), "parameters": parameters, "recipe": self.configs}
+        content["matrix"] = None if self.matrix is None else str(self.matrix)
+        content["exploration"] = None if self.exploration is None else dataclasses.asdict(self.exploration)
+        content["reward"] = dataclasses.asdict(_LOGGED)
+        try:
+            text = json.dumps(content, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RecpoError(
+                f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
+            ) from error
+        return parse_json(text, "the options of the loop", "use plain values in the recipe")
 
 
-def make_round(
-    root: Path, number: int, options: RoundOptions, recipe: Recipe, trust: Sequence[str], progress: bool
-) -> Round:
+def make_round(root: Path, number: int, options: RoundOptions) -> Round:
     """Makes ``root/rounds/NN``. Completed parts are not repeated.
 
     Args:
         root: directory of the loop.
         number: number of the round; the earlier rounds are complete.
         options: the options of all rounds.
-        recipe: the training.
-        trust: packages whose classes the recipe may name.
-        progress: show progress bars on a terminal.
     """
     here = round_directory(root, number)
     before = round_directory(root, number - 1) if number else None
     days = [Simulation.open(round_directory(root, one) / LOG) for one in range(number)]
-    days.append(_log(here / LOG, before, days, options, progress))
+    days.append(_log(here / LOG, before, days, options))
     truth, last_day = days[0].truth, days[-1].days[-1]
-    data = _prepared(here / PREPARED, days, last_day, options.log_propensities, progress)
-    seed = SEEDS_PER_LOOP * options.seed + number
-    trained = recipe.train(here, data, before, seed=seed, trust=trust, progress=progress)
-    bundle = _bundle(here / BUNDLE, trained.run, options, truth, trust)
-    found = _evaluation(here / EVALUATION, bundle, data, days[0], options, progress).document
+    data = _prepared(here / PREPARED, days, last_day, options)
+    start = _start(data, before, options)
+    run = _policy(here, data, start, SEEDS_PER_LOOP * options.seed + number, options)
+    bundle = _bundle(here / BUNDLE, run, truth, options)
+    found = _evaluation(here / EVALUATION, bundle, data, days[0], options).document
     served = days[-1].served
     return Round(
         number=number,
         last_day=last_day,
         served=None if served is None else served.days[-1],
         items=data.num_items,
-        warm_start=trained.warm_start,
+        warm_start=start is not None,
         lists=ListValue.of(found, min(options.k, data.num_items)),
         estimate=NextEstimate.of(found),
-        earned=logged_reward(data, "test", options.reward),
-        earned_before=logged_reward(data, "valid", options.reward),
+        earned=logged_reward(data, "test", _LOGGED),
+        earned_before=logged_reward(data, "valid", _LOGGED),
     )
 
 
@@ -203,52 +276,40 @@ def round_directory(root: Path, number: int) -> Path:
     return root / "rounds" / f"{number:02d}"
 
 
-def _log(
-    out: Path, before: Path | None, days: Sequence[Simulation], options: RoundOptions, progress: bool
-) -> Simulation:
+def _log(out: Path, before: Path | None, days: Sequence[Simulation], options: RoundOptions) -> Simulation:
     """The world's own log, or a day that the bundle of the previous round serves."""
     if kind_of(out) == "simulation":
         return Simulation.open(out)
+    shared: dict[str, Any] = {"seed": options.seed, "progress": options.progress}
     if before is None:
-        parameters = {**options.parameters, "seed": options.seed}
-        return simulate(out, world=options.world, matrix=options.matrix, progress=progress, **parameters)
-    bundle = Bundle.open(before / BUNDLE)
-    return simulate(
-        out,
-        policy=bundle,
-        after=days,
-        exploration=options.exploration,
-        repeat_after=options.repeat_after,
-        seed=options.seed,
-        progress=progress,
-    )
+        parameters = {one.name: getattr(options, one.name) for one in dataclasses.fields(SimulationParameters)}
+        return simulate(out, world=options.world, matrix=options.matrix, **{**parameters, **shared})
+    served: dict[str, Any] = {"exploration": options.exploration, "repeat_after": options.repeat_after}
+    return simulate(out, policy=Bundle.open(before / BUNDLE), after=days, **served, **shared)
 
 
-def _prepared(out: Path, days: Sequence[Simulation], last_day: int, log_propensities: bool, progress: bool) -> Prepared:
+def _prepared(out: Path, days: Sequence[Simulation], last_day: int, options: RoundOptions) -> Prepared:
     """Prepares all days so far: the last one is the test period, the one before it the validation period."""
     if kind_of(out) == "prepared":
         return Prepared.open(out)
     start = days[0].truth.preferences.parameters.start_ms
     split = TemporalSplit(valid_start=_midnight(start, last_day - 1), test_start=_midnight(start, last_day))
-    logs = [day.log for day in days]
-    if log_propensities:
-        return prepare(logs, out, split=split, progress=progress)
-    whole = pa.concat_tables([pq.read_table(log) for log in logs])
-    return prepare(whole.drop_columns([*_NOT_LOGGED]), out, split=split, progress=progress)
+    logs: Any = [day.log for day in days]
+    if not options.log_propensities:
+        logs = pa.concat_tables([pq.read_table(log) for log in logs]).drop_columns([*_NOT_LOGGED])
+    return prepare(logs, out, split=split, progress=options.progress)
 
 
-def _bundle(out: Path, run: Run, options: RoundOptions, truth: Truth, trust: Sequence[str]) -> Bundle:
+def _bundle(out: Path, run: Run, truth: Truth, options: RoundOptions) -> Bundle:
     if kind_of(out) == "bundle":
         return Bundle.open(out)
     shortlist = 1 if options.exploration is None else options.exploration.shortlist
     longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
-    export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=trust)
+    export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=options.trust)
     return Bundle.open(out)
 
 
-def _evaluation(
-    out: Path, bundle: Bundle, data: Prepared, world: Simulation, options: RoundOptions, progress: bool
-) -> Evaluation:
+def _evaluation(out: Path, bundle: Bundle, data: Prepared, world: Simulation, options: RoundOptions) -> Evaluation:
     if kind_of(out) == "evaluation":
         return Evaluation.open(out)
     k, size = (min(one, data.num_items) for one in (options.k, world.truth.preferences.parameters.request_size))
@@ -259,12 +320,12 @@ def _evaluation(
         out=out,
         ks=ks,
         exclude_past=options.repeat_after is None,
-        reward=options.reward,
+        reward=_LOGGED,
         truth=world.root,
         baselines=False,
         segments=False,
         device="cpu",
-        progress=progress,
+        progress=options.progress,
     )
 
 
@@ -272,143 +333,58 @@ def _midnight(start_ms: int, day: int) -> str:
     return datetime.fromtimestamp((start_ms + day * MILLISECONDS_PER_DAY) / 1000, UTC).isoformat()
 
 
-def as_json(one: Round) -> dict[str, Any]:
-    """The input of ``Round.from_json``."""
-    return dataclasses.asdict(one)
+def _start(data: Prepared, before: Path | None, options: RoundOptions) -> Run | None:
+    """The run of the previous round that the first configuration starts from; None = it starts from scratch."""
+    if before is None or not options.warm_start:
+        return None
+    run = Run.open(before / RUNS / options.run_names[0], options.trust)
+    return run if run.items.equals(data.item_ids()) else None
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The training of a round's policy.
-
-    Attributes:
-        configs: contents of training configurations. The first starts from its own run of the previous round if
-            ``warm_start`` is set and the items are the same, otherwise from scratch; each of the others starts from the
-            run of the one before it in the same round.
-        tilt: temperature with which the last policy is tilted by a factorization of the round; "auto" = selected on the
-            validation period, where the untilted policy may be the best; None = not tilted.
-        warm_start: see ``configs``.
-        warm_epochs: epochs of the first configuration after a warm start; None = as configured.
-    """
-
-    configs: tuple[Mapping[str, Any], ...]
-    tilt: float | Literal["auto"] | None = None
-    warm_start: bool = True
-    warm_epochs: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        named: Sequence[Path | str | Mapping[str, Any]],
-        tilt: float | Literal["auto"] | None,
-        warm_start: bool,
-        warm_epochs: int | None,
-    ) -> Recipe:
-        """Reads the configurations. Options that the loop sets itself (``data.prepared``, ...) are dropped.
-
-        Raises:
-            RecpoError: there are none, one cannot be read, or an option is out of range.
-        """
-        if isinstance(named, str | Path | Mapping) or not named:
-            raise RecpoError(
-                f"loop: recipe is {named!r}, expected a list of training configurations, such as "
-                "[configs/pretrain.yaml, configs/mpo.yaml]",
-                code="wrong_type",
-                field="recipe",
-            )
-        if tilt is not None and tilt != "auto":
-            validate_temperature(float(tilt))
-        configs = tuple(_own_part(one) for one in named)
-        for number, config in enumerate(configs):
-            _validate(number, config)
-        return cls(configs, tilt, warm_start, warm_epochs)
-
-    @property
-    def needs_factors(self) -> bool:
-        """Whether a reward or the tilt reads a factorization of each round's log."""
-        return self.tilt is not None or any(_factor_rewards(config) for config in self.configs)
-
-    @property
-    def names(self) -> list[str]:
-        """Directories of the runs: number and objective of every configuration."""
-        return [f"{number}-{_objective(config)}" for number, config in enumerate(self.configs)]
-
-    def train(
-        self, root: Path, data: Prepared, before: Path | None, *, seed: int, trust: Sequence[str], progress: bool
-    ) -> Training:
-        """Trains the policy of a round. Completed parts are not repeated.
-
-        Args:
-            root: directory of the round.
-            data: its prepared log.
-            before: directory of the previous round; None = this is the first one.
-            seed: seed of all random numbers.
-            trust: packages whose classes the configurations may name.
-            progress: show progress bars on a terminal.
-        """
-        factors = self._factors(root / FACTORS, data, seed, progress) if self.needs_factors else None
-        start = self._start(data, before, trust)
-        run = start
-        for number, (name, given) in enumerate(zip(self.names, self.configs, strict=True)):
-            config = _with_factors(given, root / FACTORS)
-            options: dict[str, Any] = {"seed": seed, "data.seed": seed, "progress": progress}
-            if number == 0 and start is not None and self.warm_epochs is not None:
-                options["trainer.max_epochs"] = self.warm_epochs
-            run = _trained(root / RUNS / name, data, config, run, options, trust)
-        assert run is not None
-        if self.tilt is not None:
-            assert factors is not None
-            run = self._tilted(root / RUNS / "tilted", run, factors, data, trust, progress)
-        return Training(run, start is not None)
-
-    def _start(self, data: Prepared, before: Path | None, trust: Sequence[str]) -> Run | None:
-        """The run of the previous round that the first configuration starts from; None = it starts from scratch."""
-        if before is None or not self.warm_start:
-            return None
-        run = Run.open(before / RUNS / self.names[0], trust)
-        return run if run.items.equals(data.item_ids()) else None
-
-    @staticmethod
-    def _factors(out: Path, data: Prepared, seed: int, progress: bool) -> Factors:
-        if kind_of(out) == "factors":
-            return Factors.open(out)
-        return factorize(data, out, seed=seed, progress=progress)
-
-    def _tilted(
-        self, out: Path, run: Run, factors: Factors, data: Prepared, trust: Sequence[str], progress: bool
-    ) -> Run:
-        if (out / FINISHED).is_file():
-            return Run.open(out, trust)
-        temperature = self.tilt if self.tilt is not None else "auto"
-        tilted = tilt(run, factors, data, out=out, temperature=temperature, trust=trust, progress=progress).run
-        return run if tilted is None else tilted
+def _policy(here: Path, data: Prepared, start: Run | None, seed: int, options: RoundOptions) -> Run:
+    """Trains the policy of a round, which serves next; completed parts are not repeated."""
+    run, fitted = start, here / FACTORS
+    if options.needs_factors and kind_of(fitted) != "factors":
+        factorize(data, fitted, seed=seed, progress=options.progress)
+    for number, (name, given) in enumerate(zip(options.run_names, options.configs, strict=True)):
+        changed: dict[str, Any] = {"seed": seed, "data.seed": seed}
+        if number == 0 and start is not None and options.warm_epochs is not None:
+            changed["trainer.max_epochs"] = options.warm_epochs
+        run = _trained(here / RUNS / name, data, _with_factors(given, fitted), run, changed, options)
+    assert run is not None
+    return run if options.tilt is None else _tilted(here / RUNS / "tilted", run, Factors.open(fitted), data, options)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The result of a round's training.
-
-    Attributes:
-        run: the policy that serves next.
-        warm_start: whether its first run started from the previous round.
-    """
-
-    run: Run
-    warm_start: bool
+def _tilted(out: Path, run: Run, factors: Factors, data: Prepared, options: RoundOptions) -> Run:
+    """The tilted run; the run itself where no temperature is better."""
+    if (out / FINISHED).is_file():
+        return Run.open(out, options.trust)
+    how: dict[str, Any] = {"temperature": options.tilt, "trust": options.trust, "progress": options.progress}
+    found = tilt(run, factors, data, out=out, **how).run
+    return run if found is None else found
 
 
 def _trained(
-    out: Path, data: Prepared, config: Mapping[str, Any], start: Run | None, options: Mapping[str, Any], trust: Any
+    out: Path,
+    data: Prepared,
+    config: Mapping[str, Any],
+    start: Run | None,
+    changed: Mapping[str, Any],
+    options: RoundOptions,
 ) -> Run:
     """A finished run, a run that continues from its last checkpoint, or a new run."""
     if (out / FINISHED).is_file():
-        return Run.open(out, trust)
+        return Run.open(out, options.trust)
     goes_on = checkpoint_path(out, "last").exists()
-    again = not goes_on and (out / RESOLVED).is_file()
-    return train(data, config=config, out=out, init_from=start, resume=goes_on, overwrite=again, trust=trust, **options)
+    how: dict[str, Any] = {
+        "resume": goes_on,
+        "overwrite": not goes_on and (out / RESOLVED).is_file(),
+        "trust": options.trust,
+    }
+    return train(data, config=config, out=out, init_from=start, progress=options.progress, **how, **changed)
 
 
-def _own_part(named: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
+def _own_part(named: Path | str | Mapping[str, Any]) -> dict[str, Any]:
     content = named if isinstance(named, Mapping) else read_yaml(Path(named), "name a training configuration")
     config = {key: copy.deepcopy(value) for key, value in content.items() if key not in ("out", "init_from", "resume")}
     if isinstance(config.get("data"), dict):

@@ -125,7 +125,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
 
     def execute(self) -> pd.DataFrame | ServingCounts:
         """Ranks for all users."""
-        server = _server(self.source, self.engine, self.provider, self.trust, self.prepared)
+        server = self._server()
         if self.out is None:
             return self._lists(server, read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
         if not isinstance(self.histories, str | PathLike):
@@ -139,6 +139,26 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             counts = self._write(server, Path(self.histories), Path(self.out), bar.update)
         self.write_resolved(Path(self.out).with_suffix(".resolved.yaml"))
         return counts
+
+    def _server(self) -> Server:
+        source = self.source
+        if self.prepared is not None:
+            return _contender(source, self.prepared)
+        kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
+        if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
+            bundle = source if isinstance(source, Bundle) else Bundle.open(source, self.engine, provider=self.provider)
+            return Server(bundle.runtime, bundle.reader, bundle.filters)
+        from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
+        from recpo.serving.of_runs import runtime_of
+        from recpo.training.run import Run
+
+        if isinstance(source, Factors) or kind == "factors":
+            raise RecpoError(
+                "factors hold no item ids: name the prepared data that they were fitted on (prepared)",
+                code="missing_option",
+                field="prepared",
+            )
+        return Server(*runtime_of(Run.open(source, self.trust)))
 
     def _lists(self, server: Server, events: Any, users: Any, at: int | None = None) -> Served:
         """The lists of some users, from all of their events."""
@@ -199,32 +219,6 @@ def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequenc
 
 
 recommend = function_of(Recommend)
-
-
-def _server(
-    source: Source,
-    engine: EngineName,
-    provider: str,
-    trust: Sequence[str],
-    prepared: PreparedData | None,
-) -> Server:
-    if prepared is not None:
-        return _contender(source, prepared)
-    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
-    if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
-        bundle = source if isinstance(source, Bundle) else Bundle.open(Path(source), engine, provider=provider)
-        return Server(bundle.runtime, bundle.reader, bundle.filters)
-    from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
-    from recpo.serving.of_runs import runtime_of
-    from recpo.training.run import Run
-
-    if isinstance(source, Factors) or kind == "factors":
-        raise RecpoError(
-            "factors hold no item ids: name the prepared data that they were fitted on (prepared)",
-            code="missing_option",
-            field="prepared",
-        )
-    return Server(*runtime_of(Run.open(source, trust)))
 
 
 def _contender(source: Source, prepared: PreparedData) -> Server:
@@ -315,24 +309,15 @@ def _batches(
 
 def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The same rows, cut where the user changes. One table and the events of one user are in memory."""
-    held: list[pa.Table] = []
+    rest: pa.Table | None = None
     for table in tables:
-        users = table[USER_ID].combine_chunks()
-        changes = np.flatnonzero(_changes(users))
-        if held and len(held[0]) and held[0][USER_ID][0] != users[0]:
-            changes = np.concatenate([[0], changes])
-        if len(changes):
-            if whole := [*held, *([table.slice(0, int(changes[-1]))] if changes[-1] else [])]:
-                yield pa.concat_tables(whole)
-            held, table = [], table.slice(int(changes[-1]))
-        held.append(table)
-    if held:
-        yield pa.concat_tables(held)
-
-
-def _changes(users: pa.Array) -> np.ndarray:
-    """True at rows whose user differs from that of the previous row; False at the first row."""
-    if len(users) < 2:
-        return np.zeros(len(users), bool)
-    other = pc.not_equal(users.slice(1), users.slice(0, len(users) - 1)).fill_null(True)
-    return np.concatenate([[False], other.to_numpy(zero_copy_only=False)])
+        rest = table if rest is None else pa.concat_tables([rest, table])
+        users = rest[USER_ID].combine_chunks()
+        changes = pc.not_equal(users.slice(1), users.slice(0, len(users) - 1)).fill_null(True)
+        places = np.flatnonzero(changes.to_numpy(zero_copy_only=False))
+        if len(places):
+            whole = int(places[-1]) + 1
+            yield rest.slice(0, whole)
+            rest = rest.slice(whole)
+    if rest is not None:
+        yield rest

@@ -18,11 +18,13 @@ import os
 import re
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import yaml
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 VARIABLE: Final = "RECPO_TRACK"
 Status = Literal["finished", "failed", "killed"]
 R = TypeVar("R")
+_Texts = Mapping[str, str]
 
 _JOURNAL: Final = "_journal"  # marks the log of a server, see recpo.server.impressions
 _UPLOADED: Final = ("decision.json", "report.html", "README.md")  # README.md is the model card of a bundle
@@ -61,40 +64,46 @@ class Reference(NamedTuple):
     checksum: str | None
 
 
-class TrackedRun(Protocol):
-    """One run of a tracker. Every method may fail."""
+class TrackedRun(ABC):
+    """One run of a tracker, which starts when it is made. Every method may fail.
 
+    Every kind of run is made of ``(package, place, name, facts, options, parent)``: the client, its address, project or
+    directory (empty = its own default), the name of the run, verb, version and path of the output, every recorded
+    option by its dotted name, and the run of the verb that calls this one (None = nothing calls it).
+    """
+
+    module: ClassVar[str]
+    """The package of the client."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that are set before the package is imported, unless the user has set them."""
+
+    @abstractmethod
     def metrics(self, values: Mapping[str, float], step: int | None) -> None:
         """Records numbers; None = they are of the whole run."""
 
+    @abstractmethod
     def facts(self, values: Mapping[str, str]) -> None:
         """Records text by name."""
 
+    @abstractmethod
     def read(self, one: Reference) -> None:
         """Records an input, and links the run that wrote it."""
 
     def wrote(self, one: Reference) -> None:
         """Records the output."""
+        self.facts({"recpo.output.kind": one.kind, "recpo.output.checksum": one.checksum or one.path})
 
+    @abstractmethod
     def document(self, name: str, text: str) -> None:
         """Uploads a small text file."""
 
+    @abstractmethod
     def end(self, status: Status) -> None:
         """Ends the run."""
 
 
-class Tracker(Protocol):
-    """A client of a tracker."""
-
-    def start(self, name: str, facts: Mapping[str, str], options: Mapping[str, str], parent: Any) -> TrackedRun:
-        """Starts a run.
-
-        Args:
-            name: of the run.
-            facts: verb, version and path of the output.
-            options: every recorded option by its dotted name.
-            parent: the run of the verb that calls this one; None = nothing calls it.
-        """
+#: Starts a run from its name, facts, options and parent.
+Tracker = Callable[[str, Mapping[str, str], Mapping[str, str], Any], TrackedRun]
 
 
 class _Current:
@@ -111,7 +120,7 @@ class _Current:
         name = facts["recpo.verb"] + ("" if self._out is None else f" {os.path.basename(self._out)}")
         try:
             if outer is None or outer.run is not None:
-                self._run = tracker.start(name, facts, options, None if outer is None else outer.run)
+                self._run = tracker(name, facts, options, None if outer is None else outer.run)
         except Exception as error:
             if outer is None:
                 raise RecpoError(
@@ -233,18 +242,26 @@ def metrics_of_training() -> Callable[[Mapping[str, Any], int | None], None] | N
 
 def _tracker(text: str) -> Tracker:
     kind, _, place = text.partition(":")
-    makers: dict[str, Callable[[str], Tracker]] = {
-        "mlflow": MLflow,
-        "wandb": Wandb,
-        "tensorboard": TensorBoard,
-    }
-    if kind not in makers:
+    runs: dict[str, Callable[..., TrackedRun]] = {"mlflow": _MLflow, "wandb": _Wandb, "tensorboard": _TensorBoard}
+    run: Any = runs.get(kind)
+    if run is None:
         raise RecpoError(
             f"track: {_LOGIN.sub('', text)!r}, expected mlflow:ADDRESS, wandb:PROJECT or tensorboard:DIRECTORY",
             code="unknown_name",
             field="track",
         )
-    return makers[kind](place)
+    if run is _TensorBoard and not place:
+        raise RecpoError("track: expected tensorboard:DIRECTORY", code="missing_option", field="track")
+    for name, value in run.environment.items():
+        os.environ.setdefault(name, value)
+    try:
+        return partial(run, importlib.import_module(run.module), place)
+    except ImportError as error:
+        raise RecpoError(
+            f"track: {run.module} cannot be imported ({error}): pip install recpo[{kind}]",
+            code="not_installed",
+            field="track",
+        ) from error
 
 
 def references(options: Mapping[str, str], out: str | None) -> list[Reference]:
@@ -302,50 +319,27 @@ _MOST_PARAMETERS: Final = 100  # in one request to MLflow
 _DIGEST: Final = 36  # longest digest of a data set of MLflow
 
 
-def _client(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise RecpoError(
-            f"track: {module} cannot be imported ({error}): pip install recpo[{extra}]",
-            code="not_installed",
-            field="track",
-        ) from error
+class _MLflow(TrackedRun):
+    """A run of MLflow, in the experiment of ``MLFLOW_EXPERIMENT_NAME``, or ``recpo``."""
 
+    module = "mlflow"
+    environment: ClassVar = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # MLflow itself waits for minutes
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
 
-class MLflow:
-    """Runs of MLflow, in the experiment of ``MLFLOW_EXPERIMENT_NAME``, or ``recpo``.
-
-    Args:
-        address: of the server, or of a store, as ``mlflow.set_tracking_uri`` takes it; empty = MLflow's own default.
-    """
-
-    def __init__(self, address: str) -> None:
-        defaults = {"HTTP_REQUEST_MAX_RETRIES": "1", "HTTP_REQUEST_TIMEOUT": "10"}  # MLflow itself waits for minutes
-        defaults |= {"SUPPRESS_PRINTING_URL_TO_STDOUT": "true", "DISABLE_TELEMETRY": "true"}
-        for name, value in defaults.items():
-            os.environ.setdefault(f"MLFLOW_{name}", value)
-        self._address = address or None
-        self._package = _client("mlflow", "mlflow")
-
-    def start(self, name: str, facts: Mapping[str, str], options: Mapping[str, str], parent: Any) -> TrackedRun:
-        """See ``Tracker``."""
-        client = self._package.MlflowClient(self._address)
+    def __init__(self, package: Any, place: str, name: str, facts: _Texts, options: _Texts, parent: Any) -> None:
+        self._entities, self._client = package.entities, package.MlflowClient(place or None)
         wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "recpo"
-        found = client.get_experiment_by_name(wanted)
-        experiment = client.create_experiment(wanted) if found is None else found.experiment_id
+        found = self._client.get_experiment_by_name(wanted)
+        self._experiment = self._client.create_experiment(wanted) if found is None else found.experiment_id
         tags = dict(facts) if parent is None else {**facts, "mlflow.parentRunId": parent.id}
-        run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
-        parameter = self._package.entities.Param
-        parameters = [parameter(_name(key), value[:_LONGEST]) for key, value in options.items()]
+        self.id = self._client.create_run(self._experiment, run_name=name, tags=tags).info.run_id
+        parameters = [self._entities.Param(_name(key), value[:_LONGEST]) for key, value in options.items()]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
-            client.log_batch(run, params=parameters[first : first + _MOST_PARAMETERS])
-        return _MLflowRun(self._package.entities, client, experiment, run)
-
-
-class _MLflowRun:
-    def __init__(self, entities: Any, client: Any, experiment: str, run: str) -> None:
-        self._entities, self._client, self._experiment, self.id = entities, client, experiment, run
+            self._client.log_batch(self.id, params=parameters[first : first + _MOST_PARAMETERS])
 
     def metrics(self, values: Mapping[str, float], step: int | None) -> None:
         now, metric = int(time.time() * 1000), self._entities.Metric
@@ -371,9 +365,6 @@ class _MLflowRun:
         context = [entities.InputTag("mlflow.data.context", one.option)]
         self._client.log_inputs(self.id, [entities.DatasetInput(data, context)])
 
-    def wrote(self, one: Reference) -> None:
-        self.facts({"recpo.output.kind": one.kind, "recpo.output.checksum": one.checksum or one.path})
-
     def document(self, name: str, text: str) -> None:
         self._client.log_text(self.id, text, name)
 
@@ -386,37 +377,29 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))[:250]
 
 
-class Wandb:
-    """Runs of Weights & Biases; ``WANDB_MODE=offline`` writes them to ``WANDB_DIR`` for a later ``wandb sync``.
+class _Wandb(TrackedRun):
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` writes it to ``WANDB_DIR`` for a later ``wandb sync``.
 
-    Args:
-        project: ``PROJECT`` or ``TEAM/PROJECT``; empty = that of ``WANDB_PROJECT``, or ``recpo``.
+    Its place is ``PROJECT`` or ``TEAM/PROJECT``; empty = that of ``WANDB_PROJECT``, or ``recpo``.
     """
 
-    def __init__(self, project: str) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        self._team, _, self._project = project.rpartition("/")
-        self._package = _client("wandb", "wandb")
+    module = "wandb"
+    environment: ClassVar = {"WANDB_ERROR_REPORTING": "false"}
 
-    def start(self, name: str, facts: Mapping[str, str], options: Mapping[str, str], parent: Any) -> TrackedRun:
-        """See ``Tracker``."""
-        run = self._package.init(
-            entity=self._team or None,
-            project=self._project or os.environ.get("WANDB_PROJECT") or "recpo",
+    def __init__(self, package: Any, place: str, name: str, facts: _Texts, options: _Texts, parent: Any) -> None:
+        self._package, (team, _, project) = package, place.rpartition("/")
+        self._run = package.init(
+            entity=team or None,
+            project=project or os.environ.get("WANDB_PROJECT") or "recpo",
             name=name,
             job_type=facts["recpo.verb"],
             group=None if parent is None else parent.group,
             config={**facts, **options},
             reinit="create_new",  # a verb inside a verb is a run of its own
             # no terminal output, and no command line or source: recorded options are enough, and have no passwords
-            settings=self._package.Settings(silent=True, console="off", disable_git=True, x_disable_meta=True),
+            settings=package.Settings(silent=True, console="off", disable_git=True, x_disable_meta=True),
         )
-        return _WandbRun(self._package, run, run.name if parent is None else parent.group)
-
-
-class _WandbRun:
-    def __init__(self, package: Any, run: Any, group: str) -> None:
-        self._package, self._run, self.group = package, run, group
+        self.group = self._run.name if parent is None else parent.group
 
     def metrics(self, values: Mapping[str, float], step: int | None) -> None:
         if step is None:
@@ -434,7 +417,7 @@ class _WandbRun:
 
     def wrote(self, one: Reference) -> None:
         self._run.log_artifact(self._artifact(one))
-        self.facts({"recpo.output.kind": one.kind, "recpo.output.checksum": one.checksum or one.path})
+        super().wrote(one)
 
     def _artifact(self, one: Reference) -> Any:
         """A reference to the document. Equal contents are one version, so what reads is linked to what wrote."""
@@ -454,31 +437,19 @@ class _WandbRun:
         self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 130}[status])
 
 
-class TensorBoard:
+class _TensorBoard(TrackedRun):
     """Event files of TensorBoard: one directory per run, with options, inputs and output as text.
 
-    Args:
-        directory: of all runs, as ``tensorboard --logdir`` takes it.
+    Its place is the directory of all runs, as ``tensorboard --logdir`` takes it.
     """
 
-    def __init__(self, directory: str) -> None:
-        if not directory:
-            raise RecpoError("track: expected tensorboard:DIRECTORY", code="missing_option", field="track")
-        self._directory = Path(directory)
-        self._writer = _client("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    module = "torch.utils.tensorboard"
 
-    def start(self, name: str, facts: Mapping[str, str], options: Mapping[str, str], parent: Any) -> TrackedRun:
-        """See ``Tracker``."""
+    def __init__(self, package: Any, place: str, name: str, facts: _Texts, options: _Texts, parent: Any) -> None:
         own = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d} {name}".replace(" ", "-")
-        place = (self._directory if parent is None else parent.place) / own
-        run = _TensorBoardRun(self._writer(str(place)), place)
-        run.facts({**facts, "options": "\n\n".join(f"{key}: {value}" for key, value in options.items())})
-        return run
-
-
-class _TensorBoardRun:
-    def __init__(self, writer: Any, place: Path) -> None:
-        self._writer, self.place = writer, place
+        self.place = (Path(place) if parent is None else parent.place) / own
+        self._writer = package.SummaryWriter(str(self.place))
+        self.facts({**facts, "options": "\n\n".join(f"{key}: {value}" for key, value in options.items())})
 
     def metrics(self, values: Mapping[str, float], step: int | None) -> None:
         for name, value in values.items():

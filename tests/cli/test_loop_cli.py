@@ -24,7 +24,16 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop import LoopResult
-from recpo.verbs.loop_rounds import NEXT, ListValue, NextEstimate, Recipe, Round, _Slates, as_served, logged_reward
+from recpo.verbs.loop_rounds import (
+    NEXT,
+    ListValue,
+    NextEstimate,
+    Round,
+    RoundOptions,
+    _Slates,
+    as_served,
+    logged_reward,
+)
 from recpo.worlds.log import DayReport
 from tests.refusals import refused
 
@@ -155,12 +164,12 @@ def test_an_outcome_takes_back_what_the_labels_moved(tmp_path):
 def test_a_recipe_is_what_its_files_say_without_what_the_loop_says(tmp_path):
     content = {**VALUE, "out": "runs/mpo", "init_from": "runs/pretrain", "data": {**VALUE["data"], "prepared": "x"}}
     (tmp_path / "mpo.yaml").write_text(yaml.safe_dump(content))
-    found = Recipe.of([PRETRAIN, tmp_path / "mpo.yaml"], None, True, 2)
+    found = RoundOptions(recipe=[PRETRAIN, tmp_path / "mpo.yaml"], warm_epochs=2)
     assert found.configs == (PRETRAIN, VALUE)
-    assert found.names == ["0-Likelihood", "1-MPO"]
+    assert found.run_names == ["0-Likelihood", "1-MPO"]
     assert found.needs_factors
-    assert not Recipe.of([PRETRAIN], None, True, None).needs_factors
-    assert Recipe.of([PRETRAIN], 0.05, True, None).needs_factors
+    assert not RoundOptions(recipe=[PRETRAIN]).needs_factors
+    assert RoundOptions(recipe=[PRETRAIN], tilt=0.05).needs_factors
 
 
 @pytest.mark.parametrize(

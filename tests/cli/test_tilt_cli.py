@@ -257,9 +257,9 @@ def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(roa
 def test_a_recipe_keeps_its_policy_where_no_beta_is_better(road, tmp_path, monkeypatch):
     base = recpo.load(road.root / "base")
     monkeypatch.setattr(loop_rounds, "tilt", lambda *_, **__: tilting.TiltResult(None, math.inf, 0.0, "grade", 10, ()))
-    recipe = loop_rounds.Recipe((), "auto")
+    options = loop_rounds.RoundOptions(recipe=[], tilt="auto")
     data, factors = recpo.load(road.prepared), recpo.load(road.root / "factors")
-    assert recipe._tilted(tmp_path / "tilted", base, factors, data, (), False) is base
+    assert loop_rounds._tilted(tmp_path / "tilted", base, factors, data, options) is base
 
 
 def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world):

@@ -45,7 +45,7 @@ def item_table(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def catalog(data, item_table):
-    return Catalog(data, ItemColumns(item_table))
+    return Catalog(data, ItemColumns(item_table=item_table))
 
 
 @pytest.fixture(scope="session")

@@ -124,26 +124,29 @@ def test_only_pictures_beside_the_table_are_read(catalog):
         ({"title": "name"}, "missing_column", "title"),
         ({"picture": "cover"}, "missing_column", "picture"),
         ({"attributes": ["category", "genre"]}, "missing_column", "attributes"),
-        ({"item_id": "video"}, "missing_column", "item_column"),
+        ({"item_column": "video"}, "missing_column", "item_column"),
     ],
 )
 def test_a_missing_column_is_named(data, item_table, columns, code, field):
     with refused(code, field):
-        Catalog(data, ItemColumns(item_table, **columns))
+        Catalog(data, ItemColumns(item_table=item_table, **columns))
 
 
 def test_a_table_that_cannot_be_read_is_refused(data, tmp_path):
     (tmp_path / "items.parquet").write_bytes(b"nothing")
     with refused("damaged", "item_table"):
-        Catalog(data, ItemColumns(tmp_path / "items.parquet"))
+        Catalog(data, ItemColumns(item_table=tmp_path / "items.parquet"))
     with refused("damaged", "item_table"):
-        Catalog(data, ItemColumns(tmp_path / "none.parquet"))
+        Catalog(data, ItemColumns(item_table=tmp_path / "none.parquet"))
 
 
 def test_columns_may_be_chosen_and_have_any_name(data, tmp_path):
     ids = data.item_ids().to_external(range(1, data.num_items + 1)).to_pylist()
     table = pa.table({'my "id"': ids, "what is it": [f"t{one}" for one in ids], "x": [1.5] * len(ids)})
     pq.write_table(table, tmp_path / "t.parquet")
-    chosen = Catalog(data, ItemColumns(tmp_path / "t.parquet", 'my "id"', "what is it", attributes=["x"]))
+    chosen = Catalog(
+        data,
+        ItemColumns(item_table=tmp_path / "t.parquet", item_column='my "id"', title="what is it", attributes=["x"]),
+    )
     assert chosen.items([1])[1].title == f"t{ids[0]}"
     assert chosen.items([1])[1].attributes == {"x": "1.5"}
