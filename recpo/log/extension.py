@@ -33,7 +33,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Engine, Place, locate
 from recpo.log.events import count_dropped, item_indices, item_table, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
-from recpo.log.feature_tables import ID, TableSide, describe_table, extend_table
+from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
 from recpo.log.prepare import Output, Preparation, Sources, write_directory
@@ -390,7 +390,7 @@ class _ExtensionRun(PrepareRun):
         self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
 
     def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
-        """Writes the features of all items and users (``extend_table``); what was fitted is kept."""
+        """Writes the features of all items and users (``write_table``); what was fitted is kept."""
         self._stage("features")
         before = {
             "item": (labeled.items, self.data.num_items),
@@ -398,10 +398,10 @@ class _ExtensionRun(PrepareRun):
         }
         for side, table in self.tables.items():
             indices, number = before[side]
-            indices = indices.select(*(name for name in indices.columns if name != BEFORE))
-            counts = extend_table(self.engine, table, indices, self.fitted[side], self.root, number, self.partial)
+            previous = (self.root, number)
+            counts = write_table(self.engine, table, indices, self.fitted[side], self.partial, previous)
             inferred = self.data.manifest["feature_tables"][side]["inferred"]
-            self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
+            self.feature_tables[side] = {**table.describe(counts), "inferred": inferred}
         return self.fitted["context"] or None
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:

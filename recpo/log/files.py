@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.base.features import expected_type
+from recpo.base.features import expected_type, is_list
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, Location, Place, locate, readable, writable
@@ -180,8 +180,15 @@ def open_log(
         faults.append(
             Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
         )
-    columns, missing = _settle_columns(schemas, wanted, needed)
-    types, mistyped = _settle_types(schemas, columns, more, flags)
+    context = {CONTEXT + feature.name: feature for feature in more.context}
+
+    def expected(column: str, kind: pa.DataType) -> str | None:
+        if column in context:
+            return expected_type(context[column], kind)
+        return _expected_type(column, kind, column in flags)
+
+    columns, missing = settle_columns(schemas, wanted, needed, _remedy)
+    types, mistyped = settle_types(schemas, columns, expected)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
@@ -333,10 +340,23 @@ def unreadable(path: Place, error: Exception) -> Fault:
     )
 
 
-def _settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]], wanted: Mapping[str, str], needed: Set[str]
+def settle_columns(
+    schemas: Sequence[tuple[str, pa.Schema]],
+    wanted: Mapping[str, str],
+    needed: Collection[str],
+    remedy: Callable[[str], str],
 ) -> tuple[dict[str, str], dict[str, Fault]]:
-    """Standard name -> name in the log, and a fault for each missing required column."""
+    """Which columns of a log or table exist.
+
+    Args:
+        schemas: name and columns of every file.
+        wanted: standard name -> name in the files.
+        needed: standard names of columns that must exist; the others may be missing in all files.
+        remedy: what to do about a missing column, by its standard name.
+
+    Returns:
+        Standard name -> name in the files, and a fault for each missing required column.
+    """
     columns, faults = {}, {}
     for column, name in wanted.items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
@@ -345,18 +365,17 @@ def _settle_columns(
         elif column in needed or len(lacking) < len(schemas):
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            used, plain = set(wanted.values()), column in LogColumns.ALL
-            remedy = f"choose another preset or pass --columns.{column} NAME" if plain else _REMEDY
-            faults[column] = missing_column(where, name, column, schema, remedy, used)
+            faults[column] = _missing_column(where, name, column, schema, remedy(column), set(wanted.values()))
     return columns, faults
 
 
-_REMEDY: Final = "name its column in --behaviors or --features.context"
+def _remedy(column: str) -> str:
+    if column in LogColumns.ALL:
+        return f"choose another preset or pass --columns.{column} NAME"
+    return "name its column in --behaviors or --features.context"
 
 
-def missing_column(
-    where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str] = frozenset()
-) -> Fault:
+def _missing_column(where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str]) -> Fault:
     """The fault of a missing required column. Suggests columns with similar names that are not ``used``."""
     wanted = (name.lower(), wanted_as.lower(), wanted_as.removesuffix("_id"))
     free = [known for known in schema.names if known not in used]
@@ -369,35 +388,43 @@ def missing_column(
     return Fault(where, name, f"no such column (wanted as {wanted_as})", fix, code="missing_column")
 
 
-def _settle_types(
+def settle_types(
     schemas: Sequence[tuple[str, pa.Schema]],
-    columns: dict[str, str],
-    more: EventColumns,
-    flags: Mapping[str, FlagColumn],
+    columns: Mapping[str, str],
+    expected: Callable[[str, pa.DataType], str | None],
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
+    """The types of the columns of a log or table, which hold the values of all files.
+
+    Args:
+        schemas: name and columns of every file.
+        columns: standard name -> name in the files.
+        expected: the types that suit a standard column, in words; None = the given type does.
+
+    Returns:
+        Standard name -> type, for columns without a fault; and the faults.
+    """
     types: dict[str, pa.DataType] = {}
     faults = []
     mistyped: set[str] = set()
-    context = {CONTEXT + feature.name: feature for feature in more.context}
     for column, name in columns.items():
         for shown, schema in schemas:
             kind = schema.field(name).type
-            feature = context.get(column)
-            if feature is None:
-                expected = _expected_type(column, kind, column in flags)
-            else:
-                expected = expected_type(feature, kind)
-            if expected is not None:
+            suits = expected(column, kind)
+            if suits is not None:
                 mistyped.add(column)
-                fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
+                fix = f"expected {suits}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
                 faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
-            elif column in types and is_text(kind) != is_text(types[column]):
+            elif column in types and _holds_text(kind) != _holds_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
                 faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
@@ -411,7 +438,7 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
 
 
-def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool = False) -> str | None:
+def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> str | None:
     """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if is_flag_of_values:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
-from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Side, plain_type
+from recpo.base.features import SIDES, Feature, FeatureSchema, Side, plain_type
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.engine import Engine, Place
 from recpo.log.events import (
@@ -36,8 +36,8 @@ from recpo.log.feature_tables import (
     ID,
     FeatureTable,
     TableSide,
-    describe_table,
     fit_context,
+    fit_table,
     open_table,
     table_faults,
     write_table,
@@ -307,8 +307,9 @@ class PrepareRun:
         for side, indices in (("item", labeled.items), ("user", labeled.users)):
             table = self.tables.get(side)  # type: ignore[call-overload]
             if table is not None:
-                fitted, counts = write_table(self.engine, table, indices, labeled.events, self.partial)
-                found[side], self.feature_tables[side] = fitted.features, describe_table(table, counts)
+                fitted = fit_table(self.engine, table, indices, labeled.events, self.partial)
+                counts = write_table(self.engine, table, indices, fitted, self.partial)
+                found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
         context = None
         if self.more.context:
             context = fit_context(self.engine, self.more.context, labeled.events, self.partial)
@@ -319,10 +320,7 @@ class PrepareRun:
     def _feature_files(self) -> list[str]:
         tables: tuple[tuple[Side, str], ...] = (("item", ITEM_FEATURES), ("user", USER_FEATURES))
         files = [name for side, name in tables if self.features.of(side)]
-        coded = [
-            (side, one) for side in SIDES for one in self.features.of(side) if isinstance(one, Category | Categories)
-        ]
-        return files + [vocabulary_file(side, feature.name) for side, feature in coded]
+        return files + [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
 
     def _feature_entries(self) -> dict[str, Any]:
         """The entries of the manifest about features and behaviors; empty if there are none."""
