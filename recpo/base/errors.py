@@ -81,3 +81,8 @@ def validate_seed(seed: int, name: str = "seed") -> None:
     """Raises ``RecpoError`` if the option ``name`` is not a seed from 0 to ``MAX_SEED``."""
     if not 0 <= seed <= MAX_SEED:
         raise RecpoError(f"{name} must be between 0 and {MAX_SEED}, got {seed}", code="out_of_range", field=name)
+
+
+def first_line(error: object) -> str:
+    """The first line of another program's message, at most 300 characters; the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

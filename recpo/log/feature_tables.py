@@ -28,6 +28,7 @@ from recpo.base.features import (
     expected_type,
     first_width,
     inferred_feature,
+    is_text,
     of_type,
     plain_column,
     plain_type,
@@ -36,7 +37,7 @@ from recpo.log import csv_files
 from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
 from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns
-from recpo.log.files import Log, LogFile, is_text, open_files, settle_columns, settle_types
+from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES, vocabulary_file
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import examples

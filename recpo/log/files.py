@@ -19,8 +19,8 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError
-from recpo.base.features import expected_type, is_list
+from recpo.base.errors import RecpoError, first_line
+from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, Location, Place, locate, readable, writable
@@ -452,18 +452,6 @@ def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> s
     if is_flag and pa.types.is_boolean(kind):
         return None
     return None if number else "a number"
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds strings."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error in one line."""
-    return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 #: maximum number of inspected rows per table
