@@ -43,7 +43,17 @@ from recpo.log.feature_tables import (
     write_table,
 )
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, vocabulary_file
+from recpo.log.prepared import (
+    HELD_OUT,
+    HISTORIES,
+    ITEM_FEATURES,
+    ITEMS,
+    QUANTILES,
+    TRAIN_PAST,
+    USER_FEATURES,
+    USERS,
+    vocabulary_file,
+)
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -109,6 +119,7 @@ class PrepareRun:
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
+        self.train_past: list[str] = []  # files of pairs of users and items that exist before
         self.checksums: dict[str, str] = {}  # checksums of files that are not written now
 
     def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
@@ -119,9 +130,10 @@ class PrepareRun:
             tables: files of the feature tables.
         """
         log, faults = self._read(paths, tables)
-        events = self._check(log, faults)
-        events, boundaries = self._split(events)
-        items, users, kept = self._keep(events)
+        read = self._check(log, faults)
+        log = self._with_types(log)
+        events, boundaries = self._split(read, log)
+        items, users, kept = self._keep(events, log)
         labeled = self._label(log, items, users, kept, boundaries)
         outside = self._outside(events, labeled)
         sizes = self._write_catalog(labeled)
@@ -130,22 +142,28 @@ class PrepareRun:
         self._write_histories(labeled)
         later = self._write_for_extension(labeled, outside)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
-        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past, *later)
         return {
             "recpo_version": __version__,
-            "config": self.choice.describe(log),
-            "columns": {column: log.columns.get(column) for column in LogColumns.ALL},
             "max_context": self.choice.max_context,
             "boundaries": boundaries,
+            "shards": shards,
+            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
+            **self._facts(labeled, shards),
+            **self._feature_entries(),
+            **sizes,
+        }
+
+    def _facts(self, labeled: LabeledLog, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """The entries of the manifest about the options, what was fitted, and what was counted."""
+        log = labeled.log
+        return {
+            "config": self.choice.describe(log),
+            "columns": {column: log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
             "feedback": labeled.feedback.to_json(),
             "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
             "warnings": self._warnings(log, self.counts["watch_time_ties"], labeled.feedback),
-            "shards": shards,
             "segments": [len(shards["train"])],
-            "files": (*files, *self._feature_files()),
-            **self._feature_entries(),
-            **sizes,
         }
 
     def _stage(self, name: str) -> None:
@@ -211,7 +229,11 @@ class PrepareRun:
         self.tables[side] = table
         return faults + table_faults(self.engine, table, columns.available_from_unit)
 
-    def _split(self, events: ir.Table) -> tuple[ir.Table, dict[str, Any]]:
+    def _with_types(self, log: Log) -> Log:
+        """The log with the types that its columns are written in."""
+        return log
+
+    def _split(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         """The events with their periods, and the boundaries of the periods."""
         self._stage("splitting")
         time = events[LogColumns.TIMESTAMP]
@@ -223,18 +245,25 @@ class PrepareRun:
             events = self.engine.materialize("events", events)
         return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
 
-    def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
+    def _keep(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
         """The items of the catalog, the users, and their events with both indices."""
         choice, engine = self.choice, self.engine
-        listed = self.tables["item"].rows(engine)[ID] if choice.catalog == "items" else None
-        items = engine.materialize("items", item_indices(events, choice.catalog, choice.min_item_events, listed))
+        items = engine.materialize("items", self._items(events, log))
         known = events.semi_join(items, LogColumns.ITEM_ID)
-        users = engine.materialize("users", user_indices(known, choice.min_user_events))
+        users = engine.materialize("users", self._users(known, log))
         self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
         if choice.min_user_events:
             active = known.semi_join(users, LogColumns.USER_ID)
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
         return items, users, place_events(events, items, users)
+
+    def _items(self, events: ir.Table, log: Log) -> ir.Table:
+        listed = self.tables["item"].rows(self.engine)[ID] if self.choice.catalog == "items" else None
+        return item_indices(events, self.choice.catalog, self.choice.min_item_events, listed)
+
+    def _users(self, events: ir.Table, log: Log) -> ir.Table:
+        """The users of the events of kept items."""
+        return user_indices(events, self.choice.min_user_events)
 
     def _label(
         self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
@@ -244,7 +273,7 @@ class PrepareRun:
         engine, base = self.engine, self.choice.label.duration_base
         counts = engine.materialize("counts", bucket_counts(events, base))
         quantiles = quantile_table(counts)
-        self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
+        self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, QUANTILES)
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
         placed, label = add_positions(events, time_order(events)), self.choice.label
         if not label.reads_events_once:
@@ -277,8 +306,8 @@ class PrepareRun:
         available = self._available(labeled.items, labeled.events)
         rows = item_table(labeled.items, labeled.events, self.choice.feedback, available)
         return {
-            "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), "items.parquet"),
-            "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
+            "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), ITEMS),
+            "num_users": self._write_rows(user_rows, user_schema(user_ids), USERS),
         }
 
     def _available(self, items: ir.Table, events: ir.Table) -> ir.Table | None:
@@ -334,10 +363,11 @@ class PrepareRun:
     def _write_histories(self, labeled: LabeledLog) -> None:
         """Writes the last events of every user, for serving."""
         self._stage("histories")
-        most = self.choice.max_context
-        rows = last_events(labeled.events, labeled.items, labeled.users, most, self.more.behaviors)
-        self._written(self._write_rows(rows, self._history_schema(labeled.log), "histories.parquet"))
+        self._written(self._write_rows(self._histories(labeled), self._history_schema(labeled.log), HISTORIES))
         self.bar.update()
+
+    def _histories(self, labeled: LabeledLog) -> ir.Table:
+        return last_events(labeled.events, labeled.items, labeled.users, self.choice.max_context, self.more.behaviors)
 
     def _history_schema(self, log: Log) -> pa.Schema:
         ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID]
@@ -347,12 +377,12 @@ class PrepareRun:
         """Writes the files that ``prepare --extends`` reads instead of train shards, if the split can be extended."""
         if outside is None:
             return []
-        (self.partial / TRAIN_PAST).mkdir()
-        past = f"{TRAIN_PAST}/00000.parquet"
+        (self.partial / TRAIN_PAST).mkdir(exist_ok=True)
+        past = f"{TRAIN_PAST}/{len(self.train_past):05d}.parquet"
         self._write_train_past(labeled.events, past)
         rows = held_out_events(outside, labeled.events, labeled.items, labeled.users)
         self._write_rows(rows, self._held_out_schema(labeled.log), HELD_OUT)
-        return [HELD_OUT, past]
+        return [HELD_OUT, *self.train_past, past]
 
     def _held_out_schema(self, log: Log) -> pa.Schema:
         request_id = log.types.get(LogColumns.REQUEST_ID, pa.int64())

@@ -36,7 +36,17 @@ from recpo.log.feature_columns import (
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation
 from recpo.log.prepare_run import describe
-from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, Prepared
+from recpo.log.prepared import (
+    HELD_OUT,
+    HISTORIES,
+    ITEM_FEATURES,
+    ITEMS,
+    QUANTILES,
+    TRAIN_PAST,
+    USER_FEATURES,
+    USERS,
+    Prepared,
+)
 from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit, as_histories
 
@@ -212,7 +222,6 @@ EARLIER: Final = -1  # period of context events, which are already in a train sh
 #: Further columns of current events: number of earlier train events of the user, and the values that a prepared event
 #: already has.
 BEFORE, KEPT_LABEL, IS_KEPT = "before", "kept_label", "is_kept"
-ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
 _PLACE: Final = "place"
 
 
