@@ -141,7 +141,7 @@ def open_table(
     if not opened:
         return None, faults
     files, schemas = [file for file, *_ in opened], [(file.shown, schema) for file, _, schema in opened]
-    features, left = _settled(declared, schemas[0][1], {id_name, available})
+    features, left = _settled(declared, schemas[0][1], set(keys.values()))
     faults += _faults(schemas, side, keys, id_type, features)
     if faults:
         return None, faults
