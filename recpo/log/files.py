@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
@@ -457,9 +456,7 @@ def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> s
 #: maximum number of inspected rows per table
 MOST_ROWS: Final = 500_000
 _LEAST_ROWS: Final = 1_000  # per file
-_DELIMITERS: Final = (",", "\t", ";", "::", "|")
 _LINES: Final = 20
-_RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
 @dataclass(frozen=True)
@@ -490,7 +487,7 @@ class TableSample:
     @property
     def has_names(self) -> bool:
         """Whether the columns have names, from the files or of a known layout."""
-        return self.form.names is None or self.form.names == _RATINGS
+        return self.form.names is None or self.form.names == csv_files.RATINGS
 
 
 def sample_tables(
@@ -554,7 +551,9 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
-    form = text_format(csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file)))
+    form = csv_files.text_format(
+        csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file))
+    )
     if form.delimiter == CsvFormat().of(file):
         form = replace(form, delimiter=None)
     table, skipped, size = csv_files.first_rows(file, form, most_rows)
@@ -563,50 +562,3 @@ def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
         length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
         rows = max(rows + 1, int(rows * length / max(1, size)))
     return TableSample((file,), table, rows, form, skipped)
-
-
-def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
-    """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
-
-    If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
-    header if none of its values is a number.
-
-    Args:
-        lines: the first lines of the file.
-        form: known delimiter and names; the delimiter is tried first.
-    """
-    delimiter = form.of(Path("log.csv"))
-    if not lines or (len(csv_files.line_values(lines[0], delimiter)) < 3 and form.names is None):
-        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one)), delimiter)
-    first = csv_files.line_values(lines[0], delimiter) if lines else []
-    names = form.names
-    if names is None and any(_is_number(value) for value in first):
-        names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
-        names = _RATINGS if _is_ratings([csv_files.line_values(line, delimiter) for line in lines]) else names
-    return CsvFormat(delimiter, names)
-
-
-def _cuts(lines: Sequence[str], delimiter: str) -> bool:
-    widths = {len(csv_files.line_values(line, delimiter)) for line in lines}
-    return len(widths) == 1 and widths.pop() >= 3
-
-
-def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:
-    """Whether lines have a user, an item, a rating up to 10, and a time in seconds."""
-    return all(
-        len(row) == 4
-        and row[0].isdigit()
-        and row[1].isdigit()
-        and _is_number(row[2])
-        and 0 <= float(row[2]) <= 10
-        and row[3].isdigit()
-        and 7.9e8 < float(row[3]) < 2.2e9
-        for row in rows
-    )
-
-
-def _is_number(value: str) -> bool:
-    with suppress(ValueError):
-        float(value)
-        return True
-    return False
