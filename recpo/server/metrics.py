@@ -14,14 +14,11 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from recpo.server.bundles import LoadedBundle
 from recpo.server.impressions import Settled
 from recpo.serving.encoded_histories import ServingCounts
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge, Histogram
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 _LATENCIES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -36,19 +33,17 @@ class Metrics:
     """
 
     def __init__(self, variants: Sequence[str] = ()) -> None:
-        import prometheus_client  # of the extra `serve`
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # of the extra `serve`
 
-        self._registry = prometheus_client.CollectorRegistry()
-        counter, gauge, histogram = (
-            partial(kind, registry=self._registry)
-            for kind in (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
-        )
+        self._registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_LATENCIES)
         self.requests = counter("recpo_requests", "Requests by route and status.", ["route", "status"])
         seconds = "Time from request to answer."
-        self.latency = histogram("recpo_request_seconds", seconds, ["route"], buckets=_LATENCIES)
+        self.latency = histogram("recpo_request_seconds", seconds, ["route"])
         self.batch_size = histogram("recpo_batch_size", "Requests that were ranked together.", buckets=_SIZES)
         seconds = "Time of reading and ranking a batch."
-        self.batch_seconds = histogram("recpo_batch_seconds", seconds, buckets=_LATENCIES)
+        self.batch_seconds = histogram("recpo_batch_seconds", seconds)
         waiting = "Requests that wait for a batch."
         self.queue = gauge("recpo_queue_depth", waiting, multiprocess_mode="livesum")
         left_out = "What was left out of histories: unknown_items, impossible_values, events_without_feedback, ..."
@@ -68,10 +63,8 @@ class Metrics:
         self._of_routes: dict[tuple[str, int], tuple[Counter, Histogram]] = {}  # looking labels up costs more
         self._of_variants: tuple[Counter, Gauge] | None = None
         if variants:
-            answers, ended = (
-                "Answers of each variant, or interleaved.",
-                "1 for a variant that a guard ended: its users get the control.",
-            )
+            answers = "Answers of each variant, or interleaved."
+            ended = "1 for a variant that a guard ended: its users get the control."
             self._of_variants = (
                 counter("recpo_variant_answers", answers, ["variant"]),
                 gauge("recpo_variant_ended", ended, ["variant"], multiprocess_mode="livemax"),
