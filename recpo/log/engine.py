@@ -299,6 +299,24 @@ class EngineOptions:
         return self.threads or os.cpu_count() or 1
 
 
+def start_engine(options: EngineOptions, work: Place) -> Engine:
+    """Connects to the engine that ``options`` names.
+
+    Args:
+        options: which engine to use, and its resources.
+        work: an existing directory for temporary files, which the caller removes. Spark on a cluster needs a directory
+            that every executor and this process can access.
+
+    Raises:
+        RecpoError: an option cannot be parsed, or the engine is not installed.
+    """
+    if options.engine == "spark":
+        from recpo.log.spark_engine import SparkEngine  # imported here because Spark is optional
+
+        return SparkEngine(work, options)
+    return DuckDBEngine(work, options.memory_limit, options.threads)
+
+
 _BATCH_ROWS: Final = 1 << 17
 _PATTERN: Final = frozenset("*?[]{}")
 #: DuckDB's messages about a disk that it cannot write to, and recpo's message for each

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
-from recpo.log.prepare import Output, Preparation, Sources, write_directory
-from recpo.log.prepare_run import LabeledLog, PrepareRun, totals
+from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import (
     BEFORE,
@@ -64,7 +62,7 @@ from recpo.log.schema import (
 )
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
 from recpo.log.splits import outside_events, past_items, recent_events
-from recpo.log.writing import write_parquet, write_rows
+from recpo.log.writing import LabeledLog, Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
 
@@ -128,7 +126,8 @@ def extend(
             field="engine",
         )
     _local(locate(output.out), "out")
-    return write_directory(sources, output, partial(_ExtensionRun, data, root, retire, choice), inputs=[root])
+    with workplace(sources, output, len(STAGES), inputs=[root]) as place:
+        return _ExtensionRun(data, root, retire, choice, place).write()
 
 
 def _local(place: Place, name: str) -> Path:
@@ -144,8 +143,10 @@ def _local(place: Place, name: str) -> Path:
 class _ExtensionRun(PrepareRun):
     """One pass from the previous directory and the new files to the next directory."""
 
-    def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
-        super().__init__(*rest)
+    def __init__(
+        self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, choice: Preparation, place: Workplace
+    ) -> None:
+        super().__init__(choice, place)
         self.data, self.root, self.retire = data, root, retire
         self.before = PreviousData(data, root, self.engine)
         self.train_past = self.before.train_past()
@@ -166,9 +167,9 @@ class _ExtensionRun(PrepareRun):
             "extends": sizes,
         }
 
-    def _read(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> tuple[Log, list[Fault]]:
+    def _read(self) -> tuple[Log, list[Fault]]:
         self.before.verify()
-        return super()._read(paths, tables)
+        return super()._read()
 
     def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
         return []  # a day may have no dislike
@@ -317,9 +318,9 @@ class _ExtensionRun(PrepareRun):
         """The pairs of the previous train period, for the users who are held out now."""
         held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
-        assert isinstance(self.work, Path)
-        write_rows(self.before.pairs(users), PAST_SCHEMA, self.work / "pairs.parquet")
-        return self.engine.read_parquet([self.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
+        assert isinstance(self.place.work, Path)
+        write_rows(self.before.pairs(users), PAST_SCHEMA, self.place.work / "pairs.parquet")
+        return self.engine.read_parquet([self.place.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
 
     def _past(self, events: ir.Table, period: int) -> ir.Table:
         return past_items(events, period, self._past_pairs)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import ibis
 import ibis.expr.types as ir
@@ -36,14 +36,13 @@ from recpo.base.features import (
 from recpo.log import csv_files
 from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
-from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns
+from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES, vocabulary_file
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import examples
 from recpo.log.writing import write_rows
 
-TableSide = Literal["item", "user"]
 #: columns of a plain table in addition to its features, which are named f0, f1, ... ...
 ID: Final = "id"
 AVAILABLE: Final = "available"

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts import named_class
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
-from recpo.base.features import Feature, Side
+from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
 from recpo.log import shaping, splits
 from recpo.log.engine import Engine
@@ -30,12 +30,12 @@ from recpo.log.feature_columns import (
     PRESET_FEATURES,
     EventColumns,
     FeatureColumns,
+    TableSide,
     behaviors_to_json,
     event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
-from recpo.log.prepare import Preparation
-from recpo.log.prepare_run import describe
+from recpo.log.prepare import Preparation, describe
 from recpo.log.prepared import (
     HELD_OUT,
     HISTORIES,
@@ -161,7 +161,7 @@ def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     return {name: read_column(columns[name]) for name in data.behaviors}
 
 
-def validate_sources(data: Prepared, given: Mapping[Side, bool]) -> None:
+def validate_sources(data: Prepared, given: Mapping[TableSide, bool]) -> None:
     """Raises ``RecpoError`` if an item or user table is given that ``data`` lacks, or the other way round.
 
     Args:
