@@ -7,31 +7,29 @@ killed process from the work of a running one, which holds a lock on its working
 """
 
 from recpo.artifacts.documents import (
+    DOCUMENTS,
+    MARKER,
+    Kind,
     describe_os_error,
     flush,
+    is_inside,
+    kind_of,
     lies_in,
+    marker,
     named_class,
+    other_kind,
     parse_json,
     parse_yaml,
     read_json,
     read_yaml,
-    validate_archive,
-    validate_configuration_files,
-    write_tensors,
-)
-from recpo.artifacts.kinds import (
-    DOCUMENTS,
-    MARKER,
-    Kind,
-    is_inside,
-    kind_of,
-    marker,
-    other_kind,
     seal,
     sha256,
     unseal,
+    validate_archive,
+    validate_configuration_files,
     verify,
     verify_sealed,
+    write_tensors,
 )
 from recpo.artifacts.outputs import (
     PARTIAL,

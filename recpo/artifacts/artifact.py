@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from recpo.artifacts.documents import read_json
-from recpo.artifacts.kinds import DOCUMENTS, Kind, described, kind_of, seal, unseal, verify_sealed
+from recpo.artifacts.documents import DOCUMENTS, Kind, described, kind_of, read_json, seal, unseal, verify_sealed
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 

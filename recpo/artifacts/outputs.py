@@ -19,8 +19,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from recpo.artifacts.documents import WRITING, describe_os_error, flush, flush_tree, os_errors
-from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, seal, sha256
+from recpo.artifacts.documents import (
+    MARKER,
+    WRITING,
+    Kind,
+    describe_os_error,
+    flush,
+    flush_tree,
+    kind_of,
+    marker,
+    os_errors,
+    seal,
+    sha256,
+)
 from recpo.base.errors import RecpoError
 
 UNFINISHED: Final = ".recpo-unfinished-"

@@ -86,3 +86,8 @@ def validate_range(fits: bool, name: str, rule: str, value: object) -> None:
     """Raises ``RecpoError`` unless the option ``name`` fits its range; ``rule`` says it, such as "must be above 0"."""
     if not fits:
         raise RecpoError(f"{name} {rule}, got {value}", code="out_of_range", field=name)
+
+
+def first_line(error: object) -> str:
+    """The first line of another program's message, at most 300 characters; the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -450,7 +450,8 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of an Arrow type are text."""
+    """Whether values of an Arrow type are text, in a dictionary or not."""
+    kind = _decoded(kind)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 

@@ -10,8 +10,8 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,8 @@ _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
+_DELIMITERS: Final = (",", "\t", ";", "::", "|")
+RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
 @dataclass(frozen=True)
@@ -368,6 +370,53 @@ def line_values(line: str, delimiter: str) -> list[str]:
     if len(delimiter) > 1:
         return line.split(delimiter)
     return next(csv.reader(io.StringIO(line), delimiter=delimiter), [])
+
+
+def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
+    """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
+
+    If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
+    header if none of its values is a number.
+
+    Args:
+        lines: the first lines of the file.
+        form: known delimiter and names; the delimiter is tried first.
+    """
+    delimiter = form.of(Path("log.csv"))
+    if not lines or (len(line_values(lines[0], delimiter)) < 3 and form.names is None):
+        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one)), delimiter)
+    first = line_values(lines[0], delimiter) if lines else []
+    names = form.names
+    if names is None and any(_is_number(value) for value in first):
+        names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
+        names = RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
+    return CsvFormat(delimiter, names)
+
+
+def _cuts(lines: Sequence[str], delimiter: str) -> bool:
+    widths = {len(line_values(line, delimiter)) for line in lines}
+    return len(widths) == 1 and widths.pop() >= 3
+
+
+def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:
+    """Whether lines have a user, an item, a rating up to 10, and a time in seconds."""
+    return all(
+        len(row) == 4
+        and row[0].isdigit()
+        and row[1].isdigit()
+        and _is_number(row[2])
+        and 0 <= float(row[2]) <= 10
+        and row[3].isdigit()
+        and 7.9e8 < float(row[3]) < 2.2e9
+        for row in rows
+    )
+
+
+def _is_number(value: str) -> bool:
+    with suppress(ValueError):
+        float(value)
+        return True
+    return False
 
 
 def first_lines(path: Place, number: int) -> list[str]:

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, first_line
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COLLAPSED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -186,7 +186,7 @@ def _store(root: str, process: int) -> tuple[FileSystem, str]:
         return FileSystem.from_uri(root if scheme in _ARROW else f"fsspec+{root}")
     except (pa.ArrowException, OSError, ValueError, ImportError) as error:
         raise RecpoError(
-            f"{root.partition('?')[0]}: {_first_error_line(error)}", code="failed", field=root.partition("?")[0]
+            f"{root.partition('?')[0]}: {first_line(error)}", code="failed", field=root.partition("?")[0]
         ) from error
 
 
@@ -200,15 +200,11 @@ def _reported(place: Location) -> Iterator[None]:
         yield
     except OSError as error:
         raise RecpoError(
-            f"{place}: the store did not answer as expected ({_first_error_line(error)}); check the address, and the "
+            f"{place}: the store did not answer as expected ({first_line(error)}); check the address, and the "
             "credentials in the environment",
             code="failed",
             field=place.name,
         ) from error
-
-
-def _first_error_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 _MOST_THREADS: Final = 1024
@@ -303,6 +299,24 @@ class EngineOptions:
         return self.threads or os.cpu_count() or 1
 
 
+def start_engine(options: EngineOptions, work: Place) -> Engine:
+    """Connects to the engine that ``options`` names.
+
+    Args:
+        options: which engine to use, and its resources.
+        work: an existing directory for temporary files, which the caller removes. Spark on a cluster needs a directory
+            that every executor and this process can access.
+
+    Raises:
+        RecpoError: an option cannot be parsed, or the engine is not installed.
+    """
+    if options.engine == "spark":
+        from recpo.log.spark_engine import SparkEngine  # imported here because Spark is optional
+
+        return SparkEngine(work, options)
+    return DuckDBEngine(work, options.memory_limit, options.threads)
+
+
 _BATCH_ROWS: Final = 1 << 17
 _PATTERN: Final = frozenset("*?[]{}")
 #: DuckDB's messages about a disk that it cannot write to, and recpo's message for each
@@ -345,7 +359,7 @@ class DuckDBEngine(Engine):
             self._connection = ibis.duckdb.connect(**settings)
         except duckdb.Error as error:
             raise RecpoError(
-                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}",
+                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {first_line(error)}",
                 code="failed",
                 field="memory_limit",
             ) from error
@@ -366,7 +380,7 @@ class DuckDBEngine(Engine):
         interrupted = type(error) is RuntimeError and "interrupted" in str(error)
         if not (interrupted or isinstance(error, duckdb.Error | pa.ArrowException)):
             return
-        said = _first_line(error)
+        said = first_line(error)
         if fault := next((text for known, text in _DISK_FAULTS.items() if known in said), None):
             raise RecpoError(
                 f"{self._work}: {fault}, or choose another --work ({said})", code="resources", field="work"
@@ -438,7 +452,3 @@ class DuckDBEngine(Engine):
         # Ibis 12 calls a method that DuckDB 2 renamed. The relation's own reader works in every version.
         sql = self._connection.compile(expression)
         yield from self._connection.con.sql(sql).to_arrow_reader(_BATCH_ROWS)
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().splitlines()[0]

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +24,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Engine, Place, locate
-from recpo.log.events import count_dropped, item_indices, item_table, name_requests, time_order, user_indices
+from recpo.log.events import item_indices, item_table, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
-from recpo.log.feature_tables import ID, TableSide, describe_table, extend_table
+from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import Log, wider_type
 from recpo.log.id_map import IdMap
-from recpo.log.prepare import Output, Preparation, Sources, write_directory
-from recpo.log.prepare_run import LabeledLog, PrepareRun, totals
-from recpo.log.prepared import HELD_OUT, TRAIN_PAST, Prepared
+from recpo.log.prepare import STAGES, Preparation, PrepareRun
+from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import (
     BEFORE,
     EARLIER,
-    HISTORIES,
     IS_KEPT,
-    ITEMS,
     KEPT_LABEL,
-    QUANTILES,
-    USERS,
     PreviousData,
     at_hand,
     kept_preparation,
@@ -68,8 +61,8 @@ from recpo.log.schema import (
     user_schema,
 )
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
-from recpo.log.splits import held_out_events, outside_events, past_items, recent_events
-from recpo.log.writing import write_parquet, write_rows
+from recpo.log.splits import outside_events, past_items, recent_events
+from recpo.log.writing import LabeledLog, Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
 
@@ -133,7 +126,8 @@ def extend(
             field="engine",
         )
     _local(locate(output.out), "out")
-    return write_directory(sources, output, partial(_ExtensionRun, data, root, retire, choice), inputs=[root])
+    with workplace(sources, output, len(STAGES), inputs=[root]) as place:
+        return _ExtensionRun(data, root, retire, choice, place).write()
 
 
 def _local(place: Place, name: str) -> Path:
@@ -149,48 +143,33 @@ def _local(place: Place, name: str) -> Path:
 class _ExtensionRun(PrepareRun):
     """One pass from the previous directory and the new files to the next directory."""
 
-    def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
-        super().__init__(*rest)
+    def __init__(
+        self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, choice: Preparation, place: Workplace
+    ) -> None:
+        super().__init__(choice, place)
         self.data, self.root, self.retire = data, root, retire
         self.before = PreviousData(data, root, self.engine)
+        self.train_past = self.before.train_past()
         self.features = data.feature_schema
         self.fitted: dict[str, FittedFeatures] = {side: data.fitted_features(side) for side in SIDES}
 
-    def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
-        """See ``PrepareRun.manifest``."""
-        old = self.data.manifest
-        self.before.verify()
-        log, faults = self._read(paths, tables)
-        new = self._check(log, faults)
-        log = self._with_kept_types(log)
-        events, boundaries = self._assign(new, log)
-        items, users, placed = self._place(events, log)
-        labeled = self._label(log, items, users, placed, boundaries)
-        self._past_pairs = self._earlier_pairs(labeled.events)
-        sizes = self._write_catalog(labeled)
-        context = self._write_features(labeled)
-        shards = {name: self._write_period(labeled, number, context) for number, name in enumerate(PERIODS)}
-        self._write_histories(labeled)
-        later = self._write_later(labeled, events)
-        for name in (QUANTILES, *self.before.vocabularies()):
-            self._link(name)
-        past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
+    def _facts(self, labeled: LabeledLog, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """See ``PrepareRun``. What was fitted before is kept."""
+        old, log = self.data.manifest, labeled.log
         fresh = len(shards["train"]) - len(old["shards"]["train"])
-        sizes_before = {"items": self.data.num_items, "users": old["num_users"]}
+        sizes = {"items": self.data.num_items, "users": old["num_users"], "bytes_read": self.before.bytes_read}
         return {
-            **{name: old[name] for name in ("columns", "max_context", "label", "feedback")},
-            "recpo_version": __version__,
+            **{name: old[name] for name in ("columns", "label", "feedback")},
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
-            "boundaries": boundaries,
             "counts": self._counts(shards),
-            "warnings": self._warnings(log, old["counts"]["watch_time_ties"], self._new_feedback(new)),
-            "shards": shards,
+            "warnings": self._warnings(log, old["counts"]["watch_time_ties"], self.fresh_feedback),
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
-            "extends": sizes_before | {"bytes_read": self.before.bytes_read},
-            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
-            **self._feature_entries(),
-            **sizes,
+            "extends": sizes,
         }
+
+    def _read(self) -> tuple[Log, list[Fault]]:
+        self.before.verify()
+        return super()._read()
 
     def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
         return []  # a day may have no dislike
@@ -220,7 +199,7 @@ class _ExtensionRun(PrepareRun):
         known = column.as_table().filter(column.notnull())
         return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
 
-    def _with_kept_types(self, log: Log) -> Log:
+    def _with_types(self, log: Log) -> Log:
         """The log, with id types that hold the previous and the new ids, and request features of the previous types.
 
         Raises:
@@ -263,11 +242,11 @@ class _ExtensionRun(PrepareRun):
         found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, base))))
         return definition(found, self.choice.feedback, base, self.choice.max_watch_time)
 
-    def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+    def _split(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         """The current standard events with their periods: the previous held-out events and the new ones."""
         self._stage("splitting")
-        kept, time = self.data.manifest["boundaries"], new[LogColumns.TIMESTAMP]
-        ends = self.engine.row(new.aggregate(first=time.min(), last=time.max()))
+        kept, time = self.data.manifest["boundaries"], events[LogColumns.TIMESTAMP]
+        ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
         if ends["first"] <= kept["last_ms"]:
             raise RecpoError(
                 f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
@@ -279,48 +258,41 @@ class _ExtensionRun(PrepareRun):
         schema = self._held_out_schema(log)
         unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
         columns = dict(ibis.Schema.from_pyarrow(schema).items())
-        fresh = new.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
+        fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
         held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
-        events = self.choice.split.assign(held.union(fresh), boundaries)
-        events = self.engine.materialize("events", events)
-        return events, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
+        current = self.engine.materialize("events", self.choice.split.assign(held.union(fresh), boundaries))
+        self.fresh_feedback = self._new_feedback(events)
+        return current, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
 
-    def _place(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
-        """All items and users, with new ones appended, and the current events with positions and requests."""
-        choice, engine, user, item = self.choice, self.engine, Derived.USER_INDEX, Derived.ITEM_INDEX
-        types = {name: ibis.dtype(log.types[name]) for name in (LogColumns.ITEM_ID, LogColumns.USER_ID)}
-        kind = {LogColumns.ITEM_ID: types[LogColumns.ITEM_ID]}
+    def _items(self, events: ir.Table, log: Log) -> ir.Table:
+        """All items, with new ones appended."""
+        choice, item = self.choice, Derived.ITEM_INDEX
+        kind = {LogColumns.ITEM_ID: ibis.dtype(log.types[LogColumns.ITEM_ID])}
         old = self.before.table(ITEMS).select(LogColumns.ITEM_ID, item).cast(kind)
         listed = None
         if choice.catalog == "items":
-            rows = self.tables["item"].rows(engine)
+            rows = self.tables["item"].rows(self.engine)
             listed = rows.anti_join(old, rows[ID] == old[LogColumns.ITEM_ID])[ID]
-        new = events.anti_join(old, LogColumns.ITEM_ID)
-        fresh = item_indices(new, choice.catalog, choice.min_item_events, listed)
-        fresh = fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")}).cast(kind)
-        items = engine.materialize("items", old.union(fresh))
-        known = events.semi_join(items, LogColumns.ITEM_ID)
-        old = self.before.table(USERS).cast({LogColumns.USER_ID: types[LogColumns.USER_ID]})
+        fresh = item_indices(events.anti_join(old, LogColumns.ITEM_ID), choice.catalog, choice.min_item_events, listed)
+        return old.union(fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")}).cast(kind))
+
+    def _users(self, events: ir.Table, log: Log) -> ir.Table:
+        """All users, with new ones appended, and their number of earlier train events."""
+        user = Derived.USER_INDEX
+        old = self.before.table(USERS).cast({LogColumns.USER_ID: ibis.dtype(log.types[LogColumns.USER_ID])})
         old = old.select(LogColumns.USER_ID, user, **{BEFORE: old.train_count})
-        fresh = user_indices(known.anti_join(old, LogColumns.USER_ID), choice.min_user_events)
+        fresh = user_indices(events.anti_join(old, LogColumns.USER_ID), self.choice.min_user_events)
         number = (fresh[user] + self.data.manifest["num_users"]).cast("int32")
-        fresh = fresh.select(LogColumns.USER_ID, **{user: number, BEFORE: ibis.literal(0, "int64")})
-        users = engine.materialize("users", old.union(fresh))
-        self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
-        if choice.min_user_events:
-            active = known.semi_join(users, LogColumns.USER_ID)
-            self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
-        placed = known.inner_join(items, LogColumns.ITEM_ID).inner_join(users, LogColumns.USER_ID)
-        return items, users, _with_positions(placed.select(*events.columns, item, user, BEFORE))
+        return old.union(fresh.select(LogColumns.USER_ID, **{user: number, BEFORE: ibis.literal(0, "int64")}))
 
     def _label(
         self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
     ) -> LabeledLog:
         """The current events and the context before them; labels and the definition of feedback are kept."""
         self._stage("labeling")
-        placed = events
-        request_id = placed[LogColumns.REQUEST_ID].type()
-        placed = self.engine.materialize("placed", placed)
+        request_id = events[LogColumns.REQUEST_ID].type()
+        begun = events.inner_join(users.select(Derived.USER_INDEX, BEFORE), Derived.USER_INDEX)
+        placed = self.engine.materialize("placed", _with_positions(begun))
         given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
         names = [*TIE_RULE, Derived.USER_INDEX, Derived.POSITION, Derived.REQUEST, Derived.PERIOD, KEPT_LABEL, IS_KEPT]
         names = [name for name in names if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)]
@@ -339,15 +311,16 @@ class _ExtensionRun(PrepareRun):
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
         shaped = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
         self.engine.drop("placed", "rows")
+        self._past_pairs = self._earlier_pairs(shaped)
         return LabeledLog(log, items, users, shaped, boundaries, self.data.feedback)
 
     def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
         """The pairs of the previous train period, for the users who are held out now."""
         held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
-        assert isinstance(self.work, Path)
-        write_rows(self.before.pairs(users), PAST_SCHEMA, self.work / "pairs.parquet")
-        return self.engine.read_parquet([self.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
+        assert isinstance(self.place.work, Path)
+        write_rows(self.before.pairs(users), PAST_SCHEMA, self.place.work / "pairs.parquet")
+        return self.engine.read_parquet([self.place.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
 
     def _past(self, events: ir.Table, period: int) -> ir.Table:
         return past_items(events, period, self._past_pairs)
@@ -390,7 +363,7 @@ class _ExtensionRun(PrepareRun):
         self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
 
     def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
-        """Writes the features of all items and users (``extend_table``); what was fitted is kept."""
+        """Writes the features of all items and users (``write_table``); what was fitted is kept."""
         self._stage("features")
         before = {
             "item": (labeled.items, self.data.num_items),
@@ -398,10 +371,10 @@ class _ExtensionRun(PrepareRun):
         }
         for side, table in self.tables.items():
             indices, number = before[side]
-            indices = indices.select(*(name for name in indices.columns if name != BEFORE))
-            counts = extend_table(self.engine, table, indices, self.fitted[side], self.root, number, self.partial)
+            previous = (self.root, number)
+            counts = write_table(self.engine, table, indices, self.fitted[side], self.partial, previous)
             inferred = self.data.manifest["feature_tables"][side]["inferred"]
-            self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
+            self.feature_tables[side] = {**table.describe(counts), "inferred": inferred}
         return self.fitted["context"] or None
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:
@@ -431,28 +404,20 @@ class _ExtensionRun(PrepareRun):
             self._link(shard["file"])
         return [*kept, *self._write_shards(labeled, TRAIN, context, has_context=True, first=len(kept))]
 
-    def _write_histories(self, labeled: LabeledLog) -> None:
+    def _histories(self, labeled: LabeledLog) -> ir.Table:
         """The histories of users with current events are updated; the others are copied."""
-        self._stage("histories")
-        names, most = labeled.users.drop(BEFORE), self.choice.max_context
-        own = at_hand(labeled.events)
-        fresh = recent_events(own, labeled.items, names, most, self.more.behaviors)
-        rows = merged_history(self.before.earlier_history(labeled.items, labeled.users), fresh, own, most)
-        self._written(self._write_rows(rows, self._history_schema(labeled.log), HISTORIES))
-        self.bar.update()
+        own, most = at_hand(labeled.events), self.choice.max_context
+        fresh = recent_events(own, labeled.items, labeled.users, most, self.more.behaviors)
+        return merged_history(self.before.earlier_history(labeled.items, labeled.users), fresh, own, most)
 
-    def _write_later(self, labeled: LabeledLog, events: ir.Table) -> list[str]:
-        """Writes the inputs of the next extension: the pairs of events that became train, and the held-out events."""
-        kept = self.before.train_past()
-        for name in kept:
+    def _outside(self, events: ir.Table, labeled: LabeledLog) -> ir.Table:
+        return outside_events(events, labeled.items, labeled.users)
+
+    def _write_for_extension(self, labeled: LabeledLog, outside: ir.Table | None) -> list[str]:
+        """See ``PrepareRun``. The previous pairs, quantiles and vocabularies are linked."""
+        for name in (QUANTILES, *self.before.vocabularies(), *self.train_past):
             self._link(name)
-        past = f"{TRAIN_PAST}/{len(kept):05d}.parquet"
-        self._write_train_past(labeled.events, past)
-        names = labeled.users.drop(BEFORE)
-        outside = outside_events(events, labeled.items, names)
-        rows = held_out_events(outside, labeled.events, labeled.items, names)
-        self._write_rows(rows, self._held_out_schema(labeled.log), HELD_OUT)
-        return [HELD_OUT, *kept, past]
+        return super()._write_for_extension(labeled, outside)
 
     def _counts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The counts of the whole log. Events dropped from the held-out periods are counted again."""

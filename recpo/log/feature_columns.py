@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
 from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of
 
+TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
 BEHAVIOR, CONTEXT = "behavior_", "context_"
 #: Prefix, in an extension, of the encoded request features of events that were prepared before.

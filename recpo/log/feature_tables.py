@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import ibis
 import ibis.expr.types as ir
@@ -27,6 +28,7 @@ from recpo.base.features import (
     expected_type,
     first_width,
     inferred_feature,
+    is_text,
     of_type,
     plain_column,
     plain_type,
@@ -34,14 +36,13 @@ from recpo.base.features import (
 from recpo.log import csv_files
 from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
-from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns
-from recpo.log.files import Log, LogFile, is_text, missing_column, open_files, unreadable
+from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
+from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import examples
 from recpo.log.writing import write_rows
 
-TableSide = Literal["item", "user"]
 #: columns of a plain table in addition to its features, which are named f0, f1, ... ...
 ID: Final = "id"
 AVAILABLE: Final = "available"
@@ -78,13 +79,25 @@ class FeatureTable:
         read = engine.read_parquet([file.path for file in self.log.files], columns)
         return read.select(*columns, Engine.FILE, Engine.ROW)
 
-    def describe(self) -> dict[str, Any]:
-        """For the manifest: the files, and which columns are used, were inferred to be features, or are unused."""
+    @property
+    def plain_columns(self) -> dict[str, str]:
+        """Feature name -> its column in ``rows``."""
+        return {feature.name: f"f{place}" for place, feature in enumerate(self.features)}
+
+    def placed(self, engine: Engine, indices: ir.Table) -> ir.Table:
+        """The rows of kept items or users: their index, and the columns of the features."""
+        key, index = _KEYS[self.side]
+        rows = self.rows(engine)
+        return rows.inner_join(indices, rows[ID] == indices[key]).select(index, *self.plain_columns.values())
+
+    def describe(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """For the manifest: the files, their counts, and which columns are used, were inferred, or are unused."""
         return {
             "files": sorted(file.shown for file in self.log.files),
             "columns": self.log.columns,
             "inferred": self.inferred,
             "left_alone": list(self.left_alone),
+            "counts": dict(counts),
         }
 
 
@@ -113,69 +126,42 @@ def open_table(
     """
     id_name = (columns.item_id if side == "item" else columns.user_id) or id_name
     available = columns.available_from if side == "item" else None
-    names, faults = _names(paths)
-    if not names:
-        return None, faults or [
-            Fault(side, None, "the table has no file", f"name one with --{side}s", code="missing_option")
-        ]
+    names = _names(paths)
     declared = columns.of(side)
     if declared is not None and chosen.of(side) is None:  # from the preset: the columns that the table has
         declared = tuple(feature for feature in declared if feature.source in names)
-    if available is not None and chosen.available_from is None and available not in names:
-        available = None
-    used = {ID: id_name} | ({} if available is None else {AVAILABLE: available})
+    keys = {ID: id_name}
+    if available is not None and (chosen.available_from is not None or available in names):
+        keys[AVAILABLE] = available
     sources = [feature.source for feature in declared] if declared is not None else names
-    used |= {f"{FEATURE}{name}": name for name in sources if name not in used.values() or declared is not None}
-    files, schemas, found = _open_files(paths, side, used, work)
-    faults += found
-    if not schemas:
+    sources = [name for name in sources if name not in keys.values() or declared is not None]
+    read = {LogColumns.ITEM_ID: id_name} | ({LogColumns.TIMESTAMP: keys[AVAILABLE]} if AVAILABLE in keys else {})
+    opened, faults = open_files(paths, read | {FEATURE + name: name for name in sources}, work, f"{side}s")
+    if not opened:
         return None, faults
-    features, left = _settled(declared, schemas[0][1], set(used.values()) & {id_name, available})
-    missing = _missing(schemas, side, used, features)
-    faults += missing
-    if missing:
-        return None, faults
-    faults += _type_faults(schemas, id_name, id_type, features)
+    files, schemas = [file for file, *_ in opened], [(file.shown, schema) for file, _, schema in opened]
+    features, left = _settled(declared, schemas[0][1], set(keys.values()))
+    faults += _faults(schemas, side, keys, id_type, features)
     if faults:
         return None, faults
     features, found = _with_widths(features, files)
     faults += found
-    columns_used = {ID: id_name} | ({} if available is None else {AVAILABLE: available})
-    plain, found = _write_plain(files, side, columns_used, features, schemas, work)
-    table_columns = columns_used | {feature.name: feature.source for feature in features}
-    log = Log(tuple(plain), (), table_columns, {LogColumns.ITEM_ID: schemas[0][1].field(id_name).type})
-    unused = [name for name in names if name not in table_columns.values()]
+    plain, found = _write_plain(files, side, keys, features, schemas[0][1], work)
+    used = keys | {feature.name: feature.source for feature in features}
+    unused = [name for name in names if name not in used.values()]
+    log = Log(tuple(plain), (), used, {})
     return FeatureTable(side, log, features, declared is None, tuple(dict.fromkeys([*left, *unused]))), faults + found
 
 
-def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
-    """The columns of the first readable file."""
+def _names(paths: Sequence[Place]) -> list[str]:
+    """The columns of the first readable file; none if no file is, which opening the files reports."""
     for path in paths:
-        try:
+        with suppress(RecpoError, pa.ArrowException, OSError, ValueError):
             if csv_files.is_text_file(path):
-                return csv_files.header(path), []
+                return csv_files.header(path)
             with pq.ParquetFile(readable(path)) as parquet:
-                return list(parquet.schema_arrow.names), []
-        except (RecpoError, pa.ArrowException, OSError, ValueError):
-            continue  # opening the file reports what is wrong
-    return [], [_damaged(path) for path in paths]
-
-
-def _damaged(path: Place) -> Fault:
-    try:
-        with pq.ParquetFile(readable(path)):
-            return Fault(path.name, None, "cannot be read", "write the file again", code="wrong_file")
-    except (pa.ArrowException, OSError, ValueError) as error:
-        return unreadable(path, error)
-
-
-def _open_files(
-    paths: Sequence[Place], side: TableSide, used: dict[str, str], work: Place
-) -> tuple[list[LogFile], list[tuple[str, pa.Schema]], list[Fault]]:
-    standard = {ID: LogColumns.ITEM_ID, AVAILABLE: LogColumns.TIMESTAMP}  # read in the same way as the columns of a log
-    used = {standard.get(what, what): name for what, name in used.items()}
-    opened, faults = open_files(paths, used, work, f"{side}s")
-    return [file for file, _, _ in opened], [(file.shown, schema) for file, _, schema in opened], faults
+                return list(parquet.schema_arrow.names)
+    return []
 
 
 def _settled(
@@ -194,61 +180,37 @@ def _settled(
     return tuple(found.values()), [field.name for field in free if field.name not in used]
 
 
-def _missing(
-    schemas: Sequence[tuple[str, pa.Schema]], side: TableSide, used: dict[str, str], features: Sequence[Feature]
+def _faults(
+    schemas: Sequence[tuple[str, pa.Schema]],
+    side: TableSide,
+    keys: Mapping[str, str],
+    id_type: pa.DataType | None,
+    features: Sequence[Feature],
 ) -> list[Fault]:
-    wanted = {name: what for what, name in used.items() if what in (ID, AVAILABLE)}
-    wanted = {feature.source: f"feature {feature.name}" for feature in features} | wanted
-    remedies = {ID: f"pass --features.{side}_id NAME", AVAILABLE: "pass --features.available_from NAME"}
-    faults = []
-    for name, what in wanted.items():
-        for shown, schema in schemas:
-            if name not in schema.names:
-                says = f"{side} id" if what == ID else "available_from" if what == AVAILABLE else what
-                remedy = remedies.get(what, f"name its column in --features.{side}")
-                faults.append(missing_column(shown, name, says, schema, remedy))
-                break
-    return faults
+    """Missing columns, else columns of unsuitable types."""
+    remedies = {what: f"pass --features.{what} NAME" for what in (f"{side}_id", "available_from")}
+    by_column = {f"feature {feature.name}": feature for feature in features}
+    wanted = {f"{side}_id" if key == ID else "available_from": name for key, name in keys.items()}
+    wanted |= {column: feature.source for column, feature in by_column.items()}
 
+    def remedy(column: str) -> str:
+        return remedies.get(column, f"name its column in --features.{side}")
 
-def _type_faults(
-    schemas: Sequence[tuple[str, pa.Schema]], id_name: str, id_type: pa.DataType | None, features: Sequence[Feature]
-) -> list[Fault]:
-    faults = []
-    first = schemas[0][1]
-    for shown, schema in schemas:
-        kind = schema.field(id_name).type
-        if not (pa.types.is_integer(kind) or is_text(kind)):
-            faults.append(
-                Fault(
-                    shown,
-                    id_name,
-                    f"type {kind}, wanted as id",
-                    "expected integers or strings: cast it",
-                    code="wrong_type",
-                )
-            )
-        elif id_type is not None and is_text(kind) != is_text(id_type):
-            faults.append(
-                Fault(shown, id_name, f"type {kind}, the log has {id_type}", "cast one of them", code="mismatch")
-            )
-        for feature in features:
-            kind = schema.field(feature.source).type
-            expected = expected_type(feature, kind)
-            what = f"wanted as {type(feature).__name__} {feature.name}"
-            if expected is not None:
-                faults.append(
-                    Fault(
-                        shown,
-                        feature.source,
-                        f"type {kind}, {what}",
-                        f"expected {expected}: cast it",
-                        code="wrong_type",
-                    )
-                )
-            elif plain_type(feature, kind) != plain_type(feature, first.field(feature.source).type):
-                fix = f"{schemas[0][0]} has {first.field(feature.source).type}: cast one of them"
-                faults.append(Fault(shown, feature.source, f"type {kind} differs between files", fix, code="mismatch"))
+    def expected(column: str, kind: pa.DataType) -> str | None:
+        if column in by_column:
+            return expected_type(by_column[column], kind)
+        return (
+            None if column == "available_from" or pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
+        )
+
+    columns, missing = settle_columns(schemas, wanted, wanted, remedy)
+    if missing:
+        return list(missing.values())
+    types, faults = settle_types(schemas, columns, expected)
+    kind = types.get(f"{side}_id", id_type)
+    if id_type is not None and is_text(kind) != is_text(id_type):
+        problem = f"type {kind}, the log has {id_type}"
+        faults.append(Fault(schemas[0][0], keys[ID], problem, "cast one of them", code="mismatch"))
     return faults
 
 
@@ -288,16 +250,15 @@ def _write_plain(
     side: TableSide,
     columns: dict[str, str],
     features: Sequence[Feature],
-    schemas: Sequence[tuple[str, pa.Schema]],
+    schema: pa.Schema,
     work: Place,
 ) -> tuple[list[LogFile], list[Fault]]:
     """Writes the plain form of every file. Offending rows of all files are collected."""
     found = dict[tuple[str, str, str], list[tuple[str, int, Any]]]()
     counts = dict[tuple[str, str, str], int]()
-    plain = []
+    plain, schema = [], _plain_schema(columns, features, schema)
     for number, file in enumerate(files):
         staged = replace(file, path=work / f"{side}s-plain-{number}.parquet")
-        schema = _plain_schema(columns, features, schemas[0][1])
         with writable(staged.path) as sink, pq.ParquetWriter(sink, schema) as writer:
             for begin, batch, offenses in _plain_batches(file, columns, features, schema):
                 writer.write_batch(batch)
@@ -483,102 +444,23 @@ def _moments(engine: Engine, numbers: list[tuple[Number, str]], rows: ir.Table) 
     return {name: (means[name], sqrt(variance) or 1.0) for name, variance in pass_over(means).items()}
 
 
-def write_table(
-    engine: Engine, table: FeatureTable, indices: ir.Table, events: ir.Table, root: Path
-) -> tuple[FittedFeatures, dict[str, int]]:
-    """Fits the features of a table to the items or users of the train period, and writes them by index.
+def fit_table(engine: Engine, table: FeatureTable, indices: ir.Table, events: ir.Table, root: Path) -> FittedFeatures:
+    """Fits the features of a table to the items or users with an event in the train period.
 
     Args:
         engine: runs the expressions.
         table: the table.
         indices: external id and index of all kept items or users.
-        events: events with their period. Items and users with a train event are fitted to.
-        root: the directory that is being prepared. A table without features, which only has the times from which items
-            are candidates, gets no file.
-
-    Returns:
-        The fitted features, and counts: ``rows`` of the table; ``unused`` rows, whose ids are not kept; and kept items
-        or users ``without`` a row.
+        events: events with their period.
+        root: the directory that is being prepared.
     """
-    key, index = _KEYS[table.side]
-    columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
-    rows = table.rows(engine)
-    placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
+    index, columns = _KEYS[table.side][1], table.plain_columns
     trained = events.filter(events[Derived.PERIOD] == TRAIN).select(index).distinct()
     fitted_to = [columns[one.name] for one in table.features if not isinstance(one, Vector)]
-    train = engine.materialize("train_rows", placed.semi_join(trained, index).select(index, *fitted_to))
-    fitted = fit_features(engine, table.side, table.features, train, columns, root)
+    placed = table.placed(engine, indices).semi_join(trained, index).select(index, *fitted_to)
+    fitted = fit_features(engine, table.side, table.features, engine.materialize("train_rows", placed), columns, root)
     engine.drop("train_rows")
-    if table.features:
-        joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
-        plain = joined.select(**{name: joined[column] for name, column in columns.items()})
-        names = [feature.name for feature in of_type(table.features, Category)]
-        write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
-    found = rows.select(ID)
-    counted = (found, found.semi_join(indices, found[ID] == indices[key]), indices)
-    read, used, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in counted)
-    return fitted, {"rows": read, "unused": read - used, "without": kept - used}
-
-
-def extend_table(
-    engine: Engine,
-    table: FeatureTable,
-    indices: ir.Table,
-    fitted: FittedFeatures,
-    before: Path,
-    number: int,
-    root: Path,
-) -> dict[str, int]:
-    """Writes the features of all kept items or users: the rows of the new table, and the previous features of the rest.
-
-    Args:
-        engine: runs the expressions.
-        table: the new table.
-        indices: external id and index of all kept items or users.
-        fitted: the fitted features, which encode the rows.
-        before: the directory that is extended.
-        number: how many items or users it has.
-        root: the directory that is being prepared.
-
-    Returns:
-        Counts: ``rows`` of the table; ``unused`` rows; items or users with ``kept`` previous features; and new ones
-        ``without`` a row.
-    """
-    key, index = _KEYS[table.side]
-    columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
-    rows = table.rows(engine)
-    placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
-    joined = indices.left_join(placed.mutate(**{_GIVEN: ibis.literal(True)}), index)
-    joined = joined.drop(f"{index}_right").order_by(index).mutate(**{_GIVEN: ibis._[_GIVEN].fill_null(False)})
-    if table.features:
-        plain = joined.select(**{name: joined[column] for name, column in columns.items()}, **{_GIVEN: joined[_GIVEN]})
-        names = [feature.name for feature in of_type(table.features, Category)]
-        with pq.ParquetFile(before / _FILES[table.side]) as earlier:
-            written = _over(engine.stream(plain), fitted, earlier)
-            write_rows(written, fitted.schema, root / _FILES[table.side], names)
-    first = int(table.side == "item")  # index of the first row
-    known = joined.filter(joined[index] < number + first, ~joined[_GIVEN])
-    counted = (rows, placed, indices, known)
-    read, used, every, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in counted)
-    return {"rows": read, "unused": read - used, "without": every - used - kept, "kept": kept}
-
-
-def _over(batches: Iterable[pa.RecordBatch], fitted: FittedFeatures, earlier: pq.ParquetFile) -> Iterator[pa.Table]:
-    """The encoded rows of ``batches`` where given, else those of ``earlier``. Both are in the order of the index."""
-    held, more = fitted.schema.empty_table(), earlier.iter_batches(columns=fitted.schema.names)
-    for batch in batches:
-        while held.num_rows < batch.num_rows and (found := next(more, None)) is not None:
-            held = pa.concat_tables([held, pa.Table.from_batches([found]).cast(fitted.schema)])
-        encoded, known = fitted.encode(batch), held.slice(0, batch.num_rows)
-        held = held.slice(len(known))
-        place = np.arange(len(encoded))
-        stays = ~batch.column(_GIVEN).to_numpy(zero_copy_only=False) & (place < len(known))
-        yield pa.concat_tables([encoded, known]).take(np.where(stays, place + len(encoded), place))
-
-
-def _encoded(engine: Engine, plain: ir.Table, fitted: FittedFeatures) -> Iterator[pa.Table]:
-    for batch in engine.stream(plain):
-        yield fitted.encode(batch)
+    return fitted
 
 
 def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table, root: Path) -> FittedFeatures:
@@ -588,6 +470,66 @@ def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table,
     return fit_features(engine, "context", features, train, columns, root)
 
 
-def describe_table(table: FeatureTable, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Describes a table and the counts of its rows, for the manifest."""
-    return {**table.describe(), "counts": dict(counts)}
+def write_table(
+    engine: Engine,
+    table: FeatureTable,
+    indices: ir.Table,
+    fitted: FittedFeatures,
+    root: Path,
+    previous: tuple[Path, int] | None = None,
+) -> dict[str, int]:
+    """Writes the features of all kept items or users by index.
+
+    Args:
+        engine: runs the expressions.
+        table: the table.
+        indices: external id and index of all kept items or users.
+        fitted: the fitted features, which encode the rows.
+        root: the directory that is being prepared. A table without features, which only has the times from which items
+            are candidates, gets no file.
+        previous: the directory that is extended, and how many items or users it has: those without a row keep their
+            features; None = such items or users have none.
+
+    Returns:
+        Counts: ``rows`` of the table; ``unused`` rows, whose ids are not kept; items or users ``without`` features;
+        with ``previous``, those that ``kept`` theirs.
+    """
+    index, columns = _KEYS[table.side][1], table.plain_columns
+    placed = table.placed(engine, indices).mutate(**{_GIVEN: ibis.literal(True)})
+    joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
+    joined = joined.mutate(**{_GIVEN: joined[_GIVEN].fill_null(False)})
+    if table.features:
+        plain = joined.select(**{name: joined[column] for name, column in columns.items()}, **{_GIVEN: joined[_GIVEN]})
+        names = [feature.name for feature in of_type(table.features, Category)]
+        with ExitStack() as opened:
+            file = None if previous is None else previous[0] / _FILES[table.side]
+            before = None if file is None else opened.enter_context(pq.ParquetFile(file))
+            encoded = _encoded(engine.stream(plain), fitted, before)
+            write_rows(encoded, fitted.schema, root / _FILES[table.side], names)
+    counted = {"rows": table.rows(engine), "used": placed, "every": indices}
+    if previous is not None:
+        first = int(table.side == "item")  # index of the first row
+        counted["kept"] = joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN])
+    found = {what: engine.row(some.aggregate(rows=some.count()))["rows"] for what, some in counted.items()}
+    rows, used, every, kept = (found.get(what, 0) for what in ("rows", "used", "every", "kept"))
+    counts = {"rows": rows, "unused": rows - used, "without": every - used - kept}
+    return counts if previous is None else counts | {"kept": kept}
+
+
+def _encoded(
+    batches: Iterable[pa.RecordBatch], fitted: FittedFeatures, before: pq.ParquetFile | None
+) -> Iterator[pa.Table]:
+    """The encoded rows of ``batches`` where given, else those of ``before``. Both are in the order of the index."""
+    held = fitted.schema.empty_table()
+    more = iter(()) if before is None else before.iter_batches(columns=fitted.schema.names)
+    for batch in batches:
+        while held.num_rows < batch.num_rows and (found := next(more, None)) is not None:
+            held = pa.concat_tables([held, pa.Table.from_batches([found]).cast(fitted.schema)])
+        encoded, known = fitted.encode(batch), held.slice(0, batch.num_rows)
+        held = held.slice(len(known))
+        if not len(known):
+            yield encoded
+            continue
+        place = np.arange(len(encoded))
+        stays = ~batch.column(_GIVEN).to_numpy(zero_copy_only=False) & (place < len(known))
+        yield pa.concat_tables([encoded, known]).take(np.where(stays, place + len(encoded), place))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
@@ -19,8 +18,8 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError
-from recpo.base.features import expected_type
+from recpo.base.errors import RecpoError, first_line
+from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, Location, Place, locate, readable, writable
@@ -180,8 +179,15 @@ def open_log(
         faults.append(
             Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
         )
-    columns, missing = _settle_columns(schemas, wanted, needed)
-    types, mistyped = _settle_types(schemas, columns, more, flags)
+    context = {CONTEXT + feature.name: feature for feature in more.context}
+
+    def expected(column: str, kind: pa.DataType) -> str | None:
+        if column in context:
+            return expected_type(context[column], kind)
+        return _expected_type(column, kind, column in flags)
+
+    columns, missing = settle_columns(schemas, wanted, needed, _remedy)
+    types, mistyped = settle_types(schemas, columns, expected)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
@@ -333,10 +339,23 @@ def unreadable(path: Place, error: Exception) -> Fault:
     )
 
 
-def _settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]], wanted: Mapping[str, str], needed: Set[str]
+def settle_columns(
+    schemas: Sequence[tuple[str, pa.Schema]],
+    wanted: Mapping[str, str],
+    needed: Collection[str],
+    remedy: Callable[[str], str],
 ) -> tuple[dict[str, str], dict[str, Fault]]:
-    """Standard name -> name in the log, and a fault for each missing required column."""
+    """Which columns of a log or table exist.
+
+    Args:
+        schemas: name and columns of every file.
+        wanted: standard name -> name in the files.
+        needed: standard names of columns that must exist; the others may be missing in all files.
+        remedy: what to do about a missing column, by its standard name.
+
+    Returns:
+        Standard name -> name in the files, and a fault for each missing required column.
+    """
     columns, faults = {}, {}
     for column, name in wanted.items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
@@ -345,18 +364,17 @@ def _settle_columns(
         elif column in needed or len(lacking) < len(schemas):
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            used, plain = set(wanted.values()), column in LogColumns.ALL
-            remedy = f"choose another preset or pass --columns.{column} NAME" if plain else _REMEDY
-            faults[column] = missing_column(where, name, column, schema, remedy, used)
+            faults[column] = _missing_column(where, name, column, schema, remedy(column), set(wanted.values()))
     return columns, faults
 
 
-_REMEDY: Final = "name its column in --behaviors or --features.context"
+def _remedy(column: str) -> str:
+    if column in LogColumns.ALL:
+        return f"choose another preset or pass --columns.{column} NAME"
+    return "name its column in --behaviors or --features.context"
 
 
-def missing_column(
-    where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str] = frozenset()
-) -> Fault:
+def _missing_column(where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str]) -> Fault:
     """The fault of a missing required column. Suggests columns with similar names that are not ``used``."""
     wanted = (name.lower(), wanted_as.lower(), wanted_as.removesuffix("_id"))
     free = [known for known in schema.names if known not in used]
@@ -369,35 +387,43 @@ def missing_column(
     return Fault(where, name, f"no such column (wanted as {wanted_as})", fix, code="missing_column")
 
 
-def _settle_types(
+def settle_types(
     schemas: Sequence[tuple[str, pa.Schema]],
-    columns: dict[str, str],
-    more: EventColumns,
-    flags: Mapping[str, FlagColumn],
+    columns: Mapping[str, str],
+    expected: Callable[[str, pa.DataType], str | None],
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
+    """The types of the columns of a log or table, which hold the values of all files.
+
+    Args:
+        schemas: name and columns of every file.
+        columns: standard name -> name in the files.
+        expected: the types that suit a standard column, in words; None = the given type does.
+
+    Returns:
+        Standard name -> type, for columns without a fault; and the faults.
+    """
     types: dict[str, pa.DataType] = {}
     faults = []
     mistyped: set[str] = set()
-    context = {CONTEXT + feature.name: feature for feature in more.context}
     for column, name in columns.items():
         for shown, schema in schemas:
             kind = schema.field(name).type
-            feature = context.get(column)
-            if feature is None:
-                expected = _expected_type(column, kind, column in flags)
-            else:
-                expected = expected_type(feature, kind)
-            if expected is not None:
+            suits = expected(column, kind)
+            if suits is not None:
                 mistyped.add(column)
-                fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
+                fix = f"expected {suits}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
                 faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
-            elif column in types and is_text(kind) != is_text(types[column]):
+            elif column in types and _holds_text(kind) != _holds_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
                 faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
@@ -411,7 +437,7 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
 
 
-def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool = False) -> str | None:
+def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> str | None:
     """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if is_flag_of_values:
@@ -427,24 +453,10 @@ def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool = Fal
     return None if number else "a number"
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds strings."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error in one line."""
-    return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__
-
-
 #: maximum number of inspected rows per table
 MOST_ROWS: Final = 500_000
 _LEAST_ROWS: Final = 1_000  # per file
-_DELIMITERS: Final = (",", "\t", ";", "::", "|")
 _LINES: Final = 20
-_RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
 @dataclass(frozen=True)
@@ -475,7 +487,7 @@ class TableSample:
     @property
     def has_names(self) -> bool:
         """Whether the columns have names, from the files or of a known layout."""
-        return self.form.names is None or self.form.names == _RATINGS
+        return self.form.names is None or self.form.names == csv_files.RATINGS
 
 
 def sample_tables(
@@ -539,7 +551,9 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
-    form = text_format(csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file)))
+    form = csv_files.text_format(
+        csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file))
+    )
     if form.delimiter == CsvFormat().of(file):
         form = replace(form, delimiter=None)
     table, skipped, size = csv_files.first_rows(file, form, most_rows)
@@ -548,50 +562,3 @@ def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
         length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
         rows = max(rows + 1, int(rows * length / max(1, size)))
     return TableSample((file,), table, rows, form, skipped)
-
-
-def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
-    """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
-
-    If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
-    header if none of its values is a number.
-
-    Args:
-        lines: the first lines of the file.
-        form: known delimiter and names; the delimiter is tried first.
-    """
-    delimiter = form.of(Path("log.csv"))
-    if not lines or (len(csv_files.line_values(lines[0], delimiter)) < 3 and form.names is None):
-        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one)), delimiter)
-    first = csv_files.line_values(lines[0], delimiter) if lines else []
-    names = form.names
-    if names is None and any(_is_number(value) for value in first):
-        names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
-        names = _RATINGS if _is_ratings([csv_files.line_values(line, delimiter) for line in lines]) else names
-    return CsvFormat(delimiter, names)
-
-
-def _cuts(lines: Sequence[str], delimiter: str) -> bool:
-    widths = {len(csv_files.line_values(line, delimiter)) for line in lines}
-    return len(widths) == 1 and widths.pop() >= 3
-
-
-def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:
-    """Whether lines have a user, an item, a rating up to 10, and a time in seconds."""
-    return all(
-        len(row) == 4
-        and row[0].isdigit()
-        and row[1].isdigit()
-        and _is_number(row[2])
-        and 0 <= float(row[2]) <= 10
-        and row[3].isdigit()
-        and 7.9e8 < float(row[3]) < 2.2e9
-        for row in rows
-    )
-
-
-def _is_number(value: str) -> bool:
-    with suppress(ValueError):
-        float(value)
-        return True
-    return False

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_text
 from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED, Derived
 
 #: Columns of the times at which an item may be listed, and the value without a limit.
@@ -45,7 +46,7 @@ class IdMap:
         self.available = available
         self._changes = np.unique([] if available is None else available).astype(np.int64)
         self._unlisted: tuple[int, np.ndarray] | None = None
-        if not pa.types.is_integer(external.type) and not _is_text(external.type):
+        if not pa.types.is_integer(external.type) and not is_text(external.type):
             raise RecpoError(
                 f"item ids are integers or strings, got {external.type}", code="wrong_type", field="item_id"
             )
@@ -56,7 +57,7 @@ class IdMap:
                 field="item_id",
             )
         self._external = external
-        self.is_text = _is_text(external.type)
+        self.is_text = is_text(external.type)
         # An object index keeps its hash table, so looking up a few ids does not cost a pass over the catalog.
         import pandas as pd  # imports 35 MB, and training does not look up external ids
 
@@ -168,7 +169,7 @@ class IdMap:
         given = _to_array(values)
         if not len(given) or pa.types.is_null(given.type):
             return np.zeros(len(given), dtype=np.int64)
-        if _is_text(given.type) != self.is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
+        if is_text(given.type) != self.is_text or not (is_text(given.type) or pa.types.is_integer(given.type)):
             raise RecpoError(
                 f"item ids of this catalog are {self.type}, got {given.type}: cast them",
                 code="wrong_type",
@@ -220,7 +221,3 @@ def _to_array(values: Iterable[Any]) -> pa.Array:
         raise RecpoError(
             f"item ids must all be integers or all be strings ({error})", code="wrong_type", field="item_id"
         ) from error
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

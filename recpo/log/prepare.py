@@ -1,71 +1,115 @@
-"""``Preparation`` has the options of a prepared directory; ``write_directory`` starts the engine and writes it."""
+"""``Preparation`` has the options of a prepared directory; ``PrepareRun.write`` has the steps to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final
 
+import ibis.expr.types as ir
 import pyarrow as pa
-from tqdm import tqdm
 
+from recpo import __version__
 from recpo.base.errors import RecpoError
-from recpo.base.features import Side
-from recpo.base.feedback import FeedbackRule
+from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
+from recpo.base.features import SIDES, Feature, FeatureSchema, Side, plain_type
+from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import DuckDBEngine, Engine, EngineOptions, Place, locate
-from recpo.log.events import CatalogScope
-from recpo.log.feature_columns import PRESET_FEATURES, EventColumns, FeatureColumns, behaviors_to_json, event_columns
-from recpo.log.files import Log, find_files, write_frame
-from recpo.log.prepare_run import STAGES, PrepareRun, describe
-from recpo.log.schema import PRESETS, Columns, FlagColumn, PresetName
-from recpo.log.shaping import Label, WatchQuantiles
-from recpo.log.splits import Split, TemporalSplit
-from recpo.log.writing import prepared_directory, work_directory, write_manifest
+from recpo.log.engine import Engine, EngineOptions, Place
+from recpo.log.events import (
+    CatalogScope,
+    add_positions,
+    available_from,
+    count_dropped,
+    item_indices,
+    item_table,
+    place_events,
+    select_columns,
+    standardize,
+    time_order,
+    timestamp_ms,
+    user_indices,
+)
+from recpo.log.feature_columns import (
+    CONTEXT,
+    PRESET_FEATURES,
+    EventColumns,
+    FeatureColumns,
+    TableSide,
+    behaviors_to_json,
+    event_columns,
+)
+from recpo.log.feature_tables import (
+    AVAILABLE,
+    ID,
+    FeatureTable,
+    fit_context,
+    fit_table,
+    open_table,
+    table_faults,
+    write_table,
+)
+from recpo.log.files import Log, open_log
+from recpo.log.prepared import (
+    HELD_OUT,
+    HISTORIES,
+    ITEM_FEATURES,
+    ITEMS,
+    QUANTILES,
+    TRAIN_PAST,
+    USER_FEATURES,
+    USERS,
+)
+from recpo.log.schema import (
+    PAST_SCHEMA,
+    PERIODS,
+    PRESETS,
+    QUANTILE_SCHEMA,
+    TRAIN,
+    Columns,
+    Derived,
+    Fault,
+    FlagColumn,
+    LogColumns,
+    PresetName,
+    held_out_schema,
+    history_schema,
+    item_schema,
+    user_schema,
+    validate_no_faults,
+)
+from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
+from recpo.log.splits import (
+    Split,
+    TemporalSplit,
+    held_out_events,
+    last_events,
+    outside_events,
+    past_items,
+    period_rows,
+    train_items,
+)
+from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
+from recpo.log.writing import (
+    Encoding,
+    LabeledLog,
+    Output,
+    Source,
+    Sources,
+    Workplace,
+    totals,
+    without_repeats,
+    workplace,
+    write_manifest,
+    write_past,
+    write_rows,
+    write_shards,
+)
 
-Source: TypeAlias = str | Sequence[str] | pa.Table
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What a prepared directory is made from: names of files, directories and patterns, or tables of rows.
-
-    Attributes:
-        log: the events.
-        items: item table; None = there is none.
-        users: user table; None = there is none.
-    """
-
-    log: Source
-    items: Source | None = None
-    users: Source | None = None
-
-    @property
-    def tables(self) -> dict[Side, bool]:
-        """Whether there is a table of items and of users."""
-        return {"item": self.items is not None, "user": self.users is not None}
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a prepared directory is written, and with which engine.
-
-    Attributes:
-        out: the directory, local or in an object store.
-        engine: what runs the expressions.
-        work: directory for temporary files; None = beside ``out``.
-        overwrite: replace ``out``, if it is a prepared directory.
-        progress: show a bar on a terminal.
-    """
-
-    out: str | Path
-    engine: EngineOptions = EngineOptions()  # noqa: RUF009  frozen
-    work: str | Path | None = None
-    overwrite: bool = False
-    progress: bool = True
+#: the steps that the progress bar shows
+STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PERIODS, "histories")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +204,10 @@ class Preparation:
         """Writes the prepared directory ``out`` and returns its manifest.
 
         Args:
-            log: names of files, directories and patterns, or a table of rows, which is first written to a file in
-                ``work``.
-            out: output directory, local or in an object store.
-            items: item table, in the forms of ``log``; None = there is none.
-            users: user table, in the forms of ``log``; None = there is none.
+            log: the events, as in ``Sources``.
+            out: the directory, as in ``Output``.
+            items: item table; None = there is none.
+            users: user table; None = there is none.
             engine: what runs the expressions.
             work: directory for temporary files; None = beside ``out``.
             overwrite: replace ``out``, if it is a prepared directory.
@@ -178,7 +221,8 @@ class Preparation:
     def write(self, sources: Sources, output: Output) -> dict[str, Any]:
         """Like ``run``, with its arguments in two groups."""
         self._validate_tables(sources)
-        return write_directory(sources, output, partial(PrepareRun, self))
+        with workplace(sources, output, len(STAGES)) as place:
+            return PrepareRun(self, place).write()
 
     def _validate_tables(self, sources: Sources) -> None:
         given = sources.tables
@@ -197,59 +241,348 @@ class Preparation:
             )
 
 
-def write_directory(
-    sources: Sources,
-    output: Output,
-    run_with: Callable[[Engine, int, Path, Place, tqdm[Any]], PrepareRun],
-    inputs: Sequence[Place] = (),
-) -> dict[str, Any]:
-    """Writes a prepared directory and returns its manifest.
+class PrepareRun:
+    """One pass from files to shards: read, check, split, keep, label, then write catalog, features, shards, histories.
 
-    Args:
-        sources: what is read; a frame is first written to a file in the directory for temporary files.
-        output: where the directory is written, and with which engine.
-        run_with: creates the run from the engine, the number of writers, the unfinished directory, the directory for
-            temporary files, and the progress bar.
-        inputs: further inputs besides the sources, which must lie outside of the output.
+    An extension (``recpo.log.extension``) overrides some of these steps.
     """
-    given = {what: source for what, source in vars(sources).items() if source is not None}
-    names = {what: _names(source) for what, source in given.items() if not isinstance(source, pa.Table)}
-    found = {what: find_files(listed, what) for what, listed in names.items()}
-    work, engine = None if output.work is None else locate(output.work), output.engine
-    read = [path for paths in found.values() for path in paths]
-    read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
-    with prepared_directory(locate(output.out), work, overwrite=output.overwrite, inputs=read) as directory:
-        with (
-            work_directory(work, directory) as temporary,
-            start_engine(engine, temporary) as started,
-            tqdm(total=len(STAGES), desc="prepare", unit="stage", disable=None if output.progress else True) as bar,
-        ):
-            for what, source in given.items():
-                if isinstance(source, pa.Table):
-                    frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
-                    found[what] = [write_frame(source, temporary, frame)]
-            run = run_with(started, engine.writers, directory, temporary, bar)
-            manifest = run.manifest(found["log"], {"item": found.get("items", []), "user": found.get("users", [])})
-        return write_manifest(directory, manifest, run.checksums)
+
+    def __init__(self, choice: Preparation, place: Workplace) -> None:
+        self.choice, self.place, self.engine, self.partial = choice, place, place.engine, place.directory
+        self.tables: dict[TableSide, FeatureTable] = {}
+        self.more = choice.more
+        self.features = FeatureSchema()
+        self.feature_tables: dict[str, Any] = {}
+        self.counts: dict[str, Any] = {}
+        self.dropped: dict[str, int] = {}
+        self.rows_written = 0
+        self.train_past: list[str] = []  # files of pairs of users and items that exist before
+        self.checksums: dict[str, str] = {}  # checksums of files that are not written now
+
+    def write(self) -> dict[str, Any]:
+        """Writes the directory, and returns its manifest."""
+        log, faults = self._read()
+        read = self._check(log, faults)
+        log = self._with_types(log)
+        events, boundaries = self._split(read, log)
+        items, users, kept = self._keep(events, log)
+        labeled = self._label(log, items, users, kept, boundaries)
+        outside = self._outside(events, labeled)
+        sizes = self._write_catalog(labeled)
+        context = self._write_features(labeled)
+        shards = {name: self._write_period(labeled, number, context) for number, name in enumerate(PERIODS)}
+        self._write_histories(labeled)
+        later = self._write_for_extension(labeled, outside)
+        past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
+        manifest = {
+            "recpo_version": __version__,
+            "max_context": self.choice.max_context,
+            "boundaries": boundaries,
+            "shards": shards,
+            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
+            **self._facts(labeled, shards),
+            **self._feature_entries(),
+            **sizes,
+        }
+        return write_manifest(self.partial, manifest, self.checksums)
+
+    def _facts(self, labeled: LabeledLog, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """The entries of the manifest about the options, what was fitted, and what was counted."""
+        log = labeled.log
+        return {
+            "config": self.choice.describe(log),
+            "columns": {column: log.columns.get(column) for column in LogColumns.ALL},
+            "label": describe(self.choice.label),
+            "feedback": labeled.feedback.to_json(),
+            "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
+            "warnings": self._warnings(log, self.counts["watch_time_ties"], labeled.feedback),
+            "segments": [len(shards["train"])],
+        }
+
+    def _stage(self, name: str) -> None:
+        """Shows which step begins; the steps before it are done."""
+        self.place.bar.update(STAGES.index(name) - self.place.bar.n)
+        self.place.bar.set_description(f"prepare: {name}")
+
+    def _read(self) -> tuple[Log, list[Fault]]:
+        """Opens the files and settles their columns and types; returns the faults that are found without the rows."""
+        self._stage("reading")
+        choice = self.choice
+        log, faults = open_log(self.place.log, choice.mapping, choice.columns, self.place.work, self.more, choice.csv)
+        self.more = self.more.among(log.columns)
+        faults += label_faults(choice.label, log)
+        for side, files in self.place.tables.items():
+            faults += self._read_table(side, files, log)
+        return log, faults
+
+    def _check(self, log: Log, faults: list[Fault]) -> ir.Table:
+        """Checks every row, and returns the distinct events in standard form.
+
+        Raises:
+            RecpoError: there are faults; all of them are in the message.
+        """
+        self._stage("checking")
+        choice, mapping = self.choice, self.choice.mapping
+        if log.files and log.columns:
+            used = list(dict.fromkeys(log.columns.values()))
+            rows = self.engine.read_parquet([file.path for file in log.files], used)
+            raw = select_columns(rows, log.columns, log.flags)
+            read, neutralized, row_faults = check_rows(
+                self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
+            )
+            faults = [*faults, *row_faults, *self._unmatched_flags(rows, raw, log)]
+        validate_no_faults(faults, self._file_warnings(log))
+        distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
+        kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
+        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
+        if read > kept:
+            self.dropped["exact duplicate of another event"] = read - kept
+        return standardize(distinct, mapping, choice.max_watch_time, self.more)
+
+    def _warnings(self, log: Log, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
+        return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings(log)]
+
+    def _file_warnings(self, log: Log) -> list[str]:
+        """Warnings about the files of the log and of the feature tables."""
+        return [text for one in (log, *(table.log for table in self.tables.values())) for text in one.warnings]
+
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+        return unmatched_flags(self.engine, rows, raw, log)
+
+    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
+        """Opens a feature table, if there is one."""
+        if not files:
+            return []
+        choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
+        columns = choice.table_columns
+        name, kind = choice.mapping.named()[key], log.types.get(key)
+        table, faults = open_table(files, side, name, kind, columns, choice.features, self.place.work)
+        if table is None:
+            return faults
+        self.tables[side] = table
+        return faults + table_faults(self.engine, table, columns.available_from_unit)
+
+    def _with_types(self, log: Log) -> Log:
+        """The log with the types that its columns are written in."""
+        return log
+
+    def _split(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+        """The events with their periods, and the boundaries of the periods."""
+        self._stage("splitting")
+        time = events[LogColumns.TIMESTAMP]
+        ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
+        has_clock = self.choice.mapping.time_unit != "order"
+        boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
+        events = self.choice.split.assign(events, boundaries)
+        if not self.choice.split.is_per_event:
+            events = self.engine.materialize("events", events)
+        return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
+
+    def _keep(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
+        """The items of the catalog, the users, and their events with both indices."""
+        choice, engine = self.choice, self.engine
+        items = engine.materialize("items", self._items(events, log))
+        known = events.semi_join(items, LogColumns.ITEM_ID)
+        users = engine.materialize("users", self._users(known, log))
+        self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
+        if choice.min_user_events:
+            active = known.semi_join(users, LogColumns.USER_ID)
+            self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
+        return items, users, place_events(events, items, users)
+
+    def _items(self, events: ir.Table, log: Log) -> ir.Table:
+        listed = self.tables["item"].rows(self.engine)[ID] if self.choice.catalog == "items" else None
+        return item_indices(events, self.choice.catalog, self.choice.min_item_events, listed)
+
+    def _users(self, events: ir.Table, log: Log) -> ir.Table:
+        """The users of the events of kept items."""
+        return user_indices(events, self.choice.min_user_events)
+
+    def _label(
+        self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
+    ) -> LabeledLog:
+        """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
+        self._stage("labeling")
+        engine, base = self.engine, self.choice.label.duration_base
+        counts = engine.materialize("counts", bucket_counts(events, base))
+        quantiles = quantile_table(counts)
+        self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, QUANTILES)
+        self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
+        placed, label = add_positions(events, time_order(events)), self.choice.label
+        if not label.reads_events_once:
+            placed = engine.materialize("placed", placed)
+        shaped = engine.materialize("shaped", label.add_counted(placed, counts))
+        if not label.reads_events_once:
+            engine.drop("placed")
+        fitted = engine.table(cutoff_table(quantiles))
+        described = _described_label(label, log)
+        feedback = definition(fitted, self.choice.feedback, base, self.choice.max_watch_time, described)
+        return LabeledLog(log, items, users, shaped, boundaries, feedback)
+
+    def _outside(self, events: ir.Table, labeled: LabeledLog) -> ir.Table | None:
+        """The dropped events that an extension needs; None = the split cannot be extended.
+
+        After this step, the rows of the log are no longer needed.
+        """
+        if not self.choice.split.is_per_event:
+            self.engine.drop("distinct", "events")
+            return None
+        outside = self.engine.materialize("outside", outside_events(events, labeled.items, labeled.users))
+        self.engine.drop("distinct")
+        return outside
+
+    def _write_catalog(self, labeled: LabeledLog) -> dict[str, int]:
+        """Writes the items and the users; returns their numbers."""
+        types = labeled.log.types
+        item_ids, user_ids = types[LogColumns.ITEM_ID], types[LogColumns.USER_ID]
+        user_rows = labeled.users.order_by(Derived.USER_INDEX)
+        available = self._available(labeled.items, labeled.events)
+        rows = item_table(labeled.items, labeled.events, self.choice.feedback, available)
+        return {
+            "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), ITEMS),
+            "num_users": self._write_rows(user_rows, user_schema(user_ids), USERS),
+        }
+
+    def _available(self, items: ir.Table, events: ir.Table) -> ir.Table | None:
+        given = self._given_times()
+        if given is None:
+            return None
+        found = self.engine.materialize("available", available_from(items, events, given))
+        count = self.engine.row(found.aggregate(earlier=found["earlier"].cast("int64").sum().fill_null(0)))["earlier"]
+        self.counts["shown_before_available_from"] = int(count)
+        return found
+
+    def _given_times(self) -> ir.Table | None:
+        """The times of the item table from which items may be recommended: ``item_id``, ``available_from`` in ms."""
+        table = self.tables.get("item")
+        if table is None or not table.has_available:
+            return None
+        rows, unit = table.rows(self.engine), self.choice.table_columns.available_from_unit
+        return rows.select(
+            rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
+        )
+
+    def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
+        """Writes the feature tables; returns the fitted request features."""
+        self._stage("features")
+        found: dict[str, tuple[Feature, ...]] = {}
+        for side, indices in (("item", labeled.items), ("user", labeled.users)):
+            table = self.tables.get(side)  # type: ignore[call-overload]
+            if table is not None:
+                fitted = fit_table(self.engine, table, indices, labeled.events, self.partial)
+                counts = write_table(self.engine, table, indices, fitted, self.partial)
+                found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
+        context = None
+        if self.more.context:
+            context = fit_context(self.engine, self.more.context, labeled.events, self.partial)
+            found["context"] = context.features
+        self.features = FeatureSchema(**found)
+        return context
+
+    def _feature_files(self) -> list[str]:
+        tables: tuple[tuple[Side, str], ...] = (("item", ITEM_FEATURES), ("user", USER_FEATURES))
+        files = [name for side, name in tables if self.features.of(side)]
+        return files + [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
+
+    def _feature_entries(self) -> dict[str, Any]:
+        """The entries of the manifest about features and behaviors; empty if there are none."""
+        entries: dict[str, Any] = {}
+        if self.features or self.tables:
+            entries |= {"features": self.features.to_json(), "feature_tables": self.feature_tables}
+        if self.more.behaviors:
+            entries["behaviors"] = list(self.more.behaviors)
+        return entries
+
+    def _write_histories(self, labeled: LabeledLog) -> None:
+        """Writes the last events of every user, for serving."""
+        self._stage("histories")
+        self._written(self._write_rows(self._histories(labeled), self._history_schema(labeled.log), HISTORIES))
+        self.place.bar.update()
+
+    def _histories(self, labeled: LabeledLog) -> ir.Table:
+        return last_events(labeled.events, labeled.items, labeled.users, self.choice.max_context, self.more.behaviors)
+
+    def _history_schema(self, log: Log) -> pa.Schema:
+        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID]
+        return history_schema(*ids, self.more.behaviors, self._plain_context(log))
+
+    def _write_for_extension(self, labeled: LabeledLog, outside: ir.Table | None) -> list[str]:
+        """Writes the files that ``prepare --extends`` reads instead of train shards, if the split can be extended."""
+        if outside is None:
+            return []
+        (self.partial / TRAIN_PAST).mkdir(exist_ok=True)
+        past = f"{TRAIN_PAST}/{len(self.train_past):05d}.parquet"
+        self._write_train_past(labeled.events, past)
+        rows = held_out_events(outside, labeled.events, labeled.items, labeled.users)
+        self._write_rows(rows, self._held_out_schema(labeled.log), HELD_OUT)
+        return [HELD_OUT, *self.train_past, past]
+
+    def _held_out_schema(self, log: Log) -> pa.Schema:
+        request_id = log.types.get(LogColumns.REQUEST_ID, pa.int64())
+        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], request_id
+        context = {CONTEXT + name: kind for name, kind in self._plain_context(log).items()}
+        return held_out_schema(*ids, bool(self.more.behaviors), context)
+
+    def _plain_context(self, log: Log) -> dict[str, pa.DataType]:
+        """Types of the plain request features, by name."""
+        return {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
+
+    def _write_train_past(self, shaped: ir.Table, file: str) -> None:
+        write_rows(without_repeats(self.engine.stream(train_items(shaped))), PAST_SCHEMA, self.partial / file)
+
+    def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
+        return write_rows(self.engine.stream(rows), schema, self.partial / file)
+
+    def _write_period(self, labeled: LabeledLog, period: int, context: FittedFeatures | None) -> list[dict[str, Any]]:
+        """Writes the shards of a period, and for held-out periods the items that users had before."""
+        self._stage(PERIODS[period])
+        shards = self._write_shards(labeled, period, context)
+        if not any(shard["targets"] for shard in shards):
+            dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
+            raise RecpoError(
+                f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
+                "a smaller min_item_events or min_user_events, or catalog log",
+                code="empty",
+                field=PERIODS[period],
+            )
+        if period == TRAIN:
+            return shards
+        return write_past(self.engine.stream(self._past(labeled.events, period)), shards, self.partial)
+
+    def _write_shards(
+        self,
+        labeled: LabeledLog,
+        period: int,
+        context: FittedFeatures | None,
+        has_context: bool | None = None,
+        first: int = 0,
+    ) -> list[dict[str, Any]]:
+        rows = period_rows(labeled.events, period, self.choice.max_context, has_context=has_context)
+        return write_shards(
+            self.engine.stream(rows),
+            self.partial / PERIODS[period],
+            self.choice.rows_per_shard,
+            Encoding(labeled.feedback, tuple(self.more.behaviors), context),
+            self._written,
+            self.place.writers,
+            first,
+        )
+
+    def _past(self, events: ir.Table, period: int) -> ir.Table:
+        return past_items(events, period)
+
+    def _written(self, rows: int) -> None:
+        self.rows_written += rows
+        self.place.bar.set_postfix_str(f"{self.rows_written:,} rows written")
 
 
-def _names(source: str | Sequence[str]) -> list[str]:
-    return [source] if isinstance(source, str) else list(source)
+def describe(choice: Any) -> dict[str, Any]:
+    """A dataclass instance as class path and arguments."""
+    kind = type(choice)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
-def start_engine(options: EngineOptions, work: Place) -> Engine:
-    """Connects to the engine that ``options`` names.
-
-    Args:
-        options: which engine to use, and its resources.
-        work: an existing directory for temporary files, which the caller removes. Spark on a cluster needs a directory
-            that every executor and this process can access.
-
-    Raises:
-        RecpoError: an option cannot be parsed, or the engine is not installed.
-    """
-    if options.engine == "spark":
-        from recpo.log.spark_engine import SparkEngine  # imported here because Spark is optional
-
-        return SparkEngine(work, options)
-    return DuckDBEngine(work, options.memory_limit, options.threads)
+def _described_label(label: Label, log: Log) -> str:
+    """The label with its options, and the column that it reads; two logs whose labels mean the same agree in it."""
+    column = log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
+    return repr(label) if column is None else f"{label!r} of {column}"

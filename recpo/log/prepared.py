@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import describe_os_error, is_inside, parse_json, sha256
 from recpo.artifacts.artifact import Artifact
-from recpo.base.errors import Code, RecpoError
+from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
 from recpo.base.features import (
     Categories,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
-_ITEMS, _USERS = "items.parquet", "users.parquet"
+ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
 #: Feature tables: row v - 1 is item v, row u is user u.
 ITEM_FEATURES: Final = "item_features.parquet"
 USER_FEATURES: Final = "user_features.parquet"
@@ -154,7 +154,7 @@ class Prepared(Artifact):
         opened._check_names()
         opened._check_sizes()
         if isinstance(root, Path):  # in an object store, files are verified when they are read
-            for name in {_ITEMS, _USERS} & opened.checksums.keys():
+            for name in {ITEMS, USERS} & opened.checksums.keys():
                 opened._compared(name)
         return opened
 
@@ -229,7 +229,7 @@ class Prepared(Artifact):
 
     def item_counts(self, column: Literal["train_count", "train_positives"] = "train_count") -> np.ndarray:
         """Training events, or training positives, of the items 1..V: ``[V]`` int64, writable."""
-        return self.table(_ITEMS, [column]).column(0).to_numpy().copy()
+        return self.table(ITEMS, [column]).column(0).to_numpy().copy()
 
     def table(self, file: str, columns: Sequence[str] | None = None) -> pa.Table:
         """A file of the directory, or some of its columns, in memory.
@@ -241,13 +241,13 @@ class Prepared(Artifact):
 
     def item_ids(self) -> IdMap:
         """Maps external item ids to 1..V and back."""
-        return IdMap.load(self._compared(_ITEMS))
+        return IdMap.load(self._compared(ITEMS))
 
     @cached_property
     def retired_items(self) -> np.ndarray:
         """Internal ids of retired items, ascending. They are no longer candidates, and remain in histories."""
-        place = self.root / _ITEMS
-        with _decoding(place), pq.ParquetFile(self._compared(_ITEMS)) as file:
+        place = self.root / ITEMS
+        with _decoding(place), pq.ParquetFile(self._compared(ITEMS)) as file:
             if RETIRED not in file.schema_arrow.names:
                 return np.zeros(0, np.int64)
             return np.flatnonzero(file.read([RETIRED]).column(0).to_numpy()) + 1
@@ -255,12 +255,12 @@ class Prepared(Artifact):
     @property
     def catalog_checksum(self) -> str:
         """Identifies the id map. A policy serves only the catalog that it was trained on."""
-        return str(self.manifest["files"][_ITEMS])
+        return str(self.manifest["files"][ITEMS])
 
     @property
     def user_id_type(self) -> Literal["integer", "string"]:
         """Type of the external user ids. Reads the schema of the users' file, not its rows."""
-        place = self.root / _USERS
+        place = self.root / USERS
         with _decoding(place):
             kind = pq.read_schema(readable(place)).field("user_id").type
         return "integer" if pa.types.is_integer(kind) else "string"
@@ -274,7 +274,7 @@ class Prepared(Artifact):
     @property
     def users_checksum(self) -> str:
         """Identifies the users by their index (``FeedbackBatch.user_ids``)."""
-        return str(self.manifest["files"][_USERS])
+        return str(self.manifest["files"][USERS])
 
     @cached_property
     def feature_schema(self) -> FeatureSchema:
@@ -522,7 +522,7 @@ def _decoding(place: Place) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise _damage(f"{place} is damaged ({str(error).strip().splitlines()[0]})", "damaged", place.name) from error
+        raise _damage(f"{place} is damaged ({first_line(error)})", "damaged", place.name) from error
 
 
 def _merged(pieces: list[dict[str, np.ndarray]], names: Sequence[str]) -> dict[str, np.ndarray]:

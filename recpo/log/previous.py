@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts import named_class
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
-from recpo.base.features import Feature, Side
+from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
 from recpo.log import shaping, splits
 from recpo.log.engine import Engine
@@ -30,13 +30,23 @@ from recpo.log.feature_columns import (
     PRESET_FEATURES,
     EventColumns,
     FeatureColumns,
+    TableSide,
     behaviors_to_json,
     event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
-from recpo.log.prepare import Preparation
-from recpo.log.prepare_run import describe
-from recpo.log.prepared import HELD_OUT, ITEM_FEATURES, TRAIN_PAST, USER_FEATURES, Prepared
+from recpo.log.prepare import Preparation, describe
+from recpo.log.prepared import (
+    HELD_OUT,
+    HISTORIES,
+    ITEM_FEATURES,
+    ITEMS,
+    QUANTILES,
+    TRAIN_PAST,
+    USER_FEATURES,
+    USERS,
+    Prepared,
+)
 from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit, as_histories
 
@@ -151,7 +161,7 @@ def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     return {name: read_column(columns[name]) for name in data.behaviors}
 
 
-def validate_sources(data: Prepared, given: Mapping[Side, bool]) -> None:
+def validate_sources(data: Prepared, given: Mapping[TableSide, bool]) -> None:
     """Raises ``RecpoError`` if an item or user table is given that ``data`` lacks, or the other way round.
 
     Args:
@@ -212,7 +222,6 @@ EARLIER: Final = -1  # period of context events, which are already in a train sh
 #: Further columns of current events: number of earlier train events of the user, and the values that a prepared event
 #: already has.
 BEFORE, KEPT_LABEL, IS_KEPT = "before", "kept_label", "is_kept"
-ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
 _PLACE: Final = "place"
 
 

@@ -41,13 +41,23 @@ class Label(ABC):
     Attributes:
         needs: standard columns that the log must have.
         reads_events_once: ``add_counted`` refers to its events once, so that they need not be materialized for it.
+        keeps_fitted: what it fits is kept, so that a directory with it can be extended.
+        base: base of the duration buckets.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     reads_events_once: ClassVar[bool] = False
+    keeps_fitted: ClassVar[bool] = True
+    base: float = DEFAULT_DURATION_BASE
 
     def __post_init__(self) -> None:
         validate_ranges(self)
+        if not self.base > 1:
+            raise RecpoError(
+                f"label: base {self.base} of the duration buckets must be greater than 1",
+                code="out_of_range",
+                field="base",
+            )
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
@@ -76,6 +86,13 @@ class Label(ABC):
         Raises:
             RecpoError: the fitted values of this label are not kept.
         """
+        if not self.keeps_fitted:
+            raise RecpoError(
+                f"label {type(self).__name__}: what it fits is not kept, so that a directory with it cannot be "
+                "extended; prepare the whole log again, or take another --label",
+                code="unsupported",
+                field="label",
+            )
         return self.add(events)
 
     def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
@@ -85,7 +102,7 @@ class Label(ABC):
     @property
     def duration_base(self) -> float:
         """Base of the duration buckets for this label."""
-        return DEFAULT_DURATION_BASE
+        return self.base
 
 
 @dataclass(frozen=True)
@@ -113,15 +130,6 @@ class WatchQuantiles(Label):
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_base(self.base)
-
-    @property
-    def duration_base(self) -> float:
-        """Base of the duration buckets."""
-        return self.base
 
     def add(self, events: ir.Table) -> ir.Table:
         """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
@@ -199,10 +207,7 @@ class D2Q(Label):
     ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
-
-    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """See ``Label.extend``: not supported."""
-        raise _not_kept(self)
+    keeps_fitted: ClassVar[bool] = False
 
     def add(self, events: ir.Table) -> ir.Table:
         """Groups are quantiles of the train durations. A later, unknown duration is placed by its value."""
@@ -239,19 +244,7 @@ class WatchTimeGain(Label):
     ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_base(self.base)
-
-    @property
-    def duration_base(self) -> float:
-        """Base of the duration buckets."""
-        return self.base
-
-    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """See ``Label.extend``: not supported."""
-        raise _not_kept(self)
+    keeps_fitted: ClassVar[bool] = False
 
     def add(self, events: ir.Table) -> ir.Table:
         """Moments are sums of integers, so they do not depend on the order of summation."""
@@ -432,22 +425,6 @@ def _unwatched_is_zero(keyed: ir.Table, label: ir.FloatingColumn, ties: Ties) ->
 
 def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) -> ir.Table:
     return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
-
-
-def _not_kept(label: Label) -> RecpoError:
-    return RecpoError(
-        f"label {type(label).__name__}: what it fits is not kept, so that a directory with it cannot be extended; "
-        "prepare the whole log again, or take another --label",
-        code="unsupported",
-        field="label",
-    )
-
-
-def _check_base(base: float) -> None:
-    if not base > 1:
-        raise RecpoError(
-            f"label: base {base} of the duration buckets must be greater than 1", code="out_of_range", field="base"
-        )
 
 
 def bucket_counts(events: ir.Table, base: float) -> ir.Table:

@@ -13,19 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from recpo.artifacts import MARKER, marker, output_directory, sha256
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
-from recpo.base.feedback import FeedbackDefinition
-from recpo.log.engine import Location, Place
-from recpo.log.feature_columns import CONTEXT, ENCODED
+from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
+from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine
+from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
+from recpo.log.files import Log, find_files, write_frame
 from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
@@ -116,6 +119,27 @@ def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.Parqu
 
 
 @dataclass(frozen=True)
+class LabeledLog:
+    """The events of a log, ready to be written.
+
+    Attributes:
+        log: its files, columns and types.
+        items: ``item_id`` and ``item_index`` of the catalog.
+        users: ``user_id`` and ``user_index``.
+        events: the kept events with the indices of their item and user, period, position, request and label.
+        boundaries: of the periods, for the manifest.
+        feedback: how labels and watch times become feedback levels.
+    """
+
+    log: Log
+    items: ir.Table
+    users: ir.Table
+    events: ir.Table
+    boundaries: dict[str, Any]
+    feedback: FeedbackDefinition
+
+
+@dataclass(frozen=True)
 class Encoding:
     """How the columns of a shard are derived from those of the events.
 
@@ -170,6 +194,19 @@ def write_shards(
         while pending:
             finish_one()
     return shards
+
+
+def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """The numbers of rows, targets and users, and of each kind of feedback and behavior, per period over all shards."""
+    keys = ("rows", "targets", "users", *FEEDBACK_KINDS)
+    found: dict[str, dict[str, Any]] = {
+        period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()
+    }
+    if behaviors:
+        for period, own in shards.items():
+            by_shard = zip(*(shard[Derived.BEHAVIORS] for shard in own), strict=True)
+            found[period][Derived.BEHAVIORS] = dict(zip(behaviors, map(sum, by_shard), strict=True))
+    return found
 
 
 def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
@@ -342,6 +379,105 @@ def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+Source: TypeAlias = str | Sequence[str] | pa.Table
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a prepared directory is made from: names of files, directories and patterns, or tables of rows.
+
+    Attributes:
+        log: the events.
+        items: item table; None = there is none.
+        users: user table; None = there is none.
+    """
+
+    log: Source
+    items: Source | None = None
+    users: Source | None = None
+
+    @property
+    def tables(self) -> dict[TableSide, bool]:
+        """Whether there is a table of items and of users."""
+        return {"item": self.items is not None, "user": self.users is not None}
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a prepared directory is written, and with which engine.
+
+    Attributes:
+        out: the directory, local or in an object store.
+        engine: what runs the expressions.
+        work: directory for temporary files; None = beside ``out``.
+        overwrite: replace ``out``, if it is a prepared directory.
+        progress: show a bar on a terminal.
+    """
+
+    out: str | Path
+    engine: EngineOptions = EngineOptions()  # noqa: RUF009  frozen
+    work: str | Path | None = None
+    overwrite: bool = False
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What a run that writes a prepared directory works with.
+
+    Attributes:
+        engine: runs the expressions.
+        writers: number of threads that encode shards.
+        directory: the unfinished directory.
+        work: directory for temporary files.
+        bar: the progress bar, one step per stage.
+        log: files of the log.
+        tables: files of the item and of the user table; empty = there is none.
+    """
+
+    engine: Engine
+    writers: int
+    directory: Path
+    work: Place
+    bar: tqdm[Any]
+    log: Sequence[Place]
+    tables: Mapping[TableSide, Sequence[Place]]
+
+
+@contextmanager
+def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Place] = ()) -> Iterator[Workplace]:
+    """Starts the engine in a directory that becomes ``output.out`` when the block ends without an error.
+
+    Args:
+        sources: what is read; a frame is first written to a file in the directory for temporary files.
+        output: where the directory is written, and with which engine.
+        stages: number of steps of the progress bar.
+        inputs: further inputs besides the sources, which must lie outside of the output.
+    """
+    given = {what: source for what, source in vars(sources).items() if source is not None}
+    names = {what: _names(source) for what, source in given.items() if not isinstance(source, pa.Table)}
+    found = {what: find_files(listed, what) for what, listed in names.items()}
+    work, engine = None if output.work is None else locate(output.work), output.engine
+    read = [path for paths in found.values() for path in paths]
+    read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
+    with (
+        prepared_directory(locate(output.out), work, overwrite=output.overwrite, inputs=read) as directory,
+        work_directory(work, directory) as temporary,
+        start_engine(engine, temporary) as started,
+        tqdm(total=stages, desc="prepare", unit="stage", disable=None if output.progress else True) as bar,
+    ):
+        for what, source in given.items():
+            if isinstance(source, pa.Table):
+                frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
+                found[what] = [write_frame(source, temporary, frame)]
+        tables: dict[TableSide, Sequence[Place]] = {"item": found.get("items", []), "user": found.get("users", [])}
+        yield Workplace(started, engine.writers, directory, temporary, bar, found["log"], tables)
+
+
+def _names(source: str | Sequence[str]) -> list[str]:
+    return [source] if isinstance(source, str) else list(source)
 
 
 def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -13,13 +13,10 @@ ranked by a single bundle.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -28,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
+from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
@@ -245,7 +243,7 @@ class Versions:
                 field="version",
             )
         loaded = self._load(version)  # it must pass its tests before other workers see it
-        with _locked(self.path):
+        with locked_parent(self.path / ACTIVE):
             active, previous = self._state()
             before = active or self.current.version
             if before != version:
@@ -266,7 +264,7 @@ class Versions:
                 field="previous",
             )
         loaded = self._load(previous[-1])
-        with _locked(self.path):
+        with locked_parent(self.path / ACTIVE):
             if self._state()[1] != previous:
                 raise RecpoError(
                     f"{self.path}: another swap has just happened: look at the versions, and ask again",
@@ -373,17 +371,6 @@ def _newest(path: Path) -> str:
             field=str(path),
         )
     return names[-1]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """A lock: one change of ``active.json`` at a time."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:

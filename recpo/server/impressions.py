@@ -13,7 +13,6 @@ segment and writes the same file.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +47,7 @@ from recpo.server.segments import (
     Address,
     SegmentWriter,
     Slot,
+    locked_handle,
     read_record,
     read_records,
     segment_path,
@@ -468,9 +468,10 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
     root = Path(root)
     if not (root / JOURNAL).is_dir():
         return Settled()
-    with _only_one(root / JOURNAL) as alone:
-        if not alone:
-            return Settled()
+    alone = locked_handle(root / JOURNAL / "settling.lock", os.O_CREAT | os.O_RDWR)
+    if alone is None:
+        return Settled()
+    try:
         _complete_orphans(root / JOURNAL)
         due = [segment for segment in _segments(root / JOURNAL, COMPLETE) if _is_due(root, segment, outcome_window_s)]
         for segment in due:
@@ -482,6 +483,8 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
         result = sum((_publish(root, segment, outcomes) for segment in closing), Settled())
         _remove_done(root / JOURNAL, targets)
         return result
+    finally:
+        os.close(alone)
 
 
 def file_name(slot: int, segment: int) -> str:
@@ -582,18 +585,3 @@ def _is_due(root: Path, segment: _Segment, outcome_window_s: float) -> bool:
 def _rename(root: Path, segment: _Segment, before: str, after: str) -> None:
     place = segment_path(root / JOURNAL, *segment, before)
     place.rename(place.with_suffix(after))
-
-
-@contextmanager
-def _only_one(journal: Path) -> Iterator[bool]:
-    """True for the single process that may publish now. The lock ends with the process."""
-    handle = os.open(journal / "settling.lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from recpo.server.bundles import LoadedBundle
@@ -35,61 +36,38 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # of the extra `serve`
 
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "recpo_requests", "Requests by route and status.", ["route", "status"], registry=registry
-        )
-        self.latency = Histogram(
-            "recpo_request_seconds", "Time from request to answer.", ["route"], buckets=_LATENCIES, registry=registry
-        )
-        self.batch_size = Histogram(
-            "recpo_batch_size", "Requests that were ranked together.", buckets=_SIZES, registry=registry
-        )
-        self.batch_seconds = Histogram(
-            "recpo_batch_seconds", "Time of reading and ranking a batch.", buckets=_LATENCIES, registry=registry
-        )
-        self.queue = Gauge(
-            "recpo_queue_depth", "Requests that wait for a batch.", registry=registry, multiprocess_mode="livesum"
-        )
-        self.left_out = Counter(
-            "recpo_histories_left_out",
-            "What was left out of histories: unknown_items, impossible_values, events_without_feedback, ...",
-            ["what"],
-            registry=registry,
-        )
-        self.short_lists = Counter("recpo_short_lists", "Answers with fewer items than asked for.", registry=registry)
-        self.items = Counter("recpo_items_shown", "Items in answers.", ["explored"], registry=registry)
-        self.invalid_propensities = Counter(
-            "recpo_invalid_propensities",
-            "Slates that were neither sent nor logged because their propensities are not probabilities.",
-            registry=registry,
-        )
-        self.impressions = Counter("recpo_impressions", "Impressions on disk.", registry=registry)
-        self.outcomes = Counter("recpo_outcomes", "Outcomes on disk.", registry=registry)
-        self.published = Counter("recpo_published_rows", "Rows in Parquet files.", registry=registry)
-        self.lost = Counter("recpo_log_lost_bytes", "Bytes of incomplete records.", registry=registry)
-        self.swaps = Counter("recpo_bundle_swaps", "Bundles that took over, the first one included.", registry=registry)
-        self.bundle = Gauge(
-            "recpo_bundle_info",
-            "1 for the bundle that serves, 0 for those before it.",
-            ["name", "version", "checksum"],
-            registry=registry,
-            multiprocess_mode="livemax",
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_LATENCIES)
+        self.requests = counter("recpo_requests", "Requests by route and status.", ["route", "status"])
+        seconds = "Time from request to answer."
+        self.latency = histogram("recpo_request_seconds", seconds, ["route"])
+        self.batch_size = histogram("recpo_batch_size", "Requests that were ranked together.", buckets=_SIZES)
+        seconds = "Time of reading and ranking a batch."
+        self.batch_seconds = histogram("recpo_batch_seconds", seconds)
+        waiting = "Requests that wait for a batch."
+        self.queue = gauge("recpo_queue_depth", waiting, multiprocess_mode="livesum")
+        left_out = "What was left out of histories: unknown_items, impossible_values, events_without_feedback, ..."
+        self.left_out = counter("recpo_histories_left_out", left_out, ["what"])
+        self.short_lists = counter("recpo_short_lists", "Answers with fewer items than asked for.")
+        self.items = counter("recpo_items_shown", "Items in answers.", ["explored"])
+        wrong = "Slates that were neither sent nor logged because their propensities are not probabilities."
+        self.invalid_propensities = counter("recpo_invalid_propensities", wrong)
+        self.impressions = counter("recpo_impressions", "Impressions on disk.")
+        self.outcomes = counter("recpo_outcomes", "Outcomes on disk.")
+        self.published = counter("recpo_published_rows", "Rows in Parquet files.")
+        self.lost = counter("recpo_log_lost_bytes", "Bytes of incomplete records.")
+        self.swaps = counter("recpo_bundle_swaps", "Bundles that took over, the first one included.")
+        serves, labels = "1 for the bundle that serves, 0 for those before it.", ["name", "version", "checksum"]
+        self.bundle = gauge("recpo_bundle_info", serves, labels, multiprocess_mode="livemax")
         self._serving: dict[str, tuple[str, str, str]] = {}
         self._of_routes: dict[tuple[str, int], tuple[Counter, Histogram]] = {}  # looking labels up costs more
         self._of_variants: tuple[Counter, Gauge] | None = None
         if variants:
+            answers = "Answers of each variant, or interleaved."
+            ended = "1 for a variant that a guard ended: its users get the control."
             self._of_variants = (
-                Counter(
-                    "recpo_variant_answers", "Answers of each variant, or interleaved.", ["variant"], registry=registry
-                ),
-                Gauge(
-                    "recpo_variant_ended",
-                    "1 for a variant that a guard ended: its users get the control.",
-                    ["variant"],
-                    registry=registry,
-                    multiprocess_mode="livemax",
-                ),
+                counter("recpo_variant_answers", answers, ["variant"]),
+                gauge("recpo_variant_ended", ended, ["variant"], multiprocess_mode="livemax"),
             )
             self.of_ended(variants, ())
 

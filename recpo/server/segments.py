@@ -91,15 +91,10 @@ class Slot:
         path = slot_path(journal, number)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDONLY)
+            handle = locked_handle(path, os.O_RDONLY)
         except OSError as error:
             raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            return None
-        return cls(journal, number, handle)
+        return None if handle is None else cls(journal, number, handle)
 
     def complete_segments(self) -> None:
         """Completes the segments that a dead process left open."""
@@ -250,6 +245,17 @@ class SegmentWriter:
             place.rename(place.with_suffix(COMPLETE))
         except OSError:
             self.failed = True  # it stays open, and is completed when the slot is claimed again
+
+
+def locked_handle(path: Path, flags: int) -> int | None:
+    """An open file or directory whose lock ends with the handle or the process; None if another process holds it."""
+    handle = os.open(path, flags, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def slot_path(journal: Path, number: int) -> Path:

@@ -22,7 +22,6 @@ of bounds and of variants that may end. For dislikes this holds exactly, for val
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -41,12 +40,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow.compute as pc
 
 from recpo.artifacts import read_json, write_json
+from recpo.artifacts.outputs import locked_parent
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.evaluation.sequences import EmpiricalBernstein
 from recpo.evaluation.variants import PerUser, Slates, read_log, slates
 from recpo.server.bundles import LoadedBundle, Versions, log_kind
 from recpo.server.impressions import JOURNAL, validate_log_directory
+from recpo.server.segments import locked_handle
 
 if TYPE_CHECKING:
     from recpo.server.options import ServerOptions
@@ -227,15 +228,11 @@ class EndedVariants:
         Raises:
             RecpoError: the file is damaged or cannot be written.
         """
-        handle = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with locked_parent(self._path):
             content = self._read()
             known = content.setdefault(self._experiment, {})
             known.setdefault(name, {"ended_at": int(time.time() * 1000), **reason})
             write_json(self._path, content)
-        finally:
-            os.close(handle)
         self.names |= {name}
         _LOG.warning("variant ended", extra={"fields": {"experiment": self._experiment, "variant": name, **reason}})
 
@@ -306,14 +303,8 @@ class Watch:
     def _is_watching(self) -> bool:
         """Whether this process holds the lock, which ends with it."""
         if self._lock is None:
-            handle = os.open(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(handle)
-                return False
-            self._lock = handle
-        return True
+            self._lock = locked_handle(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR)
+        return self._lock is not None
 
     def _slates(self, file: Path) -> dict[str, Slates]:
         try:

@@ -17,11 +17,12 @@ from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
 from recpo.log.engine import EngineOptions, locate
 from recpo.log.extension import extend
-from recpo.log.prepare import Output, Preparation, Sources
+from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
 from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.log.splits import LeaveLastOut
+from recpo.log.writing import Output, Sources
 from recpo.verbs.verb import Verb, function_of
 
 # Imported so that their short names work as class paths on the command line.

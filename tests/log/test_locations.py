@@ -16,8 +16,8 @@ from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import ResumableLoader, TrainBatches
 from recpo.log import prepare as prepare_module, writing as publishing
-from recpo.log.engine import EngineOptions, Location, locate
-from recpo.log.prepare import Preparation, start_engine
+from recpo.log.engine import EngineOptions, Location, locate, start_engine
+from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from tests.log.conftest import make_log, write_log
 from tests.refusals import refused

@@ -4,8 +4,7 @@ import pyarrow as pa
 import pytest
 
 from recpo.log.column_facts import behavior_of, clock_units, column_facts, length_units, rank_as, unit_of_name
-from recpo.log.csv_files import CsvFormat
-from recpo.log.files import text_format
+from recpo.log.csv_files import CsvFormat, text_format
 from recpo.log.recognition import recognize
 from recpo.log.schema import Columns, FlagColumn
 

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.base.errors import RecpoError
-from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate
+from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate, start_engine
 from recpo.log.events import timestamp_ms
-from recpo.log.prepare import Preparation, start_engine
+from recpo.log.prepare import Preparation
 from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from tests.log.conftest import START_MS, make_log, write_log
