@@ -52,16 +52,7 @@ from recpo.log.feature_tables import (
     write_table,
 )
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import (
-    HELD_OUT,
-    HISTORIES,
-    ITEM_FEATURES,
-    ITEMS,
-    QUANTILES,
-    TRAIN_PAST,
-    USER_FEATURES,
-    USERS,
-)
+from recpo.log.prepared import HELD_OUT, HISTORIES, ITEM_FEATURES, ITEMS, QUANTILES, TRAIN_PAST, USER_FEATURES, USERS
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,

@@ -88,7 +88,7 @@ RIGHT = {
         "--objective.help GRPO --nonsense 3",
         "--trainer.callbacks+ EarlyStopping --trainer.max_epochs 3",
         "--trainer.callbacks [{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: x}}]",
-        "--trainer.callbacks [{class_path: lightning.pytorch.callbacks.WeightAveraging, init_args: {use_buffers: true}}]",
+        "--trainer.callbacks [{class_path: lightning.pytorch.callbacks.WeightAveraging, init_args: {device: cpu}}]",
         "--trainer {max_epochs: 2, init_args: {max_steps: 3}}",
         "--reward null --rollout null --lr_scheduler null",
         "--data.layout ImpressionLayout --data.layout.slate_length 3",
