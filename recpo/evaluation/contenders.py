@@ -200,7 +200,7 @@ def _load_fitted(
 ) -> Loaded:
     model = fitted_model(name, data, options, cache, progress)
     if isinstance(model, Factors):
-        return Loaded(factors_recommender(model, name), model.max_history)
+        return Loaded(factors_recommender(model, name), model.max_history, reads=model.reads)
     if isinstance(model, ImplicitALS):
         als = model
 

@@ -2,7 +2,7 @@
 
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.feedback import GRADES
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
-from recpo.base.types import Histories
+from recpo.base.types import Features, Histories
 from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 
 # Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
@@ -35,6 +36,8 @@ class GradeFactorsOptions:
     """number of most recent events that ``fold_in`` reads"""
     lower_bound: NonNegativeFloat = 0.0
     """number of standard deviations of its posterior by which a grade is reduced"""
+    user_features: bool = False
+    """the prior means ``(c, d)`` depend on features of the user"""
 
     def __post_init__(self) -> None:
         """Validates the ranges."""
@@ -47,7 +50,8 @@ class GradeFactors(nn.Module):
     ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
     of their items, as in ``recpo.rewards.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
     by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
-    ``recpo.rewards.graded`` written as a dot product.
+    ``recpo.rewards.graded`` written as a dot product. A model that reads features of users has ``user_prior`` after
+    ``set_schema``.
 
     Args:
         num_items: V.
@@ -58,6 +62,8 @@ class GradeFactors(nn.Module):
         item_bias: ``[V + 1]``.
         factor_variance: ``[V + 1, r]``, variance of the factors; 0 if they are treated as exact.
         history_prior: ``[V + 1, r + 1]``; its damped mean over a history is ``(c, d)``, the prior mean of ``(p, b)``.
+        user_prior: ``[C, r + 1]``, what the features of a user add to ``(c, d)`` (``linear_in_features``); None = they
+            are not read.
         item_variances: ``[V + 1, rooted]``, ``t``.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
@@ -66,6 +72,7 @@ class GradeFactors(nn.Module):
     item_bias: Tensor
     factor_variance: Tensor
     history_prior: Tensor
+    user_prior: Tensor | None
     item_variances: Tensor
     _grades: Tensor
 
@@ -77,10 +84,30 @@ class GradeFactors(nn.Module):
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
         self.register_buffer("history_prior", torch.zeros(num_items + 1, rank + 1))
+        self._user_schema = tuple[Feature, ...]()
+        self.register_buffer("user_prior", None)
         # nothing to store without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
+
+    def set_schema(self, schema: FeatureSchema) -> None:
+        """Creates ``user_prior`` for the features of a schema, if the model reads features of users.
+
+        Raises:
+            RecpoError: there are none.
+        """
+        if not self.options.user_features:
+            return
+        if not schema.user:
+            raise RecpoError(
+                "the factors read features of users and the prepared log has none: take the data that they were fitted "
+                "on",
+                code="mismatch",
+                field="user_features",
+            )
+        self._user_schema = schema.user
+        self.user_prior = self.history_prior.new_zeros(num_columns(schema.user), self.options.rank + 1)
 
     def assign(
         self,
@@ -90,6 +117,7 @@ class GradeFactors(nn.Module):
         item_covariance: Tensor | None = None,
         noise: float = 0.0,
         history_prior: Tensor | None = None,
+        user_prior: Tensor | None = None,
     ) -> None:
         """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
 
@@ -100,6 +128,7 @@ class GradeFactors(nn.Module):
             item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
             noise: variance of the noise.
             history_prior: ``[V, r + 1]``; None = 0.
+            user_prior: ``[C, r + 1]``, for the schema of ``set_schema``.
 
         Raises:
             RecpoError: wrong sizes, or missing covariances although there is a bound.
@@ -115,6 +144,8 @@ class GradeFactors(nn.Module):
         self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
         if history_prior is not None:
             self.history_prior[1:] = history_prior
+        if self.user_prior is not None and user_prior is not None:
+            self.user_prior.copy_(user_prior)
         if self.rooted and item_covariance is None:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
@@ -130,7 +161,11 @@ class GradeFactors(nn.Module):
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
         (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
-        result is zero if no event has a grade. Positions after ``lengths`` are ignored.
+        result is the prior mean if no event has a grade: what the features of the user say, or zero. Positions after
+        ``lengths`` are ignored.
+
+        Raises:
+            RecpoError: the model reads features of users and the histories have none.
         """
         item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, self.options.max_history)
         known = recent & (feedback > 0)
@@ -138,7 +173,10 @@ class GradeFactors(nn.Module):
         targets = self._grades[feedback] - self.options.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
         prior = F.pad(torch.full_like(variance, self.options.ridge), (0, 1), value=self.options.bias_ridge)
-        pull = prior * damped_mean(self.history_prior[item_ids], known)
+        means = damped_mean(self.history_prior[item_ids], known)
+        if self.user_prior is not None:
+            means = means + user_means(self._user_schema, histories, self.user_prior)
+        pull = prior * means
         system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
             return solve_positive_definite(system.matrix, system.right).float()
@@ -170,6 +208,54 @@ class GradeFactors(nn.Module):
             return products
         variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
         return products - variance.clamp_min(0.0).sqrt()
+
+
+def num_columns(features: Sequence[Feature]) -> int:
+    """C, the number of rows of the weights of ``linear_in_features``."""
+    coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
+    widths = [int(one.width or 0) for one in of_type(features, Vector)]
+    return sum(int(one.num_codes or 0) for one in coded) + len(of_type(features, Number)) + sum(widths)
+
+
+def linear_in_features(features: Sequence[Feature], values: Features, weights: Tensor) -> Tensor:
+    """Sums of ``weights`` over what is known: ``[..., d]`` of features with the leading shape ``[...]``.
+
+    A category has one row of the weights per code, and gives that of its code; a set of n categories gives the sum of n
+    rows, divided by ``sqrt(n)``; a number, and a component of a vector, has one row, which it multiplies. A missing
+    value gives 0, and a code beyond the vocabulary counts as unknown.
+
+    Args:
+        features: the fitted features.
+        values: their values.
+        weights: ``[C, d]``: first the categories, then the sets of categories, the numbers and the vectors.
+    """
+    coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
+    begin, total = 0, weights.new_zeros(*values.numbers.shape[:-1], weights.shape[1])
+    for one, codes in zip(coded, [*values.codes[..., None].unbind(-2), *values.lists], strict=True):
+        size = int(one.num_codes or 0)
+        known = (codes > 0).to(weights.dtype)
+        share = known / known.sum(-1, keepdim=True).clamp_min(1.0).sqrt()
+        rows = F.embedding(torch.where(codes < size, codes, UNKNOWN), weights[begin : begin + size])
+        total, begin = total + (rows * share[..., None]).sum(-2), begin + size
+    if begin == len(weights):
+        return total
+    return total + torch.cat([values.numbers, *values.vectors], -1).nan_to_num(0.0).to(weights.dtype) @ weights[begin:]
+
+
+def user_means(features: Sequence[Feature], histories: Histories, weights: Tensor) -> Tensor:
+    """``linear_in_features`` of the users of histories, ``[B, d]`` float64.
+
+    Raises:
+        RecpoError: the histories have no features of users.
+    """
+    if histories.user is None:
+        raise RecpoError(
+            "the factors read features of users, and these histories have none: read them with the histories, or give "
+            "user_features",
+            code="missing_value",
+            field="user_features",
+        )
+    return linear_in_features(features, histories.user, weights.double())
 
 
 def recent_feedback(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:

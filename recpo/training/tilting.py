@@ -50,6 +50,7 @@ from recpo.training.run import (
     checkpoint_path,
     copy_features,
     mark_finished,
+    write_features,
     write_text,
 )
 
@@ -156,6 +157,7 @@ def tilted(
 
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
     """Gives the module of a policy the tensors of a factor model."""
+    module.set_schema(factors.features)
     module.assign(
         factors.item_factors,
         factors.item_bias,
@@ -163,6 +165,7 @@ def assign_factors(module: GradeFactors, factors: Factors) -> None:
         factors.item_covariance,
         factors.noise,
         factors.history_prior,
+        factors.user_prior,
     )
 
 
@@ -410,13 +413,26 @@ def write_tilted(
     checkpoint: Checkpoint,
     factors: Factors,
     how: TemperatureChoice,
+    data: Prepared | None,
 ) -> None:
-    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards."""
+    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards.
+
+    Args:
+        root: the directory of the run.
+        policy: the tilted policy.
+        base: the run that it was made from.
+        checkpoint: of that run.
+        factors: its factors.
+        how: how the temperature was chosen.
+        data: its prepared data, which factors that read features of users need; None = they read none.
+    """
     for name in (ITEMS, FEEDBACK):
         shutil.copy2(base.root / name, root / name)
     if (base.root / CODES).is_dir():
         shutil.copytree(base.root / CODES, root / CODES)
     copy_features(base.root, root)
+    if data is not None and factors.user_features:
+        write_features(root, policy, data)
     below, options = read_yaml(base.root / RESOLVED, REMEDY)["policy"], policy.factors.options
     arguments = {"base": below, "factors": asdict(options), "temperature": policy.temperature}
     arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}

@@ -12,11 +12,11 @@ from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.types import Features, Histories
 from recpo.log.feature_columns import FeatureColumns
 from recpo.ops.linear_algebra import damped_mean
-from recpo.rewards import graded, selection, variational
+from recpo.rewards import graded, prior_features, selection
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of
+from recpo.rewards.prior_features import of_consumption, of_table, user_features
 from recpo.rewards.selection import fit_factors
-from recpo.rewards.variational import of_consumption, of_table, user_features
 from tests.refusals import refused
 
 
@@ -130,10 +130,10 @@ def test_features_of_a_table_are_its_principal_components(tastes, monkeypatch):
     assert np.square(of_users).mean(0).max() == pytest.approx(1.0)
     nothing = given.map(torch.zeros_like)
     assert of_table(lambda: parts, schema, nothing, 0).items.shape == (60, 0)
-    monkeypatch.setattr(variational, "_ROWS", 7)
+    monkeypatch.setattr(prior_features, "_ROWS", 7)
     pieces = of_table(lambda: parts, schema, given, 0)
     np.testing.assert_allclose(pieces.items, found.items, atol=1e-9)
-    monkeypatch.setattr(variational, "TABLE_COLUMNS", 3)
+    monkeypatch.setattr(prior_features, "TABLE_COLUMNS", 3)
     largest = of_table(lambda: parts, schema, given, 0).items
     np.testing.assert_allclose(np.abs(largest), np.abs(expected[:, :3]), atol=1e-3)
 
