@@ -38,6 +38,10 @@ class GradeFactorsOptions:
     """number of standard deviations of its posterior by which a grade is reduced"""
     user_features: bool = False
     """the prior means ``(c, d)`` depend on features of the user"""
+    item_features: bool = False
+    """the prior means of items without events depend on their features"""
+    noise: NonNegativeFloat = 0.0
+    """variance of a grade around its expectation"""
 
     def __post_init__(self) -> None:
         """Validates the ranges."""
@@ -50,8 +54,8 @@ class GradeFactors(nn.Module):
     ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
     of their items, as in ``recpo.rewards.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
     by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
-    ``recpo.rewards.graded`` written as a dot product. A model that reads features of users has ``user_prior`` after
-    ``set_schema``.
+    ``recpo.rewards.graded`` written as a dot product. ``set_schema`` makes the rows of ``user_prior`` and
+    ``item_prior`` that belong to features.
 
     Args:
         num_items: V.
@@ -64,6 +68,10 @@ class GradeFactors(nn.Module):
         history_prior: ``[V + 1, r + 1]``; its damped mean over a history is ``(c, d)``, the prior mean of ``(p, b)``.
         user_prior: ``[C, r + 1]``, what the features of a user add to ``(c, d)`` (``linear_in_features``); None = they
             are not read.
+        item_prior: ``[C + 1, 2 (r + 1)]``, ``(q, b)`` and ``history_prior`` of an item without events: what its
+            features say, and in the last row what is true of all.
+        prior_variance: ``[r]``, ``factor_variance`` of such an item.
+        prior_covariance: ``[r + 1, r + 1]``, the inverse of its normal matrix.
         item_variances: ``[V + 1, rooted]``, ``t``.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
@@ -73,6 +81,9 @@ class GradeFactors(nn.Module):
     factor_variance: Tensor
     history_prior: Tensor
     user_prior: Tensor | None
+    item_prior: Tensor
+    prior_variance: Tensor
+    prior_covariance: Tensor
     item_variances: Tensor
     _grades: Tensor
 
@@ -84,30 +95,35 @@ class GradeFactors(nn.Module):
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
         self.register_buffer("history_prior", torch.zeros(num_items + 1, rank + 1))
-        self._user_schema = tuple[Feature, ...]()
+        self._schema = FeatureSchema()
         self.register_buffer("user_prior", None)
+        self.register_buffer("item_prior", torch.zeros(1, 2 * (rank + 1)))
+        self.register_buffer("prior_variance", torch.zeros(rank))
+        self.register_buffer("prior_covariance", torch.eye(rank + 1) / options.ridge)
         # nothing to store without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
     def set_schema(self, schema: FeatureSchema) -> None:
-        """Creates ``user_prior`` for the features of a schema, if the model reads features of users.
+        """Creates the priors for the features of a schema, as far as the model reads features.
 
         Raises:
-            RecpoError: there are none.
+            RecpoError: it reads some that the schema does not have.
         """
-        if not self.options.user_features:
-            return
-        if not schema.user:
-            raise RecpoError(
-                "the factors read features of users and the prepared log has none: take the data that they were fitted "
-                "on",
-                code="mismatch",
-                field="user_features",
-            )
-        self._user_schema = schema.user
-        self.user_prior = self.history_prior.new_zeros(num_columns(schema.user), self.options.rank + 1)
+        for side, read in (("user", self.options.user_features), ("item", self.options.item_features)):
+            if read and not getattr(schema, side):
+                raise RecpoError(
+                    f"the factors read features of {side}s and the prepared log has none: take the data that they were "
+                    "fitted on",
+                    code="mismatch",
+                    field=f"{side}_features",
+                )
+        self._schema, width, zero = schema, self.options.rank + 1, self.history_prior
+        if self.options.user_features:
+            self.user_prior = zero.new_zeros(num_columns(schema.user), width)
+        if self.options.item_features:
+            self.item_prior = zero.new_zeros(num_columns(schema.item) + 1, 2 * width)
 
     def assign(
         self,
@@ -117,7 +133,6 @@ class GradeFactors(nn.Module):
         item_covariance: Tensor | None = None,
         noise: float = 0.0,
         history_prior: Tensor | None = None,
-        user_prior: Tensor | None = None,
     ) -> None:
         """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
 
@@ -128,7 +143,6 @@ class GradeFactors(nn.Module):
             item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
             noise: variance of the noise.
             history_prior: ``[V, r + 1]``; None = 0.
-            user_prior: ``[C, r + 1]``, for the schema of ``set_schema``.
 
         Raises:
             RecpoError: wrong sizes, or missing covariances although there is a bound.
@@ -144,8 +158,6 @@ class GradeFactors(nn.Module):
         self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
         if history_prior is not None:
             self.history_prior[1:] = history_prior
-        if self.user_prior is not None and user_prior is not None:
-            self.user_prior.copy_(user_prior)
         if self.rooted and item_covariance is None:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
@@ -155,6 +167,24 @@ class GradeFactors(nn.Module):
             )
         if self.rooted and item_covariance is not None:
             self.item_variances[1:] = noise * item_forms(item_factors, item_covariance)
+
+    def of_new_items(self, features: Features) -> dict[str, Tensor]:
+        """Rows of the tensors with one row per item, by name, for items without events.
+
+        Args:
+            features: of the items ``[N]``.
+        """
+        rank, count = self.options.rank, len(features.codes)
+        means = self.item_prior[-1].expand(count, -1)
+        if self.options.item_features:
+            means = means + linear_in_features(self._schema.item, features, self.item_prior[:-1])
+        factors, bias, history = means.split([rank, 1, rank + 1], 1)
+        rows = {"item_factors": factors, "item_bias": bias[:, 0], "history_prior": history}
+        rows["factor_variance"] = self.prior_variance.expand(count, -1)
+        if self.rooted:
+            covariance = self.prior_covariance.expand(count, -1, -1)
+            rows["item_variances"] = self.options.noise * item_forms(factors, covariance)
+        return rows
 
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
@@ -175,7 +205,7 @@ class GradeFactors(nn.Module):
         prior = F.pad(torch.full_like(variance, self.options.ridge), (0, 1), value=self.options.bias_ridge)
         means = damped_mean(self.history_prior[item_ids], known)
         if self.user_prior is not None:
-            means = means + user_means(self._user_schema, histories, self.user_prior)
+            means = means + user_means(self._schema.user, histories, self.user_prior)
         pull = prior * means
         system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:

@@ -17,7 +17,7 @@ Single-file models in safetensors with a checksum, which an evaluation keeps for
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,9 @@ _TENSOR_NAMES: Final = (
     "user_factors",
     "item_covariance",
     "user_prior",
+    "item_prior",
+    "prior_variance",
+    "prior_covariance",
 )
 _OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
@@ -71,6 +74,10 @@ class Factors(Artifact):
             mean is 0 for everybody.
         user_prior: ``[C, r + 1]`` float32, what the features of a user add to the prior mean
             (``recpo.policies.grade_factors.linear_in_features``); None = no features of users are read.
+        item_prior: ``[C + 1, 2 (r + 1)]`` float32, factors, bias and ``history_prior`` of an item without events: what
+            its features say, and in the last row what is true of all; None = 0.
+        prior_variance: ``[r]`` float32, ``factor_variance`` of such an item; None = 0.
+        prior_covariance: ``[r + 1, r + 1]`` float32, the inverse of its normal matrix; None = ``I / ridge``.
         ridge: weight of ``|p_u - prior mean|^2`` when a user is folded in: the noise divided by the variance of a user
             factor.
         bias_ridge: weight of ``(b_u - prior mean)^2``.
@@ -84,7 +91,7 @@ class Factors(Artifact):
         feedback: defines the grades that it predicts, and those that ``fold_in`` reads; None = unknown.
         lower_bound: number of posterior standard deviations (``recpo.rewards.graded``) that lists and rankings
             subtract from the grade; 0 = rank by the grade itself.
-        features: the fitted features that ``user_prior`` belongs to.
+        features: the fitted features that ``user_prior`` and ``item_prior`` belong to.
         feature_checksums: identify what was fitted of them, by side (``Prepared.features_checksum``).
         facts: how the model was fitted and selected, for people.
     """
@@ -109,6 +116,9 @@ class Factors(Artifact):
     feedback: FeedbackDefinition | None = None
     lower_bound: float = 0.0
     user_prior: Tensor | None = None
+    item_prior: Tensor | None = None
+    prior_variance: Tensor | None = None
+    prior_covariance: Tensor | None = None
     features: FeatureSchema = field(default_factory=FeatureSchema)
     feature_checksums: Mapping[Side, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +139,9 @@ class Factors(Artifact):
             "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
             "user_prior": (num_columns(self.features.user), rank + 1),
+            "item_prior": (num_columns(self.features.item) + 1, 2 * (rank + 1)),
+            "prior_variance": (rank,),
+            "prior_covariance": (rank + 1, rank + 1),
         }
         for name, shape in expected.items():
             tensor = getattr(self, name)
@@ -158,6 +171,11 @@ class Factors(Artifact):
     def user_features(self) -> bool:
         """Whether it reads the features of users."""
         return self.user_prior is not None
+
+    @property
+    def item_features(self) -> bool:
+        """Whether features of items say what is true of an item without events."""
+        return bool(self.features.item)
 
     @property
     def reads(self) -> Reads:
@@ -302,8 +320,13 @@ class Factors(Artifact):
             return self
         counts = counts.double()
         logs = torch.log1p(counts)
-        centered = logs - (counts * logs).sum() / counts.sum()
-        return replace(self, item_bias=(self.item_bias + weight * centered).float())
+        center = (counts * logs).sum() / counts.sum()
+        model = replace(self, item_bias=(self.item_bias + weight * (logs - center)).float())
+        if self.item_prior is None:
+            return model
+        prior = self.item_prior.clone()
+        prior[-1, self.rank] -= weight * center
+        return replace(model, item_prior=prior)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Writes the directory, which appears complete or not at all.
@@ -371,10 +394,10 @@ class Factors(Artifact):
                 field="items.parquet",
             )
 
-    def validate_features(self, data: Prepared) -> None:
+    def validate_features(self, data: Prepared, sides: Sequence[Side] = ("user",)) -> None:
         """Raises ``RecpoError`` unless ``data`` has the features that the model reads, with the same meaning."""
         for side, checksum in self.feature_checksums.items():
-            if data.features_checksum(side) != checksum:
+            if side in sides and data.features_checksum(side) != checksum:
                 raise RecpoError(
                     f"the factors read features of {side}s that {data.root} does not have, or has with other "
                     "vocabularies or means: use the prepared directory that they were fitted on, or run `recpo "

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 from scipy.sparse import csr_array, hstack
 
 from recpo.base.features import Categories, Category, Feature, Vector, of_type
@@ -59,11 +58,6 @@ class Table(NamedTuple):
     axes: np.ndarray
     center: np.ndarray
 
-    def rows(self, features: Features) -> np.ndarray:
-        """``[N, k]`` of features with the leading shape ``[N]``."""
-        components: np.ndarray = _columns(self.schema, features, self.sizes) @ self.axes
-        return components - self.center
-
     def weights(self, slopes: np.ndarray) -> np.ndarray:
         """``[C, d]``: ``axes @ slopes [k, d]`` as weights of ``recpo.policies.grade_factors.linear_in_features``."""
         found: np.ndarray = self.axes @ slopes
@@ -75,14 +69,10 @@ class Table(NamedTuple):
 
 
 class UserTable(NamedTuple):
-    """The features ``[U]`` of the users' own table, and their components."""
+    """The components of the users' own table: ``rows [U, k]`` float32, in memory for all users."""
 
     table: Table
-    features: Features
-
-    def of(self, users: np.ndarray) -> np.ndarray:
-        """``[n, k]`` of some users."""
-        return self.table.rows(self.features.rows(torch.from_numpy(users).long()))
+    rows: np.ndarray
 
 
 class PriorFeatures(NamedTuple):
@@ -93,12 +83,14 @@ class PriorFeatures(NamedTuple):
         history: ``[V, n]``; the damped mean over a history is the features of its user.
         table: the components of the item table, which are the last columns of both; None = there are none.
         users: further features of the users; None = none.
+        history_scale: the table's columns of ``history``, divided by those of ``items``.
     """
 
     items: np.ndarray
     history: np.ndarray
     table: Table | None = None
     users: UserTable | None = None
+    history_scale: float = 1.0
 
     @classmethod
     def none(cls, num_items: int) -> PriorFeatures:
@@ -108,7 +100,7 @@ class PriorFeatures(NamedTuple):
     def beside(self, table: PriorFeatures) -> PriorFeatures:
         """The features of both, of which ``table`` has those of the item table."""
         items, history = (np.concatenate(columns, 1) for columns in zip(self[:2], table[:2], strict=True))
-        return PriorFeatures(items, history, table.table, self.users)
+        return PriorFeatures(items, history, table.table, self.users, table.history_scale)
 
     @property
     def num_user_columns(self) -> int:
@@ -118,7 +110,7 @@ class PriorFeatures(NamedTuple):
     def of_users(self, chunk: Chunk) -> np.ndarray:
         """``[n, num_user_columns]``, features of the chunk's users."""
         found = user_features(chunk, self.history)
-        return found if self.users is None else np.concatenate([found, self.users.of(chunk.users)], 1)
+        return found if self.users is None else np.concatenate([found, self.users.rows[chunk.users]], 1)
 
 
 def user_features(chunk: Chunk, history: np.ndarray) -> np.ndarray:
@@ -182,7 +174,7 @@ def of_table(
     of_users = np.sqrt(_user_squares(parts(), found).max())
     size = np.sqrt(np.square(found).mean(0).max())
     scaled = table._replace(axes=table.axes / size, center=table.center / size)
-    return PriorFeatures(found / size, found / of_users, scaled)
+    return PriorFeatures(found / size, found / of_users, scaled, history_scale=float(size / of_users))
 
 
 def of_user_table(schema: Sequence[Feature], features: Features, seed: int) -> UserTable | None:
@@ -195,7 +187,7 @@ def of_user_table(schema: Sequence[Feature], features: Features, seed: int) -> U
     if not found.shape[1]:
         return None
     size = np.sqrt(found.var(0).max())
-    return UserTable(table._replace(axes=table.axes / size), features)
+    return UserTable(table._replace(axes=table.axes / size), (found / size).astype(np.float32))
 
 
 def _components(

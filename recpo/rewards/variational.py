@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from recpo.base.features import FeatureSchema
+from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.prepared import Period, Prepared
 from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards.factors import Factors
@@ -264,6 +264,15 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
         for values in (items[:, :-1], items[:, -1], variances, covariance / fit.noise, known.history @ of_history)
     )
     user_prior = None if known.users is None else known.users.table.weights(of_users).astype(np.float32)
+    of_new = change @ fit.of_items.covariance @ change.T
+    item_prior, prior_variance, prior_covariance = (
+        torch.from_numpy(values.astype(np.float32))
+        for values in (_item_prior(fit, change, shift, of_history), np.diag(of_new)[:-1], of_new / fit.noise)
+    )
+    schema = FeatureSchema(
+        item=() if known.table is None else known.table.schema,
+        user=() if known.users is None else known.users.table.schema,
+    )
     return Factors(
         mean=mean + float(fit.users.mean[-1]),
         item_factors=factors,
@@ -271,8 +280,11 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
         factor_variance=variance,
         history_prior=history_prior,
         user_prior=None if user_prior is None else torch.from_numpy(user_prior),
-        features=FeatureSchema(user=() if known.users is None else known.users.table.schema),
-        feature_checksums={} if known.users is None else {"user": data.features_checksum("user")},
+        item_prior=item_prior,
+        prior_variance=prior_variance,
+        prior_covariance=prior_covariance if options.uncertainty else None,
+        features=schema,
+        feature_checksums={side: data.features_checksum(side) for side in SIDES if schema.of(side)},
         ridge=fit.noise,
         bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
         user_factors=None,
@@ -283,6 +295,21 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
         feedback=data.feedback,
         lower_bound=options.lower_bound,
     )
+
+
+def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.ndarray) -> np.ndarray:
+    """``Factors.item_prior``: prior means of an item without events, in the units of the stored factors.
+
+    Its consumption features are 0, as those of the fitted items without events.
+    """
+    table, slopes = fit.features.table, fit.of_items.slopes
+    if table is None:
+        return np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])[None]
+    columns = table.axes.shape[1]
+    of_items, of_history = slopes[-columns:] @ change.T, fit.features.history_scale * of_history[-columns:]
+    both = np.concatenate([of_items, of_history], 1)
+    constant = np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])
+    return np.concatenate([table.weights(both), (constant - table.center @ both)[None]])
 
 
 def finish(

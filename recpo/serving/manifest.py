@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 ITEM_ENCODERS: Final = "item_encoders.safetensors"
+# the policy whose weights say what the features of new items mean, without an encoder
+_FACTORS: Final = "recpo.policies.baseline.FactorPolicy"
 _FEATURE_REMEDY: Final = "copy or export the bundle again"
 
 
@@ -271,7 +273,8 @@ class BundleManifest(Artifact):
         required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
         required += [INDEX, VECTORS] * (index is not None)
         features = FeatureSchema.from_json(value("features", dict), f"{path}: features")
-        required += [*vocabulary_files(features), *[ITEM_ENCODERS] * bool(features.item)]
+        encodes = bool(features.item) and policy["class"] != _FACTORS
+        required += [*vocabulary_files(features), *[ITEM_ENCODERS] * encodes]
         behaviors = value("behaviors", list)
         unfitted = [one for side in SIDES for one in features.of(side) if not one.is_fitted]
         if unfitted or not all(type(name) is str for name in behaviors):

@@ -143,7 +143,9 @@ def tilted(
         RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested and
             the factors have none.
     """
-    options = replace(factors.options, lower_bound=lower_bound)
+    # new items need a vector of the base as well
+    grows = factors.item_features and base.reads_item_features
+    options = replace(factors.options, lower_bound=lower_bound, item_features=grows)
     policy: TiltedPolicy | RerankedPolicy
     if isinstance(base, CatalogSoftmaxPolicy):
         policy = TiltedPolicy(base.num_items, base=lambda _: base, factors=options, temperature=temperature)
@@ -158,6 +160,14 @@ def tilted(
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
     """Gives the module of a policy the tensors of a factor model."""
     module.set_schema(factors.features)
+    if factors.user_prior is not None and module.user_prior is not None:
+        module.user_prior.copy_(factors.user_prior)
+    if factors.item_prior is not None:
+        module.item_prior.copy_(factors.item_prior[-len(module.item_prior) :])
+    if factors.prior_variance is not None:
+        module.prior_variance.copy_(factors.prior_variance)
+    if factors.prior_covariance is not None:
+        module.prior_covariance.copy_(factors.prior_covariance)
     module.assign(
         factors.item_factors,
         factors.item_bias,
@@ -165,7 +175,6 @@ def assign_factors(module: GradeFactors, factors: Factors) -> None:
         factors.item_covariance,
         factors.noise,
         factors.history_prior,
-        factors.user_prior,
     )
 
 

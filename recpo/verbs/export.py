@@ -25,7 +25,7 @@ from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, Im
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle, grows
 from recpo.serving.manifest import BundleFeatures
 from recpo.serving.of_runs import evaluation_facts, facts_of
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
@@ -54,7 +54,10 @@ class ServedBaseline(NamedTuple):
             "user_ids": data.user_id_type,
             "item_column": data.item_column,
         }
-        features = BundleFeatures(user=data.fitted_features("user") if self.policy.reads_user else None)
+        features = BundleFeatures(
+            data.fitted_features("item") if grows(self.policy) else None,
+            data.fitted_features("user") if self.policy.reads_user else None,
+        )
         return PolicyFacts(data.feedback, features, self.options, origin)
 
 
@@ -92,7 +95,7 @@ def served_baseline(
     factors = named if isinstance(named, Factors) else Factors.open(named)
     factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)
-    factors.validate_features(data)
+    factors.validate_features(data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 
 

@@ -154,7 +154,9 @@ def of_users(user, item, given, count):
     found = summed / (np.bincount(user, minlength=count)[:, None] + 20)
     if given.users is None:
         return found
-    return np.concatenate([found, user_columns(given.users.features) @ given.users.table.axes], 1)
+    components = user_columns(user_table(count)) @ given.users.table.axes
+    np.testing.assert_allclose(given.users.rows, components, atol=1e-5)
+    return np.concatenate([found, given.users.rows], 1)
 
 
 @pytest.fixture(scope="module", params=[0, 3])
