@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
+from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.base.types import Features, Histories
 from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 
@@ -24,8 +24,8 @@ HISTORIES_AT_ONCE = 1 << 10
 class GradeFactorsOptions:
     """The numbers of a factor model of grades, which runs and bundles keep beside its tensors."""
 
-    rank: PositiveInt
-    """r, number of factors"""
+    rank: NonNegativeInt
+    """r, number of factors; 0 = averages of users and items"""
     mean: float
     """mean grade"""
     ridge: PositiveFloat

@@ -44,8 +44,9 @@ class FactorOptions:
     """variational keeps a posterior of every user and item and learns their priors from the data (Lim and Teh, 2007;
     ``recpo.rewards.variational``); als is alternating least squares with one ridge
     (``recpo.rewards.graded``)"""
-    ranks: Sequence[PositiveInt] | None = None
-    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
+    ranks: Sequence[NonNegativeInt] | None = None
+    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8. With 0, a grade is
+    the sum of the averages of user and item, shrunk toward the mean or what their features say"""
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None

@@ -358,3 +358,24 @@ def test_grades_that_are_all_equal_fit(data, monkeypatch):
     model = plain_factors(small, fit, 0.375, FactorOptions())
     nobody = Histories(torch.zeros(1, 2, dtype=torch.long), torch.tensor([0]), torch.zeros(1, 2, dtype=torch.long))
     np.testing.assert_allclose(model.scores(model.fold_in(nobody)), 0.375, atol=1e-3)
+
+
+def test_averages_are_factors_of_rank_0(data, events):
+    """Every bias is the mean of what is left, shrunk by a variance that is learned."""
+    user, item, grade = events
+    mean, _ = mean_grade(data)
+    fit = fit_items(data, mean, 0, FactorOptions(sweeps=6), lambda _: None)
+    model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
+    known = grade - model.mean - model.item_bias.double().numpy()[item]
+    count = data.manifest["num_users"]
+    sums, counts = np.bincount(user, known, count), np.bincount(user, minlength=count)
+    np.testing.assert_allclose(model.user_factors[:, 0], sums / (counts + model.bias_ridge), atol=1e-5)
+    bias = model.user_factors[:, -1:] + model.mean + model.item_bias
+    torch.testing.assert_close(model.scores(model.user_factors), bias)
+    assert model.item_covariance.shape[1:] == (1, 1)
+    nobody = Histories(torch.zeros(1, 2).long(), torch.tensor([0]), torch.zeros(1, 2).long())
+    torch.testing.assert_close(model.scores(model.fold_in(nobody))[0], model.mean + model.item_bias)
+    assert model.recommend(nobody, 5).item_ids.shape == (1, 5)
+    chosen = fit_factors(data, FactorOptions(method="als", ranks=(0,), ridges=(4.0,)))
+    assert chosen.rank == 0
+    assert chosen.item_bias.std() > 0.01
