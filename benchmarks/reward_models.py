@@ -197,8 +197,8 @@ def _before(user):
 
 
 def measured(prepared, split, quick):
-    """The numbers of every model of one log."""
-    data, found, best = Prepared.open(prepared), {}, None
+    """Yields the models of one log and their numbers."""
+    data, best = Prepared.open(prepared), None
     held_out = HeldOut.of(data, split)
     for name, model in MODELS.items():
         begin = time.perf_counter()
@@ -206,12 +206,11 @@ def measured(prepared, split, quick):
         if factors is not None:
             predicted, error = of_factors(factors, held_out), factors.facts["chosen"]["squared_error"]
             best = min(best or (error, predicted), (error, predicted), key=lambda one: one[0])
-            found[name] = {**held_out.measured(predicted), "s": time.perf_counter() - begin}
+            yield name, {**held_out.measured(predicted), "s": time.perf_counter() - begin}
     begin = time.perf_counter()
     predicted = Trees(data).predict(held_out)
-    found[TREES] = {**held_out.measured(predicted), "s": time.perf_counter() - begin}
-    found[MEAN] = {**held_out.measured((predicted + best[1]) / 2), "s": 0.0}
-    return found
+    yield TREES, {**held_out.measured(predicted), "s": time.perf_counter() - begin}
+    yield MEAN, {**held_out.measured((predicted + best[1]) / 2), "s": 0.0}
 
 
 def main():
@@ -223,7 +222,7 @@ def main():
     torch.set_grad_enabled(False)
     for prepared in options.prepared:
         table = Table(*COLUMNS, title=str(prepared))
-        for name, one in measured(prepared, options.split, options.quick).items():
+        for name, one in measured(prepared, options.split, options.quick):
             print(json.dumps({"prepared": str(prepared), "model": name, **one}), flush=True)
             table.add_row(name, *(f"{one[column]:.4f}" for column in COLUMNS[1:-1]), f"{one['s']:.0f}")
         Console(width=120).print(table)
