@@ -3,7 +3,7 @@
     python benchmarks/reward_models.py --prepared runs/kuairand_features/prepared runs/priors/living-0/prepared
 
 Fits every model on the training period and measures it on the test period, every user from the history before it
-(``--split valid``: the day that hyper-parameters may be chosen on). Averages are a factorization of rank 0, the others
+(``--split valid``: the day that hyper-parameters may be chosen on; ``--models`` names some models). Averages are a factorization of rank 0, the others
 have rank 8; consumption is 16 singular vectors. The trees are scikit-learn's (200 iterations, leaves of at least 100
 events), on the rate and number of events of the item, the user's mean grade, the same less the items' rates, the number
 of events of the user, and 16 principal components of each table. In training, an item's rate comes from the other four
@@ -196,11 +196,11 @@ def _before(user):
     return summed
 
 
-def measured(prepared, split, quick):
+def measured(prepared, split, models, quick):
     """Yields the models of one log and their numbers."""
     data, best = Prepared.open(prepared), None
     held_out = HeldOut.of(data, split)
-    for name, model in MODELS.items():
+    for name, model in ((name, MODELS[name]) for name in models):
         begin = time.perf_counter()
         factors = factor_model(data, model._replace(rank=min(model.rank, 2)) if quick else model)
         if factors is not None:
@@ -217,12 +217,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepared", type=Path, nargs="+", required=True)
     parser.add_argument("--split", choices=("valid", "test"), default="test")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--quick", action="store_true", help="small models, to see that it runs")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     for prepared in options.prepared:
         table = Table(*COLUMNS, title=str(prepared))
-        for name, one in measured(prepared, options.split, options.quick):
+        for name, one in measured(prepared, options.split, options.models, options.quick):
             print(json.dumps({"prepared": str(prepared), "model": name, **one}), flush=True)
             table.add_row(name, *(f"{one[column]:.4f}" for column in COLUMNS[1:-1]), f"{one['s']:.0f}")
         Console(width=120).print(table)

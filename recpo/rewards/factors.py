@@ -81,8 +81,8 @@ class Factors(Artifact):
         ridge: weight of ``|p_u - prior mean|^2`` when a user is folded in: the noise divided by the variance of a user
             factor.
         bias_ridge: weight of ``(b_u - prior mean)^2``.
-        user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; 0 for users
-            without events. None = users are only folded in from their history.
+        user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; for users without
+            events, what ``user_prior`` says. None = users are only folded in from their history.
         item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
         noise: variance of a grade around its expectation on the training events.
         catalog_checksum: identifies the items (``Prepared.catalog_checksum``).

@@ -154,7 +154,8 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
             code="mismatch",
             field=name,
         )
-    if reward.user_features_checksum not in (None, data.features_checksum("user")):
+    checksum = reward.user_features_checksum
+    if checksum is not None and checksum != data.features_checksum("user"):
         raise RecpoError(
             f"{name}: it reads features of users that {data.root} does not have, or has with other vocabularies or "
             "means; use the prepared directory it was made with",

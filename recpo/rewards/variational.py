@@ -315,12 +315,12 @@ def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.
 def finish(
     data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
 ) -> Factors:
-    """The model with the users of a period, each folded in from all of their events in it."""
+    """The model with the users of a period, each folded in from all events in it; the others have their prior means."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
     items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     history = model.history_prior.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
-    users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
+    users = prior_means(data, model, np.arange(int(data.manifest["num_users"]))).astype(np.float32)
     for chunk in chunks(data, finished, period):
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])

@@ -21,7 +21,7 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import Run
+from recpo.training.run import Run, features_that_differ
 from recpo.training.tilting import (
     TEMPERATURES,
     Criterion,
@@ -144,6 +144,14 @@ class Tilt(Verb[TiltResult]):
         if isinstance(policy, TiltedPolicy | RerankedPolicy):
             raise RecpoError(
                 f"{base.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
+            )
+        if data is not None and factors.user_features and features_that_differ(policy, base.root, data):
+            raise RecpoError(
+                f"{data.root} has other vocabularies or means of features than those that {base.root} was trained "
+                "with, and the factors read its features of users: train the run on these data, or fit the factors "
+                "with user_features false",
+                code="mismatch",
+                field="user_features",
             )
         used: Criterion | None = None
         trials: tuple[TiltTrial, ...] = ()

@@ -247,6 +247,9 @@ def test_a_training_user_is_the_posterior_of_the_fit_given_its_items(data, event
     expected = mean + means[:, :-1] @ fit.items.mean[:, :-1].T + means[:, -1:] + fit.items.mean[:, -1]
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.ptp(found.mean(1)) > 0.001
+    absent = np.setdiff1d(np.arange(count), here)
+    assert len(absent)
+    np.testing.assert_allclose(model.scores(model.user_factors).numpy()[absent], expected[absent], atol=1e-4)
     with refused("missing_value", "user_features"):
         model.fold_in(nobody)
 
