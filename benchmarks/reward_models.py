@@ -3,12 +3,12 @@
     python benchmarks/reward_models.py --prepared runs/kuairand_features/prepared runs/priors/living-0/prepared
 
 Fits every model on the training period and measures it on the test period, every user from the history before it
-(``--split valid``: the day that hyper-parameters may be chosen on; ``--models`` names some models). Averages are a factorization of rank 0, the others
-have rank 8; consumption is 16 singular vectors. The trees are scikit-learn's (200 iterations, leaves of at least 100
-events), on the rate and number of events of the item, the user's mean grade, the same less the items' rates, the number
-of events of the user, and 16 principal components of each table. In training, an item's rate comes from the other four
-fifths of the users, and what a user did from the events before, so that no row contains its own grade. Last, the mean
-of the trees and the best factorization on the validation period.
+(``--split valid``: the day that hyper-parameters may be chosen on; ``--models`` names some models). Averages are a
+factorization of rank 0, the others have rank 8; consumption is 16 singular vectors. The trees are scikit-learn's (200
+iterations, leaves of at least 100 events), on the rate and number of events of the item, the user's mean grade, the
+same less the items' rates, the number of events of the user, and 16 principal components of each table. In training, an
+item's rate comes from the other four fifths of the users, and what a user did from the events before, so that no row
+contains its own grade. Last, the mean of the trees and the best factorization on the validation period.
 
 Prints, per log and model, the squared error of the grade, and means over users of the AUC among the user's own
 exposures: of grades in the upper quartile against the others, and of positives against the others (``AUC_other``).

@@ -43,11 +43,8 @@ from recpo.policies.grade_factors import GradeFactorsOptions, num_columns, user_
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _NUMBERS: Final = ("mean", "ridge", "bias_ridge", "noise", "lower_bound")
-_TENSOR_NAMES: Final = (
-    "item_factors",
-    "item_bias",
-    "factor_variance",
-    "history_prior",
+_ALWAYS: Final = ("item_factors", "item_bias", "factor_variance", "history_prior")
+_OPTIONAL: Final = (
     "user_factors",
     "item_covariance",
     "user_prior",
@@ -190,7 +187,7 @@ class Factors(Artifact):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, by name."""
-        return {name: getattr(self, name) for name in _TENSOR_NAMES if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in (*_ALWAYS, *_OPTIONAL) if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str) -> Factors:
         """The model with its tensors on ``device``."""
@@ -363,9 +360,11 @@ class Factors(Artifact):
         verify(root, manifest["files"], cls.remedy())
         try:
             feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
+            tensors = load_file(root / _TENSORS)
+            values: dict[str, Any] = {name: float(manifest[name]) for name in _NUMBERS}
+            values |= {name: tensors[name] for name in _ALWAYS} | {name: tensors.get(name) for name in _OPTIONAL}
             return cls(
-                **{name: float(manifest[name]) for name in _NUMBERS},
-                **{name: load_file(root / _TENSORS).get(name) for name in _TENSOR_NAMES},  # type: ignore[arg-type]
+                **values,
                 catalog_checksum=str(manifest["catalog_checksum"]),
                 users_checksum=manifest["users_checksum"],
                 max_history=int(manifest["max_history"]),
