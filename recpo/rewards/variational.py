@@ -330,7 +330,7 @@ def finish(
 
 
 def prior_means(data: Prepared, model: Factors, users: np.ndarray) -> np.ndarray:
-    """``[n, r + 1]``: what the user table says of the prior means of some users; 0 if the model does not read it."""
+    """``[n, r + 1]``: the part of the prior means of some users that the user table gives; 0 if it is not read."""
     if model.user_prior is None:
         return np.zeros((len(users), model.rank + 1))
     features = data.user_features(users).tensors()
