@@ -1,9 +1,9 @@
-"""Factorizations without and with prior means from consumption and item features: errors and true values.
+"""Factorizations without and with prior means from consumption and features: errors and true values.
 
     python benchmarks/priors.py --work runs/priors                        # ten worlds, a few minutes on one core
     python benchmarks/priors.py --work runs/priors --worlds small:0       # one of them
 
-For every world (``kind:seed``): simulates a log, prepares it (with the table of items in a living world), and fits a
+For every world (``kind:seed``): simulates a log, prepares it (with both tables in a living world), and fits a
 factorization for every prior, and one with the default options, which chooses on the validation period. Then one
 evaluation of the models' own lists. Prints, per world and model: the squared error on the validation period, and the
 true value and dislikes of the top-10 lists of the test period, which rank by the expected grade (``mean``) and by the
@@ -25,10 +25,12 @@ import recpo
 from recpo.log.feature_columns import FeatureColumns
 
 PRIORS = {
-    "none": {"consumption": [0], "item_features": False},
-    "consumption": {"consumption": [16], "item_features": False},
-    "item features": {"consumption": [0], "item_features": True},
-    "both": {"consumption": [16], "item_features": True},
+    "none": {"consumption": [0], "item_features": False, "user_features": False},
+    "consumption": {"consumption": [16], "item_features": False, "user_features": False},
+    "item features": {"consumption": [0], "item_features": True, "user_features": False},
+    "both": {"consumption": [16], "item_features": True, "user_features": False},
+    "user features": {"consumption": [0], "item_features": False, "user_features": True},
+    "item and user features": {"consumption": [0], "item_features": True, "user_features": True},
     "chosen": {},
 }
 COLUMNS = ("world", "prior", "validation error", "mean: value", "dislikes", "bound: value", "dislikes", "items", "s")
@@ -40,8 +42,9 @@ def data_of(root, kind, seed, quick):
     world = recpo.simulate(root / "world", world=kind, seed=seed, overwrite=True, **size)
     if kind != "living":
         return world, recpo.prepare(world.log, root / "prepared", overwrite=True)
-    table = {"items": world.items, "catalog": "items", "features": FeatureColumns(available_from="available_from")}
-    return world, recpo.prepare(world.log, root / "prepared", overwrite=True, **table)
+    tables = {"items": world.items, "users": world.users, "catalog": "items"}
+    tables["features"] = FeatureColumns(available_from="available_from")
+    return world, recpo.prepare(world.log, root / "prepared", overwrite=True, **tables)
 
 
 def measured(root, kind, seed, quick):
@@ -49,7 +52,8 @@ def measured(root, kind, seed, quick):
     world, data = data_of(root, kind, seed, quick)
     found = {}
     for name, options in PRIORS.items():
-        if options.get("item_features") and not data.feature_schema.item:
+        schema = data.feature_schema
+        if (options.get("item_features") and not schema.item) or (options.get("user_features") and not schema.user):
             continue
         begin = time.perf_counter()
         bounded = recpo.factorize(data, **options)

@@ -76,6 +76,7 @@ OWNERS = {
             "graded": "graded",
             "selection": "graded",
             "variational": "variational",
+            "prior_features": "prior_features",
             "implicit": "implicit_and_ease",
             "ease": "implicit_and_ease",
         }.items()

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -55,9 +56,20 @@ def test_alignment_compares_every_method_from_the_same_policies(tmp_path):
         assert -1 < line["true value"] < 1
 
 
+def test_reward_models_compares_factorizations_averages_and_trees(tmp_path):
+    world = simulate(tmp_path / "world", world="living", users=150, items=200, events=5000, seed=0)
+    data = prepare(world.log, tmp_path / "prepared", items=world.items, users=world.users, catalog="items")
+    lines = lines_of("reward_models.py", "--prepared", str(data.root))
+    assert [line["model"] for line in lines][::9] == ["averages", "mean of trees and factorization"]
+    for line in lines:
+        assert 0.01 < line["squared error"] < 0.15
+        assert 0.4 < line["AUC"] < 1
+
+
 def test_priors_compares_factorizations_by_what_their_prior_means_come_from(tmp_path):
     lines = {line["prior"]: line for line in lines_of("priors.py", "--work", str(tmp_path))}
-    assert list(lines) == ["none", "consumption", "item features", "both", "chosen"]
+    tables = ["item features", "both", "user features", "item and user features"]
+    assert list(lines) == ["none", "consumption", *tables, "chosen"]
     smallest = min(line["squared_error"] for line in lines.values())
     assert lines["chosen"]["squared_error"] < lines["none"]["squared_error"] < 1.5 * smallest
     assert all(-1 < line["bound_value"] < 1 for line in lines.values())

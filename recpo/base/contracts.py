@@ -503,6 +503,11 @@ class RewardFunction(ABC):
         return None
 
     @property
+    def user_features_checksum(self) -> str | None:
+        """Checksum of the features of users that it reads (``Prepared.features_checksum``); None = not known."""
+        return None
+
+    @property
     def feedback(self) -> tuple[FeedbackDefinition, ...]:
         """The definitions of the feedback levels that it reads from histories; empty = it reads none."""
         return ()

@@ -281,7 +281,8 @@ def _print_factors(factors: Factors, out: object) -> None:
 def _prior(tried: Mapping[str, Any]) -> str:
     """What the prior means of a model depend on."""
     parts = [f"consumption ({tried['consumption']})"] * bool(tried["consumption"])
-    return " + ".join(parts + ["item features"] * tried["item_features"]) or "-"
+    parts += [f"{side} features" for side in ("item", "user") if tried[f"{side}_features"]]
+    return " + ".join(parts) or "-"
 
 
 def _error(value: float | None) -> str:

@@ -200,7 +200,7 @@ def _load_fitted(
 ) -> Loaded:
     model = fitted_model(name, data, options, cache, progress)
     if isinstance(model, Factors):
-        return Loaded(factors_recommender(model, name), model.max_history)
+        return Loaded(factors_recommender(model, name), model.max_history, reads=model.reads)
 
     def score(batch: FeedbackBatch) -> Tensor:
         of_all = model.scores if isinstance(model, EASE) else lambda known: model.fold_in(known) @ model.item_factors.T

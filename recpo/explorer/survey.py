@@ -184,7 +184,8 @@ class Survey:
             surveyed.append(Surveyed(contender.name, loaded, result, items, scores, contender.curves, said))
         width = max(one.loaded.max_history for one in surveyed)
         width = width if grades is None else max(width, grades.max_history)
-        batches = HeldOutBatches(data, split, width, _BATCH, Rank(), users)
+        reads = Reads() if grades is None else grades.reads
+        batches = HeldOutBatches(data, split, width, _BATCH, Rank(), users, reads)
         lengths, tastes = [], []
         for batch in batches:
             lengths.append(batch.feedback.histories.lengths.numpy())
@@ -317,8 +318,8 @@ class Survey:
 
     @property
     def reads(self) -> Reads:
-        """What the contenders read of a batch."""
-        found = Reads()
+        """What the contenders and the grades read of a batch."""
+        found = Reads() if self.grades is None else self.grades.reads
         for one in self.contenders:
             found = found | one.loaded.reads
         return found

@@ -8,6 +8,8 @@ the headers and the footer.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -331,6 +333,12 @@ class Prepared(Artifact):
         features = self.feature_schema.of(side)
         coded = [feature.name for feature in features if isinstance(feature, Category | Categories)]
         return of_side(features, {name: self.vocabulary(side, name) for name in coded})
+
+    def features_checksum(self, side: Side) -> str:
+        """Identifies the features of a side: equal checksums encode equal values in the same way."""
+        fitted = [feature.to_json() for feature in self.feature_schema.of(side)]
+        files = [self.manifest["files"][vocabulary_file(side, name)] for name in self.feature_schema.coded(side)]
+        return hashlib.sha256(json.dumps([fitted, files], sort_keys=True).encode()).hexdigest()
 
     def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""

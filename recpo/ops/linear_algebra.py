@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 #: events that a damped mean adds to a history, each with the value 0
@@ -146,7 +147,7 @@ def folded_triangles(matrices: Tensor) -> Tensor:
 
 def with_one(vectors: Tensor) -> Tensor:
     """``[x, 1]`` of every row: ``[N, d + 1]``."""
-    return torch.cat([vectors, torch.ones_like(vectors[:, :1])], 1)
+    return F.pad(vectors, (0, 1), value=1.0)
 
 
 def user_forms(users: Tensor, covariance: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ verified and served like any other: popularity, a factorization of grades, impli
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.linear_algebra import solve_positive_definite
@@ -140,6 +142,11 @@ class FactorPolicy(BaselinePolicy):
     def __init__(self, num_items: int, *, factors: GradeFactorsOptions, temperature: float = 0.05) -> None:
         super().__init__(num_items, max_history=factors.max_history, temperature=temperature)
         self.factors = GradeFactors(num_items, factors)
+        self.reads_user = factors.user_features
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.factors.set_schema(schema)
 
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``; up to what all items of a history share."""

@@ -2,7 +2,7 @@
 
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
-from recpo.base.types import Histories
+from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
+from recpo.base.types import Features, Histories
 from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
 
 # Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
@@ -23,8 +24,8 @@ HISTORIES_AT_ONCE = 1 << 10
 class GradeFactorsOptions:
     """The numbers of a factor model of grades, which runs and bundles keep beside its tensors."""
 
-    rank: PositiveInt
-    """r, number of factors"""
+    rank: NonNegativeInt
+    """r, number of factors; 0 = averages of users and items"""
     mean: float
     """mean grade"""
     ridge: PositiveFloat
@@ -35,6 +36,12 @@ class GradeFactorsOptions:
     """number of most recent events that ``fold_in`` reads"""
     lower_bound: NonNegativeFloat = 0.0
     """number of standard deviations of its posterior by which a grade is reduced"""
+    user_features: bool = False
+    """the prior means ``(c, d)`` depend on features of the user"""
+    item_features: bool = False
+    """the prior means of items without events depend on their features"""
+    noise: NonNegativeFloat = 0.0
+    """variance of a grade around its expectation"""
 
     def __post_init__(self) -> None:
         """Validates the ranges."""
@@ -47,7 +54,8 @@ class GradeFactors(nn.Module):
     ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
     of their items, as in ``recpo.rewards.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
     by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
-    ``recpo.rewards.graded`` written as a dot product.
+    ``recpo.rewards.graded`` written as a dot product. ``set_schema`` makes the rows of ``user_prior`` and
+    ``item_prior`` that belong to features.
 
     Args:
         num_items: V.
@@ -58,6 +66,12 @@ class GradeFactors(nn.Module):
         item_bias: ``[V + 1]``.
         factor_variance: ``[V + 1, r]``, variance of the factors; 0 if they are treated as exact.
         history_prior: ``[V + 1, r + 1]``; its damped mean over a history is ``(c, d)``, the prior mean of ``(p, b)``.
+        user_prior: ``[C, r + 1]``, what the features of a user add to ``(c, d)`` (``linear_in_features``); None = they
+            are not read.
+        item_prior: ``[C + 1, 2 (r + 1)]``, ``(q, b)`` and ``history_prior`` of an item without events: what its
+            features say, and in the last row what is true of all.
+        prior_variance: ``[r]``, ``factor_variance`` of such an item.
+        prior_covariance: ``[r + 1, r + 1]``, the inverse of its normal matrix.
         item_variances: ``[V + 1, rooted]``, ``t``.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
@@ -66,6 +80,10 @@ class GradeFactors(nn.Module):
     item_bias: Tensor
     factor_variance: Tensor
     history_prior: Tensor
+    user_prior: Tensor | None
+    item_prior: Tensor
+    prior_variance: Tensor
+    prior_covariance: Tensor
     item_variances: Tensor
     _grades: Tensor
 
@@ -77,10 +95,35 @@ class GradeFactors(nn.Module):
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
         self.register_buffer("history_prior", torch.zeros(num_items + 1, rank + 1))
+        self._schema = FeatureSchema()
+        self.register_buffer("user_prior", None)
+        self.register_buffer("item_prior", torch.zeros(1, 2 * (rank + 1)))
+        self.register_buffer("prior_variance", torch.zeros(rank))
+        self.register_buffer("prior_covariance", torch.eye(rank + 1) / options.ridge)
         # nothing to store without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
+
+    def set_schema(self, schema: FeatureSchema) -> None:
+        """Creates the priors for the features of a schema, as far as the model reads features.
+
+        Raises:
+            RecpoError: it reads some that the schema does not have.
+        """
+        for side, read in (("user", self.options.user_features), ("item", self.options.item_features)):
+            if read and not getattr(schema, side):
+                raise RecpoError(
+                    f"the factors read features of {side}s and the prepared log has none: take the data that they were "
+                    "fitted on",
+                    code="mismatch",
+                    field=f"{side}_features",
+                )
+        self._schema, width, zero = schema, self.options.rank + 1, self.history_prior
+        if self.options.user_features:
+            self.user_prior = zero.new_zeros(num_columns(schema.user), width)
+        if self.options.item_features:
+            self.item_prior = zero.new_zeros(num_columns(schema.item) + 1, 2 * width)
 
     def assign(
         self,
@@ -125,12 +168,34 @@ class GradeFactors(nn.Module):
         if self.rooted and item_covariance is not None:
             self.item_variances[1:] = noise * item_forms(item_factors, item_covariance)
 
+    def of_new_items(self, features: Features) -> dict[str, Tensor]:
+        """Rows of the tensors with one row per item, by name, for items without events.
+
+        Args:
+            features: of the items ``[N]``.
+        """
+        rank, count = self.options.rank, len(features.codes)
+        means = self.item_prior[-1].expand(count, -1)
+        if self.options.item_features:
+            means = means + linear_in_features(self._schema.item, features, self.item_prior[:-1])
+        factors, bias, history = means.split([rank, 1, rank + 1], 1)
+        rows = {"item_factors": factors, "item_bias": bias[:, 0], "history_prior": history}
+        rows["factor_variance"] = self.prior_variance.expand(count, -1)
+        if self.rooted:
+            covariance = self.prior_covariance.expand(count, -1, -1)
+            rows["item_variances"] = self.options.noise * item_forms(factors, covariance)
+        return rows
+
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
         (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
-        result is zero if no event has a grade. Positions after ``lengths`` are ignored.
+        result is the prior mean if no event has a grade: what the features of the user say, or zero. Positions after
+        ``lengths`` are ignored.
+
+        Raises:
+            RecpoError: the model reads features of users and the histories have none.
         """
         item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, self.options.max_history)
         known = recent & (feedback > 0)
@@ -138,7 +203,10 @@ class GradeFactors(nn.Module):
         targets = self._grades[feedback] - self.options.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
         prior = F.pad(torch.full_like(variance, self.options.ridge), (0, 1), value=self.options.bias_ridge)
-        pull = prior * damped_mean(self.history_prior[item_ids], known)
+        means = damped_mean(self.history_prior[item_ids], known)
+        if self.user_prior is not None:
+            means = means + user_means(self._schema.user, histories, self.user_prior)
+        pull = prior * means
         system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
             return solve_positive_definite(system.matrix, system.right).float()
@@ -170,6 +238,54 @@ class GradeFactors(nn.Module):
             return products
         variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
         return products - variance.clamp_min(0.0).sqrt()
+
+
+def num_columns(features: Sequence[Feature]) -> int:
+    """C, the number of rows of the weights of ``linear_in_features``."""
+    coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
+    widths = [int(one.width or 0) for one in of_type(features, Vector)]
+    return sum(int(one.num_codes or 0) for one in coded) + len(of_type(features, Number)) + sum(widths)
+
+
+def linear_in_features(features: Sequence[Feature], values: Features, weights: Tensor) -> Tensor:
+    """Sums of ``weights`` over what is known: ``[..., d]`` of features with the leading shape ``[...]``.
+
+    A category has one row of the weights per code, and gives that of its code; a set of n categories gives the sum of n
+    rows, divided by ``sqrt(n)``; a number, and a component of a vector, has one row, which it multiplies. A missing
+    value gives 0, and a code beyond the vocabulary counts as unknown.
+
+    Args:
+        features: the fitted features.
+        values: their values.
+        weights: ``[C, d]``: first the categories, then the sets of categories, the numbers and the vectors.
+    """
+    coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
+    begin, total = 0, weights.new_zeros(*values.numbers.shape[:-1], weights.shape[1])
+    for one, codes in zip(coded, [*values.codes[..., None].unbind(-2), *values.lists], strict=True):
+        size = int(one.num_codes or 0)
+        known = (codes > 0).to(weights.dtype)
+        share = known / known.sum(-1, keepdim=True).clamp_min(1.0).sqrt()
+        rows = F.embedding(torch.where(codes < size, codes, UNKNOWN), weights[begin : begin + size])
+        total, begin = total + (rows * share[..., None]).sum(-2), begin + size
+    if begin == len(weights):
+        return total
+    return total + torch.cat([values.numbers, *values.vectors], -1).nan_to_num(0.0).to(weights.dtype) @ weights[begin:]
+
+
+def user_means(features: Sequence[Feature], histories: Histories, weights: Tensor) -> Tensor:
+    """``linear_in_features`` of the users of histories, ``[B, d]`` float64.
+
+    Raises:
+        RecpoError: the histories have no features of users.
+    """
+    if histories.user is None:
+        raise RecpoError(
+            "the factors read features of users, and these histories have none: read them with the histories, or give "
+            "user_features",
+            code="missing_value",
+            field="user_features",
+        )
+    return linear_in_features(features, histories.user, weights.double())
 
 
 def recent_feedback(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:

@@ -34,13 +34,15 @@ from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
 class _OnBase(Policy):
-    """A policy that passes the histories and features it receives on to its base."""
+    """A policy that passes the histories and features it receives on to its base and its factors."""
 
     base: Policy
+    factors: GradeFactors
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
         """See ``Policy.set_schema``."""
         self.base.set_schema(schema, behaviors)
+        self.factors.set_schema(schema)
 
     def set_item_features(self, features: Features) -> None:
         """See ``Policy.set_item_features``."""
@@ -54,7 +56,8 @@ class _OnBase(Policy):
     def _read_as_base(self) -> None:
         base = self.base
         self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
-        self.reads_user, self.reads_context = base.reads_user, base.reads_context
+        self.reads_user = base.reads_user or self.factors.options.user_features
+        self.reads_context = base.reads_context
         self.reads_item_features = base.reads_item_features
 
 

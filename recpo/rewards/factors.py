@@ -17,7 +17,7 @@ Single-file models in safetensors with a checksum, which an evaluation keeps for
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,15 +32,26 @@ from torch import Tensor
 from recpo.artifacts import describe_os_error, output_directory, output_file, sha256, verify, write_tensors
 from recpo.artifacts.artifact import Artifact
 from recpo.base.errors import RecpoError
+from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
+from recpo.log.prepared import Prepared
 from recpo.ops.linear_algebra import RidgeSolution, damped_mean, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.policies.grade_factors import GradeFactorsOptions
+from recpo.policies.grade_factors import GradeFactorsOptions, num_columns, user_means
 
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _NUMBERS: Final = ("mean", "ridge", "bias_ridge", "noise", "lower_bound")
+_ALWAYS: Final = ("item_factors", "item_bias", "factor_variance", "history_prior")
+_OPTIONAL: Final = (
+    "user_factors",
+    "item_covariance",
+    "user_prior",
+    "item_prior",
+    "prior_variance",
+    "prior_covariance",
+)
 _OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -58,11 +69,17 @@ class Factors(Artifact):
         history_prior: ``[V, r + 1]`` float32. The damped mean over the events of a history
             (``recpo.ops.linear_algebra.damped_mean``) is the prior mean of its user's factors and bias; 0 = the prior
             mean is 0 for everybody.
+        user_prior: ``[C, r + 1]`` float32, what the features of a user add to the prior mean
+            (``recpo.policies.grade_factors.linear_in_features``); None = no features of users are read.
+        item_prior: ``[C + 1, 2 (r + 1)]`` float32, factors, bias and ``history_prior`` of an item without events: what
+            its features say, and in the last row what is true of all; None = 0.
+        prior_variance: ``[r]`` float32, ``factor_variance`` of such an item; None = 0.
+        prior_covariance: ``[r + 1, r + 1]`` float32, the inverse of its normal matrix; None = ``I / ridge``.
         ridge: weight of ``|p_u - prior mean|^2`` when a user is folded in: the noise divided by the variance of a user
             factor.
         bias_ridge: weight of ``(b_u - prior mean)^2``.
-        user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; 0 for users
-            without events. None = users are only folded in from their history.
+        user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; for users without
+            events, what ``user_prior`` says. None = users are only folded in from their history.
         item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
         noise: variance of a grade around its expectation on the training events.
         catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
@@ -71,11 +88,13 @@ class Factors(Artifact):
         feedback: defines the grades that it predicts, and those that ``fold_in`` reads; None = unknown.
         lower_bound: number of posterior standard deviations (``recpo.rewards.graded``) that lists and rankings
             subtract from the grade; 0 = rank by the grade itself.
+        features: the fitted features that ``user_prior`` and ``item_prior`` belong to.
+        feature_checksums: identify what was fitted of them, by side (``Prepared.features_checksum``).
         facts: how the model was fitted and selected, for people.
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 4
+    version: ClassVar = 5
     made_by: ClassVar = "recpo factorize"
 
     mean: float
@@ -93,6 +112,12 @@ class Factors(Artifact):
     users_checksum: str | None = None
     feedback: FeedbackDefinition | None = None
     lower_bound: float = 0.0
+    user_prior: Tensor | None = None
+    item_prior: Tensor | None = None
+    prior_variance: Tensor | None = None
+    prior_covariance: Tensor | None = None
+    features: FeatureSchema = field(default_factory=FeatureSchema)
+    feature_checksums: Mapping[Side, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,6 +135,10 @@ class Factors(Artifact):
             "factor_variance": (items, rank),
             "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
+            "user_prior": (num_columns(self.features.user), rank + 1),
+            "item_prior": (num_columns(self.features.item) + 1, 2 * (rank + 1)),
+            "prior_variance": (rank,),
+            "prior_covariance": (rank + 1, rank + 1),
         }
         for name, shape in expected.items():
             tensor = getattr(self, name)
@@ -136,6 +165,21 @@ class Factors(Artifact):
         return self.item_factors.shape[1]
 
     @property
+    def user_features(self) -> bool:
+        """Whether it reads the features of users."""
+        return self.user_prior is not None
+
+    @property
+    def item_features(self) -> bool:
+        """Whether features of items say what is true of an item without events."""
+        return bool(self.features.item)
+
+    @property
+    def reads(self) -> Reads:
+        """What batches must contain for it, beyond items, feedback and times."""
+        return Reads(user=self.user_features)
+
+    @property
     def options(self) -> GradeFactorsOptions:
         """The numbers of the same model as a module (``recpo.policies.grade_factors``)."""
         return GradeFactorsOptions(**{one.name: getattr(self, one.name) for one in fields(GradeFactorsOptions)})
@@ -143,8 +187,7 @@ class Factors(Artifact):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, by name."""
-        names = ("item_factors", "item_bias", "factor_variance", "history_prior", "user_factors", "item_covariance")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in (*_ALWAYS, *_OPTIONAL) if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str) -> Factors:
         """The model with its tensors on ``device``."""
@@ -158,17 +201,17 @@ class Factors(Artifact):
 
         ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2
         + bias_ridge (b - d)^2`` with the variances ``v`` of the item factors, over those of the last ``max_history``
-        events that have a grade; ``(c, d)`` is the damped mean of ``history_prior`` over them. Training fits its users
-        with the same step.
+        events that have a grade; ``(c, d)`` is the damped mean of ``history_prior`` over them, plus what the features
+        of the user say (``user_prior``). Training fits its users with the same step.
 
         Args:
-            histories: contexts with feedback levels; an empty history gives zeros.
+            histories: contexts with feedback levels; an empty history gives ``(c, d)``.
 
         Returns:
             ``[B, r + 1]`` float32, bias last.
 
         Raises:
-            RecpoError: the histories have no feedback levels.
+            RecpoError: the histories have no feedback levels, or no features of users although the model reads them.
         """
         return torch.cat([solution.weights.float() for solution in self._solutions(histories)])
 
@@ -187,12 +230,13 @@ class Factors(Artifact):
             )
         width = max(1, histories.item_ids.shape[1])
         size = max(1, _FOLD_IN_BYTES // (8 * width * (self.rank + 1)))
-        parts = zip(
-            histories.item_ids.split(size), histories.lengths.split(size), histories.feedback.split(size), strict=True
-        )
-        return [self._solution(*part) for part in parts]
+        means = torch.zeros(len(histories.lengths), self.rank + 1, dtype=torch.float64, device=histories.lengths.device)
+        if self.user_prior is not None:
+            means = user_means(self.features.user, histories, self.user_prior)
+        columns = histories.item_ids, histories.lengths, histories.feedback, means
+        return [self._solution(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
 
-    def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor) -> RidgeSolution:
+    def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor, means: Tensor) -> RidgeSolution:
         place = torch.arange(item_ids.shape[1], device=item_ids.device)
         grade = _grades_on(item_ids.device)[feedback]
         known = (place < lengths[:, None]) & (place >= lengths[:, None] - self.max_history)
@@ -203,7 +247,7 @@ class Factors(Artifact):
         variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
         prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
         prior[-1] = self.bias_ridge
-        pull = prior * damped_mean(self.history_prior[row], known)
+        pull = prior * (damped_mean(self.history_prior[row], known) + means)
         return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
@@ -273,8 +317,13 @@ class Factors(Artifact):
             return self
         counts = counts.double()
         logs = torch.log1p(counts)
-        centered = logs - (counts * logs).sum() / counts.sum()
-        return replace(self, item_bias=(self.item_bias + weight * centered).float())
+        center = (counts * logs).sum() / counts.sum()
+        model = replace(self, item_bias=(self.item_bias + weight * (logs - center)).float())
+        if self.item_prior is None:
+            return model
+        prior = self.item_prior.clone()
+        prior[-1, self.rank] -= weight * center
+        return replace(model, item_prior=prior)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Writes the directory, which appears complete or not at all.
@@ -292,6 +341,8 @@ class Factors(Artifact):
         content = {
             **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},
             "feedback": None if self.feedback is None else self.feedback.to_json(),
+            "features": self.features.to_json(),
+            "feature_checksums": dict(self.feature_checksums),
             "facts": dict(self.facts),
             "files": {_TENSORS: sha256(directory / _TENSORS)},
         }
@@ -310,18 +361,16 @@ class Factors(Artifact):
         try:
             feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
             tensors = load_file(root / _TENSORS)
+            values: dict[str, Any] = {name: float(manifest[name]) for name in _NUMBERS}
+            values |= {name: tensors[name] for name in _ALWAYS} | {name: tensors.get(name) for name in _OPTIONAL}
             return cls(
-                **{name: float(manifest[name]) for name in _NUMBERS},
-                item_factors=tensors["item_factors"],
-                item_bias=tensors["item_bias"],
-                factor_variance=tensors["factor_variance"],
-                history_prior=tensors["history_prior"],
-                user_factors=tensors.get("user_factors"),
-                item_covariance=tensors.get("item_covariance"),
+                **values,
                 catalog_checksum=str(manifest["catalog_checksum"]),
                 users_checksum=manifest["users_checksum"],
                 max_history=int(manifest["max_history"]),
                 feedback=None if feedback is None else FeedbackDefinition.from_json(feedback, source),
+                features=FeatureSchema.from_json(manifest["features"], f"{root / MANIFEST}, features"),
+                feature_checksums=manifest["feature_checksums"],
                 facts=manifest["facts"],
             )
         except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -343,6 +392,18 @@ class Factors(Artifact):
                 code="mismatch",
                 field="items.parquet",
             )
+
+    def validate_features(self, data: Prepared, sides: Sequence[Side] = ("user",)) -> None:
+        """Raises ``RecpoError`` unless ``data`` has the features that the model reads, with the same meaning."""
+        for side, checksum in self.feature_checksums.items():
+            if side in sides and data.features_checksum(side) != checksum:
+                raise RecpoError(
+                    f"the factors read features of {side}s that {data.root} does not have, or has with other "
+                    "vocabularies or means: use the prepared directory that they were fitted on, or run `recpo "
+                    "factorize` on this one",
+                    code="mismatch",
+                    field=f"{side}_features",
+                )
 
 
 # a product with looked-up items costs this many times as much as one in a matrix product

@@ -44,18 +44,23 @@ class FactorOptions:
     """variational keeps a posterior of every user and item and learns their priors from the data (Lim and Teh, 2007;
     ``recpo.rewards.variational``); als is alternating least squares with one ridge
     (``recpo.rewards.graded``)"""
-    ranks: Sequence[PositiveInt] | None = None
-    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
+    ranks: Sequence[NonNegativeInt] | None = None
+    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8. With 0, a grade is
+    the sum of the averages of user and item, shrunk toward the mean or what their features say"""
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None
-    """numbers of consumption features to try (``recpo.rewards.variational``): who was shown what, whatever the
+    """numbers of consumption features to try (``recpo.rewards.prior_features``): who was shown what, whatever the
     grades were, gives every user and item a prior mean. The first rank is fitted without and with them, and the
     validation period decides. null = 0 and 16; with als, and for a held-out period, 0. Only for variational"""
     item_features: bool | None = None
     """features of the items give every user and item a prior mean, beside consumption: true or false; null = where the
     prepared data have features of items, both are tried; with als, and for a held-out period, false. Only for
     variational"""
+    user_features: bool | None = None
+    """features of the users give every user a prior mean, beside the history: true or false; null = where the prepared
+    data have features of users, they are tried with the best of the other priors; with als, and for a held-out period,
+    false. Only for variational"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
     seed: Seed = 0
@@ -83,7 +88,9 @@ class FactorOptions:
         for name in ("ranks", "ridges", "consumption"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
-        for name, given in (("consumption", any(self.consumption or ())), ("item_features", self.item_features)):
+        given_priors = {"consumption": any(self.consumption or ())}
+        given_priors |= {name: bool(getattr(self, name)) for name in ("item_features", "user_features")}
+        for name, given in given_priors.items():
             if self.method == "als" and given:
                 raise RecpoError(
                     f"{name} gives prior means, and als has one ridge toward 0: set method to variational, or {name} "
@@ -125,11 +132,22 @@ class FactorOptions:
         Args:
             has_features: there are features of items.
         """
-        both = self.method == "variational" and self.period == "train"
-        joined: Sequence[bool] = (False, True) if has_features and both else (False,)
+        joined: Sequence[bool] = (False, True) if has_features and self._tries_priors else (False,)
         if self.item_features is not None:
             joined = (self.item_features,)
-        return list(product(self.consumption or ((0, 16) if both else (0,)), joined))
+        return list(product(self.consumption or ((0, 16) if self._tries_priors else (0,)), joined))
+
+    def tries_users(self, has_features: bool) -> bool:
+        """Whether the features of the users are tried beside a prior without them.
+
+        Args:
+            has_features: there are features of users.
+        """
+        return self.user_features is None and has_features and self._tries_priors
+
+    @property
+    def _tries_priors(self) -> bool:
+        return self.method == "variational" and self.period == "train"
 
 
 class Chunk(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recpo.base.contracts import Requirement, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.base.features import Reads
+from recpo.base.features import Reads, Side
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.ops.reduce import zero_masked
@@ -121,6 +121,9 @@ class Identified(Protocol):
     def feedback(self) -> FeedbackDefinition:
         """Its definition of feedback."""
 
+    def features_checksum(self, side: Side) -> str:
+        """The checksum of the features of a side."""
+
 
 def validate_identity(reward: RewardFunction, name: str, data: Identified) -> None:
     """Raises if a reward was made for other items, users or feedback than those that it scores.
@@ -131,8 +134,8 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
         data: the data that it scores.
 
     Raises:
-        RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels of another
-            meaning.
+        RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels or features
+            of users of another meaning.
     """
     for definition in reward.feedback:
         definition.validate_same(data.feedback, name, data.root)
@@ -148,6 +151,14 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
             f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
             "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
             "folded",
+            code="mismatch",
+            field=name,
+        )
+    checksum = reward.user_features_checksum
+    if checksum is not None and checksum != data.features_checksum("user"):
+        raise RecpoError(
+            f"{name}: it reads features of users that {data.root} does not have, or has with other vocabularies or "
+            "means; use the prepared directory it was made with",
             code="mismatch",
             field=name,
         )
@@ -356,10 +367,23 @@ class FactorReward(RewardFunction):
         return self._opened.users_checksum if self.users == "trained" else None
 
     @property
+    def user_features_checksum(self) -> str | None:
+        """See ``RewardFunction.user_features_checksum``."""
+        return self._opened.feature_checksums.get("user") if self.reads.user else None
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what the factors read, unless trained users replace the fold-in."""
+        return self._opened.reads if self._folds_in else Reads()
+
+    @property
     def feedback(self) -> tuple[FeedbackDefinition, ...]:
         """See ``RewardFunction.feedback``: that of the factors, unless trained users replace histories."""
-        reads = self.users == "folded" or self.lower_bound > 0
-        return (self._opened.feedback,) if reads and self._opened.feedback is not None else ()
+        return (self._opened.feedback,) if self._folds_in and self._opened.feedback is not None else ()
+
+    @property
+    def _folds_in(self) -> bool:
+        return self.users == "folded" or self.lower_bound > 0
 
     @cached_property
     def _opened(self) -> Factors:
@@ -452,6 +476,11 @@ class EnsembleReward(RewardFunction):
         return common_checksum("EnsembleReward", "users", (member.users_checksum for member in self.members))
 
     @property
+    def user_features_checksum(self) -> str | None:
+        """See ``RewardFunction.user_features_checksum``: that of the members which have one."""
+        return common_checksum("EnsembleReward", "users", (member.user_features_checksum for member in self.members))
+
+    @property
     def feedback(self) -> tuple[FeedbackDefinition, ...]:
         """See ``RewardFunction.feedback``: those of all members."""
         return tuple(definition for member in self.members for definition in member.feedback)
@@ -512,6 +541,11 @@ class WeightedSum(RewardFunction):
     def users_checksum(self) -> str | None:
         """See ``RewardFunction.users_checksum``: that of the terms which have one."""
         return common_checksum("WeightedSum", "users", (term.users_checksum for term in self.rewards))
+
+    @property
+    def user_features_checksum(self) -> str | None:
+        """See ``RewardFunction.user_features_checksum``: that of the terms which have one."""
+        return common_checksum("WeightedSum", "users", (term.user_features_checksum for term in self.rewards))
 
     @property
     def feedback(self) -> tuple[FeedbackDefinition, ...]:

@@ -10,13 +10,14 @@ from typing import Any, Final, NamedTuple
 from tqdm import tqdm
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import Reads, Side
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
-from recpo.rewards import graded, variational
+from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
 from recpo.rewards.graded import FactorOptions, chunks, mean_grade
-from recpo.rewards.variational import PriorFeatures
+from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -33,8 +34,8 @@ def fit_factors(
 
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
-    every prior (``FactorOptions.priors``), and the other ranks with the best one. The result is the model of the
-    training period. ``Factors.facts`` has all errors.
+    every prior (``FactorOptions.priors``), then with the best one and the features of the users, and the other ranks
+    with the best one of all. The result is the model of the training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -45,24 +46,29 @@ def fit_factors(
         RecpoError: no event has a grade, or no validation event has one and there are several models.
     """
     mean, count = mean_grade(data, options.period)
-    schema = data.feature_schema.item
-    if options.item_features and not schema:
-        raise RecpoError(
-            f"{data.root} has no features of items: prepare the log with a table of items, or leave item_features out",
-            code="missing_value",
-            field="item_features",
-        )
-    priors = options.priors(has_features=bool(schema))
-    models, asked = len(options.grid) + len(priors) - 1, len(options.grid) * len(options.consumption or (0,))
-    passes = models * options.sweeps + 1 + variational.TABLE_PASSES * any(joined for _, joined in priors)
-    passes += variational.CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
+    schema = data.feature_schema
+    given_sides: list[tuple[Side, bool | None]] = [("item", options.item_features), ("user", options.user_features)]
+    for side, given in given_sides:
+        if given and not schema.of(side):
+            raise RecpoError(
+                f"{data.root} has no features of {side}s: prepare the log with a table of {side}s, or leave "
+                f"{side}_features out",
+                code="missing_value",
+                field=f"{side}_features",
+            )
+    priors, tries_users = options.priors(has_features=bool(schema.item)), options.tries_users(bool(schema.user))
+    models = len(options.grid) + len(priors) - 1 + tries_users
+    asked = len(options.grid) * len(options.consumption or (0,))
+    passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
+    passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
     with tqdm(
         total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
     ) as bar:
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
-        best = fit(*first, *priors[0])
+        settings = [_Setting(*first, *prior, bool(options.user_features)) for prior in priors]
+        best = fit(settings[0])
         errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
             raise RecpoError(
@@ -73,30 +79,39 @@ def fit_factors(
         best = best._replace(error=errors[0] if targets else None)
         tried = [best.facts]
 
-        def improved(settings: list[tuple[int, float | None, int, bool]]) -> _Trial:
+        def improved(settings: list[_Setting]) -> _Trial:
             """The best of the models so far and further ones; the others leave memory."""
-            trials = [fit(*one) for one in settings]
+            trials = [fit(one) for one in settings]
             errors, _ = validation_errors(data, [trial.model for trial in trials])
             trials = [trial._replace(error=error) for trial, error in zip(trials, errors, strict=True)]
             tried.extend(trial.facts for trial in trials)
             return min(best, *trials, key=lambda trial: trial.error or 0.0)
 
         if targets and len(priors) > 1:
-            best = improved([(*first, *prior) for prior in priors[1:]])
+            best = improved(settings[1:])
+        if targets and tries_users:
+            best = improved([best.setting._replace(user_features=True)])
         if others:
-            best = improved([(*other, best.consumption, best.item_features) for other in others])
+            best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
 
 
-class _Trial(NamedTuple):
-    """A fitted model that folds in and predicts, and a function that adds the training users."""
+class _Setting(NamedTuple):
+    """What is tried: a rank, a ridge (None = it is learned), and what prior means depend on."""
 
     rank: int
     ridge: float | None
     consumption: int
     item_features: bool
+    user_features: bool
+
+
+class _Trial(NamedTuple):
+    """A fitted model that folds in and predicts, and a function that adds the training users."""
+
+    setting: _Setting
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
     error: float | None = None
@@ -104,8 +119,7 @@ class _Trial(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What was tried, and the squared error on the validation period; None = unknown."""
-        names = ("rank", "ridge", "consumption", "item_features")
-        return {name: getattr(self, name) for name in names} | {"squared_error": self.error}
+        return self.setting._asdict() | {"squared_error": self.error}
 
 
 class _Fitting:
@@ -116,33 +130,45 @@ class _Fitting:
         self._parts = partial(chunks, data, finished, options.period)
         self._consumption = dict[int, PriorFeatures]()
 
-    def __call__(self, rank: int, ridge: float | None, consumption: int, item_features: bool) -> _Trial:
-        data, mean, options = self.data, self.mean, self.options
+    def __call__(self, setting: _Setting) -> _Trial:
+        data, mean, options, rank, ridge = self.data, self.mean, self.options, setting.rank, setting.ridge
         if ridge is None:
-            features = self._features(consumption, item_features)
+            features = self._features(setting)
             fit = variational.fit_items(data, mean, rank, options, self.finished, options.period, features)
             model = variational.plain_factors(data, fit, mean, options)
-            finish = partial(variational.finish, data, model, period=options.period)
-            return _Trial(rank, None, consumption, item_features, model, finish)
+            return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
         model = graded.plain_factors(data, items, mean, ridge, options)
-        return _Trial(rank, ridge, 0, False, model, partial(graded.finish, data, items, mean, ridge, options))
+        return _Trial(setting, model, partial(graded.finish, data, items, mean, ridge, options))
 
-    def _features(self, number: int, item_features: bool) -> PriorFeatures:
+    def _features(self, setting: _Setting) -> PriorFeatures:
+        number = setting.consumption
         if number not in self._consumption:
-            made = variational.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
+            made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
             self._consumption[number] = made
-        return self._consumption[number].beside(self._table) if item_features else self._consumption[number]
+        found = self._consumption[number]
+        found = found.beside(self._item_table) if setting.item_features else found
+        return found._replace(users=self._user_table if setting.user_features else None)
 
     @cached_property
-    def _table(self) -> PriorFeatures:
+    def _item_table(self) -> PriorFeatures:
         features = self.data.item_features().map(lambda column: column[1:])
-        return variational.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
+        return prior_features.of_table(self._parts, self.data.feature_schema.item, features, self.options.seed)
+
+    @cached_property
+    def _user_table(self) -> UserTable | None:
+        features = self.data.user_features().tensors()
+        return prior_features.of_user_table(self.data.feature_schema.user, features, self.options.seed)
 
 
-def validation_batches(data: Prepared, max_history: int, max_users: int | None = None) -> Iterator[EvaluationBatch]:
+def validation_batches(
+    data: Prepared,
+    max_history: int,
+    max_users: int | None = None,
+    reads: Reads = Reads(),  # noqa: B008  immutable
+) -> Iterator[EvaluationBatch]:
     """The users of the validation period, each with the history before it."""
-    users = HeldOutBatches(data, "valid", max_history, _USERS_PER_BATCH, Rank(), max_users)
+    users = HeldOutBatches(data, "valid", max_history, _USERS_PER_BATCH, Rank(), max_users, reads)
     return iter(users) if data.num_shards("valid") else iter(())
 
 
@@ -154,7 +180,8 @@ def validation_errors(data: Prepared, models: list[Factors]) -> tuple[list[float
         models: with equal ``max_history``.
     """
     sums, count = [0.0] * len(models), 0
-    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
+    reads = Reads(user=any(model.user_features for model in models))
+    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS, reads):
         slates = batch.feedback.slates
         assert slates.grade is not None
         known = slates.mask & ~slates.grade.isnan()

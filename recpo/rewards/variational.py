@@ -17,38 +17,21 @@ Both sides use the same code: with ``a_u = (p, b, 1)`` and ``ã_i = (q, 1, b)`` 
 other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one shard and the moments of the items' users,
 ``V (r + 2) (r + 3) / 2`` numbers.
 
-Features that prior means of factors are linear in: consumption, and the features of the items.
-
-**Consumption** is who was shown what, whatever the grades were. Of the matrix of users by items that is 1 where an item
-was shown to a user, rows and columns are divided by ``sqrt(degree + DAMPING)``. Its first singular vectors are what
-activity and popularity explain; the next ``n`` become vectors of the items, divided by ``sqrt(degree + DAMPING)`` once
-more, as in correspondence analysis.
-
-**The features of the items** (category, tags, numbers, vectors of the item table) are one matrix of items by columns,
-of which the principal components remain.
-
-The features of a user are in both cases the damped mean of the vectors of the history
-(``recpo.ops.linear_algebra.damped_mean``), so a history is all that is needed to compute them: for a training user, for
-a new one, and in an exported program.
-
-The vectors come from subspace iterations, over the shards and over pieces of the table. Memory holds one shard, one
-piece and some columns per item.
+Features: ``recpo.rewards.prior_features``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array, hstack
 
-from recpo.base.features import Categories, Category, Feature, of_type
-from recpo.base.types import Features
+from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.prepared import Period, Prepared
-from recpo.ops.linear_algebra import DAMPING
+from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import (
     Chunk,
@@ -61,170 +44,7 @@ from recpo.rewards.graded import (
     normal_matrices,
     user_weights,
 )
-
-#: principal components of the features of the items
-TABLE_COLUMNS: Final = 64
-# products with a matrix, and columns beyond those that are kept: with these, a subspace iteration converges
-_PRODUCTS: Final = 8
-_MORE_COLUMNS: Final = 16
-# items whose table is a matrix at a time
-_ROWS: Final = 1 << 14
-#: times that ``of_consumption`` and ``of_table`` read all chunks
-CONSUMPTION_PASSES, TABLE_PASSES = _PRODUCTS + 3, 1
-
-
-class PriorFeatures(NamedTuple):
-    """What prior means are linear in.
-
-    Attributes:
-        items: ``[V, m]``, features of the items.
-        history: ``[V, n]``; the damped mean over a history is the features of its user.
-    """
-
-    items: np.ndarray
-    history: np.ndarray
-
-    @classmethod
-    def none(cls, num_items: int) -> PriorFeatures:
-        """No feature: prior means that are equal for all users, and for all items."""
-        return cls(np.zeros((num_items, 0)), np.zeros((num_items, 0)))
-
-    def beside(self, other: PriorFeatures) -> PriorFeatures:
-        """The features of both."""
-        return PriorFeatures(*(np.concatenate(columns, 1) for columns in zip(self, other, strict=True)))
-
-
-def user_features(chunk: Chunk, history: np.ndarray) -> np.ndarray:
-    """``[n, columns]``: damped means of the rows of ``history [V, columns]`` over the events of the chunk's users."""
-    if not history.shape[1]:
-        return np.zeros((len(chunk.users), 0))
-    counts = np.diff(chunk.pairs.starts)[:, None]
-    shape = (len(chunk.users), len(chunk.items))
-    events = csr_array((np.ones(len(chunk.item)), chunk.item, chunk.pairs.starts), shape)
-    means: np.ndarray = events @ history[chunk.items] / (counts + DAMPING)
-    return means
-
-
-def of_consumption(parts: Callable[[], Iterable[Chunk]], num_items: int, columns: int, seed: int) -> PriorFeatures:
-    """Features from the events of chunks, each of mean square 1 among items with events, and among users.
-
-    Args:
-        parts: all chunks, as often as it is called.
-        num_items: V.
-        columns: number of singular vectors; fewer where there are no more.
-        seed: of the start of the iteration.
-    """
-    if not columns:
-        return PriorFeatures.none(num_items)
-    degree = np.zeros(num_items)
-    for chunk in parts():
-        degree[chunk.items] += _exposures(chunk).sum(0)
-    damped = 1 / np.sqrt(degree + DAMPING)
-
-    def squared(basis: np.ndarray) -> np.ndarray:
-        result = np.zeros_like(basis)
-        for chunk in parts():
-            matrix, of_items = _exposures(chunk), damped[chunk.items, None]
-            users = matrix @ (of_items * basis[chunk.items]) / (matrix.sum(1)[:, None] + DAMPING)
-            result[chunk.items] += of_items * (matrix.T @ users)
-        return result
-
-    vectors = _leading(squared, num_items, columns + 1, seed)[:, 1:] * damped[:, None]
-    of_users = np.sqrt(_user_squares(parts(), vectors))
-    return PriorFeatures(vectors / np.sqrt(np.square(vectors).sum(0) / (degree > 0).sum()), vectors / of_users)
-
-
-def of_table(
-    parts: Callable[[], Iterable[Chunk]], schema: Sequence[Feature], features: Features, seed: int
-) -> PriorFeatures:
-    """Features from those of the items: at most ``TABLE_COLUMNS`` principal components, in their relative sizes.
-
-    A category is one column per code, of size 1 where the item has it; of a set of categories, an item's columns have a
-    squared length of 1 together; a number is a column, and a vector has a squared length of 1 on average. A missing
-    value is 0. The largest component has the mean square 1 among items, and among users.
-
-    Args:
-        parts: all chunks, as often as it is called.
-        schema: fitted features of items.
-        features: their values for the items 1..V.
-        seed: of the start of the iteration.
-    """
-    count = len(features.codes)
-    sizes = [float(vector.nan_to_num().square().sum(1).double().mean().sqrt()) for vector in features.vectors]
-
-    def pieces() -> Iterator[csr_array]:
-        for begin in range(0, count, _ROWS):
-            yield _columns(schema, _rows(features, begin), sizes)
-
-    center = np.sum([piece.sum(0) for piece in pieces()], 0) / count
-
-    def squared(basis: np.ndarray) -> np.ndarray:
-        products = sum(piece.T @ (piece @ basis) for piece in pieces())
-        result: np.ndarray = products - count * np.outer(center, center @ basis)
-        return result
-
-    axes = _leading(squared, len(center), TABLE_COLUMNS, seed)
-    found = np.concatenate([piece @ axes for piece in pieces()]) - center @ axes
-    if not found.shape[1]:
-        return PriorFeatures.none(count)
-    of_users = np.sqrt(_user_squares(parts(), found).max())
-    return PriorFeatures(found / np.sqrt(np.square(found).mean(0).max()), found / of_users)
-
-
-def _rows(features: Features, begin: int) -> Features:
-    return features.map(lambda column: column[begin : begin + _ROWS])
-
-
-def _columns(schema: Sequence[Feature], features: Features, sizes: Sequence[float]) -> csr_array:
-    """Some items by columns; ``sizes`` are those of the vectors."""
-    count, blocks = len(features.codes), list[csr_array]()
-    coded: list[Category | Categories] = [*of_type(schema, Category), *of_type(schema, Categories)]
-    for one, codes in zip(coded, [*features.codes.T[:, :, None], *features.lists], strict=True):
-        row, place = codes.numpy().nonzero()
-        share = 1 / np.sqrt(np.bincount(row, minlength=count)[row])
-        blocks.append(csr_array((share, (row, codes.numpy()[row, place])), (count, int(one.num_codes or 0))))
-    dense = [features.numbers, *(v / size if size else v for v, size in zip(features.vectors, sizes, strict=True))]
-    blocks += [csr_array(column.double().nan_to_num().numpy()) for column in dense]
-    return hstack(blocks, format="csr")
-
-
-def _exposures(chunk: Chunk) -> csr_array:
-    """1 where an item was shown to a user, however often."""
-    shape = (len(chunk.users), len(chunk.items))
-    # a copy, because repeats are removed in place
-    matrix = csr_array((np.ones(len(chunk.item)), chunk.item, chunk.pairs.starts), shape, copy=True)
-    matrix.sum_duplicates()
-    matrix.data[:] = 1.0
-    return matrix
-
-
-def _user_squares(parts: Iterable[Chunk], history: np.ndarray) -> np.ndarray:
-    """Mean square of every feature of the users."""
-    squares, count = np.zeros(history.shape[1]), 0
-    for chunk in parts:
-        squares += np.square(user_features(chunk, history)).sum(0)
-        count += len(chunk.users)
-    return squares / count
-
-
-def _leading(squared: Callable[[np.ndarray], np.ndarray], size: int, columns: int, seed: int) -> np.ndarray:
-    """The eigenvectors ``[size, columns]`` with the largest eigenvalues, without those that are only rounding.
-
-    Args:
-        squared: the product with a positive semidefinite matrix ``[size, size]``.
-        size: its size.
-        columns: number of vectors; fewer where there are no more.
-        seed: of the start of the iteration.
-    """
-    start = np.random.default_rng(seed).normal(size=(size, min(size, columns + _MORE_COLUMNS)))
-    basis, _ = np.linalg.qr(start)
-    for _ in range(_PRODUCTS):
-        basis, _ = np.linalg.qr(squared(basis))
-    values, rotation = np.linalg.eigh(basis.T @ squared(basis))
-    vectors = basis @ rotation[:, ::-1][:, :columns]
-    vectors = vectors[:, values[::-1][:columns] > 1e-9 * values[-1]]
-    return vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(vectors.shape[1])])
-
+from recpo.rewards.prior_features import PriorFeatures, user_features
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3
@@ -256,12 +76,21 @@ class Prior(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A fitted model: the items, the prior of the users, the variance of the noise, and ``PriorFeatures.history``."""
+    """A fitted model.
+
+    Attributes:
+        items: the posterior of the items.
+        users: the prior of the users.
+        of_items: the prior of the items from which the last sweep computed ``items``.
+        noise: variance of the noise.
+        features: what the prior means are linear in.
+    """
 
     items: Gaussians
     users: Prior
+    of_items: Prior
     noise: float
-    history: np.ndarray
+    features: PriorFeatures
 
 
 def moments(side: Gaussians) -> Equations:
@@ -367,24 +196,26 @@ def fit_items(
     )
     noise = grade_variance(data, mean, period)
     first = noise / _FIRST_RIDGE * np.eye(width)
-    of_items, users = (Prior(np.zeros(width), first, np.zeros((side.shape[1], width))) for side in features)
+    columns = features.items.shape[1], features.num_user_columns
+    of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
+    before = of_items
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
-        summed, among = Summed(width, features.history.shape[1]), Summed(width, features.items.shape[1])
+        among, summed = (Summed(width, number) for number in columns)
         squared, events = 0.0, 0
         for chunk in chunks(data, finished, period):
-            sums, own = user_sums(chunk, table, mean), user_features(chunk, features.history)
+            sums, own = user_sums(chunk, table, mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
             add_item_sums(total, chunk, part, mean)
             summed.add(part, own)
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
-        items = posterior(total, of_items, features.items, noise)
+        items, before = posterior(total, of_items, features.items, noise), of_items
         if sweep >= WARM_UP:
             among.add(items, features.items)
             users, of_items = summed.prior(), among.prior()
         noise = (squared + squared_errors(total, items)) / events
-    return Fit(items, users, noise, features.history)
+    return Fit(items, users, before, noise, features)
 
 
 def user_sums(chunk: Chunk, table: Equations, mean: float) -> Equations:
@@ -423,12 +254,24 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     _, rotation = np.linalg.eigh((change @ fit.items.covariance.mean(0) @ change.T)[:-1, :-1])
     change[:-1], shift[:-1] = rotation.T @ change[:-1], rotation.T @ shift[:-1]
     centers = np.linalg.solve(lower, fit.users.slopes.T)
-    centers = np.concatenate([rotation.T @ centers[:-1], lower[-1:, -1:] * centers[-1:]])
+    centers = np.concatenate([rotation.T @ centers[:-1], lower[-1:, -1:] * centers[-1:]]).T
+    known = fit.features
+    of_history, of_users = np.split(centers, [known.history.shape[1]])
     items, covariance = fit.items.mean @ change.T + shift, change @ fit.items.covariance @ change.T
     variances = np.diagonal(covariance, 0, 1, 2)[:, :-1]
     factors, bias, variance, uncertainty, history_prior = (
         torch.from_numpy(values.astype(np.float32))
-        for values in (items[:, :-1], items[:, -1], variances, covariance / fit.noise, fit.history @ centers.T)
+        for values in (items[:, :-1], items[:, -1], variances, covariance / fit.noise, known.history @ of_history)
+    )
+    user_prior = None if known.users is None else known.users.table.weights(of_users).astype(np.float32)
+    of_new = change @ fit.of_items.covariance @ change.T
+    item_prior, prior_variance, prior_covariance = (
+        torch.from_numpy(values.astype(np.float32))
+        for values in (_item_prior(fit, change, shift, of_history), np.diag(of_new)[:-1], of_new / fit.noise)
+    )
+    schema = FeatureSchema(
+        item=() if known.table is None else known.table.schema,
+        user=() if known.users is None else known.users.table.schema,
     )
     return Factors(
         mean=mean + float(fit.users.mean[-1]),
@@ -436,6 +279,12 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
         item_bias=bias,
         factor_variance=variance,
         history_prior=history_prior,
+        user_prior=None if user_prior is None else torch.from_numpy(user_prior),
+        item_prior=item_prior,
+        prior_variance=prior_variance,
+        prior_covariance=prior_covariance if options.uncertainty else None,
+        features=schema,
+        feature_checksums={side: data.features_checksum(side) for side in SIDES if schema.of(side)},
         ridge=fit.noise,
         bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
         user_factors=None,
@@ -448,18 +297,41 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     )
 
 
+def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.ndarray) -> np.ndarray:
+    """``Factors.item_prior``: prior means of an item without events, in the units of the stored factors.
+
+    Its consumption features are 0, as those of the fitted items without events.
+    """
+    table, slopes = fit.features.table, fit.of_items.slopes
+    if table is None:
+        return np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])[None]
+    columns = table.axes.shape[1]
+    of_items, of_history = slopes[-columns:] @ change.T, fit.features.history_scale * of_history[-columns:]
+    both = np.concatenate([of_items, of_history], 1)
+    constant = np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])
+    return np.concatenate([table.weights(both), (constant - table.center @ both)[None]])
+
+
 def finish(
     data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
 ) -> Factors:
-    """The model with the users of a period, each folded in from all of their events in it."""
+    """The model with the users of a period, each folded in from all events in it; the others have their prior means."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
     items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     history = model.history_prior.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
-    users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
+    users = prior_means(data, model, np.arange(int(data.manifest["num_users"]))).astype(np.float32)
     for chunk in chunks(data, finished, period):
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
-        pull = prior * user_features(chunk, history)
+        pull = prior * (user_features(chunk, history) + prior_means(data, model, chunk.users))
         users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain, pull)
     return replace(model, user_factors=torch.from_numpy(users), users_checksum=data.users_checksum)
+
+
+def prior_means(data: Prepared, model: Factors, users: np.ndarray) -> np.ndarray:
+    """``[n, r + 1]``: the part of the prior means of some users that the user table gives; 0 if it is not read."""
+    if model.user_prior is None:
+        return np.zeros((len(users), model.rank + 1))
+    features = data.user_features(users).tensors()
+    return linear_in_features(model.features.user, features, model.user_prior.double()).numpy()

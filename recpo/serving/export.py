@@ -34,6 +34,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
+from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import Precision, validate_precision
 from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
@@ -146,7 +147,7 @@ def export_bundle(
     known = None if given is None else attribute_columns(read_frame(given, "attributes"), items, "attributes")
     k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
-    features = replace(facts.features, item=None if encoded is None else facts.features.item)
+    features = facts.features if encoded is not None or grows(policy) else replace(facts.features, item=None)
     policy = _servable(policy).eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
@@ -234,6 +235,11 @@ def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
                 code="mismatch",
                 field="features",
             )
+
+
+def grows(policy: Policy) -> bool:
+    """Whether a policy without encoders of item features takes new items: see ``GradeFactors.of_new_items``."""
+    return isinstance(policy, FactorPolicy) and policy.factors.options.item_features
 
 
 def _servable(policy: Policy) -> Policy:

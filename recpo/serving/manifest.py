@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 ITEM_ENCODERS: Final = "item_encoders.safetensors"
+#: The policy whose weights say what the features of new items mean, without an encoder.
+_FACTORS: Final = "recpo.policies.baseline.FactorPolicy"
 MANIFEST = "manifest.json"
 ITEMS = "items.parquet"
 ONNX_PROGRAM = "model.onnx"
@@ -163,7 +165,7 @@ class BundleManifest(Artifact):
         required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
         required += [INDEX, VECTORS] * (index is not None)
         required += [vocabulary_file(side, name) for side in SIDES for name in features.coded(side)]
-        required += [ITEM_ENCODERS] * bool(features.item)
+        required += [ITEM_ENCODERS] * (bool(features.item) and policy["class"] != _FACTORS)
         if lacking := [name for name in required if name not in files]:
             raise damaged(f"no checksum of {lacking[0]}", lacking[0])
         _validate_files(files, path)

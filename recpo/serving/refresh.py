@@ -39,7 +39,7 @@ class Refreshed(NamedTuple):
         bundle: the new bundle.
         listed: items that may be listed.
         retired: items that are in no list any more.
-        left_out: items of the table that the bundle does not know and cannot take: it has no encoder of features.
+        left_out: items of the table that the bundle does not know and cannot take: it reads no features of items.
         added: new items, with the vectors that their features say.
         later: items among ``listed`` that are not available yet.
     """
@@ -163,11 +163,11 @@ def refresh_bundle(
     The bundle keeps ``available_from`` and ``available_until`` of the items, and lists an item between these times
     only. Without such a column, known items keep the time that they have in the bundle.
 
-    A bundle with an encoder of item features takes new items, behind its own: the vector of a new item is what its
-    features say, as of an item without training events. The program is then exported again and verified as in an
-    export, which takes torch and no training code. Otherwise new items are counted and left out, and program and
-    weights are linked. Either way the bundle answers its golden requests first, and gets golden requests and checksums
-    of its own.
+    A bundle with an encoder of item features, or of factors whose prior means depend on them, takes new items, behind
+    its own: the vector of a new item is what its features say, as of an item without training events. The program is
+    then exported again and verified as in an export, which takes torch and no training code. Otherwise new items are
+    counted and left out, and program and weights are linked. Either way the bundle answers its golden requests first,
+    and gets golden requests and checksums of its own.
 
     Args:
         root: the bundle.
@@ -187,7 +187,7 @@ def refresh_bundle(
     columns = [one.source for one in manifest.features.item] if encoded is None else []
     columns += _attribute_names(root, manifest)
     today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
-    grows = len(today.new) > 0 and ITEM_ENCODERS in manifest.files
+    grows = len(today.new) > 0 and bool(manifest.features.item)
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         raise RecpoError(
             f"{items}: {len(today.new):,} items are new, and items of a policy of semantic ids need codes: `recpo "
@@ -256,7 +256,7 @@ def _write_grown(
             field="torch",
         ) from error
     policy = grown_policy(root, manifest, *features)
-    known = [ITEM_ENCODERS, *(name for name in manifest.files if name.startswith("vocabularies/"))]
+    known = [name for name in manifest.files if name == ITEM_ENCODERS or name.startswith("vocabularies/")]
 
     def link_features(working: Path) -> None:
         for name in known:

@@ -35,7 +35,7 @@ from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, Po
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
-from recpo.policies.grade_factors import GradeFactorsOptions
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -297,7 +297,7 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
 def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, features: FeatureArrays) -> Policy:
     """The policy of a bundle with more items appended, whose vectors come from their features.
 
-    Below a tilted policy, a new item has the factors and bias of an item without events, zero; its grade is the mean.
+    In a model of grades, a new item has the prior mean of its features and the uncertainty of an item without events.
 
     Args:
         root: the bundle, whose files are already verified.
@@ -308,17 +308,15 @@ def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, f
     Raises:
         RecpoError: the bundle's policy cannot take more items.
     """
-    encoders, added = load_item_encoders(root, fitted), len(features.codes)
+    encoders = load_item_encoders(root, fitted) if ITEM_ENCODERS in manifest.files else {}
+    added = len(features.codes)
     vectors = {f"{name}.weight": _encoded(encoder, features) for name, encoder in encoders.items()}
     policy = policy_of_size(root, manifest, manifest.num_items + added)
-    if isinstance(policy, TiltedPolicy) and policy.factors.rooted:
-        raise RecpoError(
-            f"{root}: its policy is tilted with a lower bound, which is not known of items without events: train and "
-            "tilt with today's items, or tilt with lower_bound 0",
-            code="unsupported",
-            field="lower_bound",
-        )
-    own, weights = policy.state_dict(), load_file(root / WEIGHTS)
+    weights = load_file(root / WEIGHTS)
+    for name, part in policy.named_modules():
+        if isinstance(part, GradeFactors):
+            vectors |= _of_factors(f"{name}.", part, weights, features)
+    own = policy.state_dict()
     grown = {name: _grown(name, weights[name], value, vectors.get(name)) for name, value in own.items()}
     policy.load_state_dict(grown)
     return policy.eval()
@@ -331,10 +329,6 @@ def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Ten
     more = own.shape[0] - saved.shape[0]
     if vectors is not None:
         rows = vectors
-    elif name.endswith("factors.factor_variance"):
-        rows = saved.amax(0).expand(more, -1)  # as uncertain as the least known item
-    elif ".factors." in f".{name}":
-        rows = saved.new_zeros(more, *saved.shape[1:])
     elif name.rpartition(".")[2] == "cdf":  # the proposal of training, which never proposes new items
         rows = saved[-1:].expand(more)
     else:
@@ -344,6 +338,22 @@ def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Ten
             field=name,
         )
     return torch.cat([saved, rows.to(saved.dtype)])
+
+
+def _of_factors(
+    name: str, own: GradeFactors, weights: Mapping[str, Tensor], features: FeatureArrays
+) -> dict[str, Tensor]:
+    """The rows of new items in a model of grades, by the names of its tensors in the policy."""
+    priors = ("item_prior", "prior_variance", "prior_covariance")
+    if any(f"{name}{part}" not in weights for part in priors):
+        raise RecpoError(
+            "refresh: an earlier version of recpo wrote this bundle, which does not know the prior means of new items: "
+            "fit the factors again and export",
+            code="old_format",
+            field=f"{name}item_prior",
+        )
+    own.load_state_dict({part: weights[f"{name}{part}"] for part in priors}, strict=False)
+    return {f"{name}{part}": rows for part, rows in own.of_new_items(features.tensors()).items()}
 
 
 def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:

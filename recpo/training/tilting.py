@@ -50,6 +50,7 @@ from recpo.training.run import (
     checkpoint_path,
     copy_features,
     mark_finished,
+    write_features,
     write_text,
 )
 
@@ -142,7 +143,9 @@ def tilted(
         RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested and
             the factors have none.
     """
-    options = replace(factors.options, lower_bound=lower_bound)
+    # new items need a vector of the base as well
+    grows = factors.item_features and base.reads_item_features
+    options = replace(factors.options, lower_bound=lower_bound, item_features=grows)
     policy: TiltedPolicy | RerankedPolicy
     if isinstance(base, CatalogSoftmaxPolicy):
         policy = TiltedPolicy(base.num_items, base=lambda _: base, factors=options, temperature=temperature)
@@ -156,6 +159,15 @@ def tilted(
 
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
     """Gives the module of a policy the tensors of a factor model."""
+    module.set_schema(factors.features)
+    if factors.user_prior is not None and module.user_prior is not None:
+        module.user_prior.copy_(factors.user_prior)
+    if factors.item_prior is not None:
+        module.item_prior.copy_(factors.item_prior[-len(module.item_prior) :])
+    if factors.prior_variance is not None:
+        module.prior_variance.copy_(factors.prior_variance)
+    if factors.prior_covariance is not None:
+        module.prior_covariance.copy_(factors.prior_covariance)
     module.assign(
         factors.item_factors,
         factors.item_bias,
@@ -410,13 +422,26 @@ def write_tilted(
     checkpoint: Checkpoint,
     factors: Factors,
     how: TemperatureChoice,
+    data: Prepared | None,
 ) -> None:
-    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards."""
+    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards.
+
+    Args:
+        root: the directory of the run.
+        policy: the tilted policy.
+        base: the run that it was made from.
+        checkpoint: of that run.
+        factors: its factors.
+        how: how the temperature was chosen.
+        data: its prepared data, which factors that read features of users need; None = they read none.
+    """
     for name in (ITEMS, FEEDBACK):
         shutil.copy2(base.root / name, root / name)
     if (base.root / CODES).is_dir():
         shutil.copytree(base.root / CODES, root / CODES)
     copy_features(base.root, root)
+    if data is not None and factors.user_features:
+        write_features(root, policy, data)
     below, options = read_yaml(base.root / RESOLVED, REMEDY)["policy"], policy.factors.options
     weights = base.checkpoint_files(checkpoint)
     arguments = {"base": below, "factors": asdict(options), "temperature": policy.temperature}

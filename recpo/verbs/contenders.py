@@ -176,8 +176,11 @@ def _load_run(name: str, run: Run, options: ModelOptions) -> Loaded:
 def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:
     factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)
+    factors.validate_features(data)
     facts = {"kind": "factors", "path": where, "facts": str(dict(factors.facts))}
-    return Contender(name, "factors", lambda: Loaded(factors_recommender(factors, name), factors.max_history), facts)
+    recommender = factors_recommender(factors, name)
+    loaded = Loaded(recommender, factors.max_history, reads=factors.reads)
+    return Contender(name, "factors", lambda: loaded, facts)
 
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
@@ -298,12 +301,14 @@ class ContenderRuntime(Runtime):
         assert loaded.recommender.recommend is not None
         self._lists = loaded.recommender.recommend
         self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
-        self.reads = ProgramReads()
-        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history)
+        user = data.fitted_features("user") if loaded.reads.user else None
+        self.reads = ProgramReads(user=() if user is None else user.features)
+        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history, user=user)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         ids, feedback = torch.from_numpy(inputs.item_ids), torch.from_numpy(inputs.feedback)
-        histories = Histories(ids, (ids != 0).sum(1), feedback)
+        known = None if inputs.user is None else inputs.user.tensors()
+        histories = Histories(ids, (ids != 0).sum(1), feedback, user=known)
         with torch.inference_mode():
             lists = self._lists(histories, k, torch.from_numpy(excluded(inputs, self.reads.repeats)))
         return lists.item_ids.numpy(), lists.scores.numpy()

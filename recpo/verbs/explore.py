@@ -157,6 +157,7 @@ class Explore(ItemColumns, Verb["Path | None"]):
         model = given if isinstance(given, Factors) else Factors.open(cast(Any, given))
         model.validate_items(data.catalog_checksum, data.root)
         model.validate_feedback(data.feedback, data.root)
+        model.validate_features(data)
         return model
 
     def _advice(self, facts: Mapping[str, Any]) -> Sequence[str]:

@@ -15,6 +15,7 @@ import torch
 from recpo.artifacts import kind_of
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import read_features
 from recpo.evaluation.baselines import BaselineCache, item_scores
 from recpo.evaluation.contenders import Baseline, BaselineOptions, fitted_model
@@ -25,7 +26,7 @@ from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, Im
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle, grows
 from recpo.serving.of_runs import evaluation_facts, facts_of
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
@@ -53,7 +54,11 @@ class ServedBaseline(NamedTuple):
             "user_ids": data.user_id_type,
             "item_column": data.item_column,
         }
-        return PolicyFacts(data.feedback, options=self.options, origin=origin)
+        features = PolicyFeatures(
+            data.fitted_features("item") if grows(self.policy) else None,
+            data.fitted_features("user") if self.policy.reads_user else None,
+        )
+        return PolicyFacts(data.feedback, features, self.options, origin)
 
 
 def is_baseline(named: object) -> bool:
@@ -90,6 +95,7 @@ def served_baseline(
     factors = named if isinstance(named, Factors) else Factors.open(named)
     factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)
+    factors.validate_features(data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 
 

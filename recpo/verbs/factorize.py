@@ -105,7 +105,7 @@ def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
     """
     k = min(k, data.num_items)
     exposure, users = Exposure(data.num_items, [k]), 0
-    for batch in validation_batches(data, factors.max_history, _LISTED_USERS):
+    for batch in validation_batches(data, factors.max_history, _LISTED_USERS, factors.reads):
         exposure.add(factors.recommend(batch.feedback.histories, k, batch.exclude).item_ids)
         users += len(batch.user_ids)
     totals = exposure.totals()
@@ -117,11 +117,11 @@ def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:
     """``AUC_mixed`` ``[models, U]`` of the lists' ranking scores, for the validation users who have one, float64.
 
     Args:
-        models: with equal ``max_history``.
+        models: with equal ``max_history`` and ``reads``.
         data: prepared data of the same items.
     """
     found = []
-    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
+    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS, models[0].reads):
         targets = held_out_targets(batch).without(batch.exclude)
         unseen, shown = unseen_items(batch, data.num_items), targets.item_ids.shape[1]
         items, values = torch.cat([targets.item_ids, unseen], 1), []

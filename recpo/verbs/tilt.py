@@ -21,7 +21,7 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import Run
+from recpo.training.run import Run, features_that_differ
 from recpo.training.tilting import (
     TEMPERATURES,
     Criterion,
@@ -63,7 +63,7 @@ class Tilt(Verb[TiltResult]):
     """factors that ``recpo factorize`` fitted for the same items, or their directory"""
     prepared: Prepared | Path | str | None = None
     """prepared data of the same items. Temperature is chosen on its validation period, by lists of the items that were
-    candidates at its start; null = temperature is given"""
+    candidates at its start; null = temperature is given, and the factors read no features of users"""
     _: KW_ONLY
     out: Path | str
     """output run directory"""
@@ -129,10 +129,12 @@ class Tilt(Verb[TiltResult]):
         factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
         factors.validate_feedback(base.feedback, base.root)
         factors.validate_items(base.catalog_checksum, base.root)
-        if data is None and self.temperature == "auto":
+        if data is None and (self.temperature == "auto" or factors.user_features):
             raise RecpoError(
                 "temperature is auto, and there is no validation period to choose it on: name prepared data, or give a "
-                "temperature",
+                "temperature"
+                if self.temperature == "auto"
+                else "the factors read features of users, whose vocabularies are in the prepared data: name them",
                 code="missing_option",
                 field="prepared",
             )
@@ -143,10 +145,19 @@ class Tilt(Verb[TiltResult]):
             raise RecpoError(
                 f"{base.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
             )
+        if data is not None and factors.user_features and features_that_differ(policy, base.root, data):
+            raise RecpoError(
+                f"{data.root} has other vocabularies or means of features than those that {base.root} was trained "
+                "with, and the factors read its features of users: train the run on these data, or fit the factors "
+                "with user_features false",
+                code="mismatch",
+                field="user_features",
+            )
         used: Criterion | None = None
         trials: tuple[TiltTrial, ...] = ()
         if data is not None:
             base.validate_data(data)
+            factors.validate_features(data)
             if self.monitor_reward is not None:
                 validate_identity(self.monitor_reward, "monitor_reward", data)
             shared, device = self._trials(data), compute_device(self.device)
@@ -158,7 +169,8 @@ class Tilt(Verb[TiltResult]):
             return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
             final = tilted(policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            write_tilted(target, final, base, self.checkpoint, factors, TemperatureChoice(chosen, used, self.k, trials))
+            how = TemperatureChoice(chosen, used, self.k, trials)
+            write_tilted(target, final, base, self.checkpoint, factors, how, data)
         return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
 
     def _trials(self, data: Prepared) -> TemperatureTrials:

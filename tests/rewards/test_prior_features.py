@@ -12,11 +12,11 @@ from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.types import Features, Histories
 from recpo.log.feature_columns import FeatureColumns
 from recpo.ops.linear_algebra import damped_mean
-from recpo.rewards import graded, selection, variational
+from recpo.rewards import graded, prior_features, selection
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of
+from recpo.rewards.prior_features import of_consumption, of_table, user_features
 from recpo.rewards.selection import fit_factors
-from recpo.rewards.variational import of_consumption, of_table, user_features
 from tests.refusals import refused
 
 
@@ -130,10 +130,10 @@ def test_features_of_a_table_are_its_principal_components(tastes, monkeypatch):
     assert np.square(of_users).mean(0).max() == pytest.approx(1.0)
     nothing = given.map(torch.zeros_like)
     assert of_table(lambda: parts, schema, nothing, 0).items.shape == (60, 0)
-    monkeypatch.setattr(variational, "_ROWS", 7)
+    monkeypatch.setattr(prior_features, "_ROWS", 7)
     pieces = of_table(lambda: parts, schema, given, 0)
     np.testing.assert_allclose(pieces.items, found.items, atol=1e-9)
-    monkeypatch.setattr(variational, "TABLE_COLUMNS", 3)
+    monkeypatch.setattr(prior_features, "TABLE_COLUMNS", 3)
     largest = of_table(lambda: parts, schema, given, 0).items
     np.testing.assert_allclose(np.abs(largest), np.abs(expected[:, :3]), atol=1e-3)
 
@@ -179,16 +179,23 @@ def test_the_validation_period_accepts_or_refuses_the_prior(data, monkeypatch, e
 
 
 @pytest.mark.slow
-def test_features_of_items_are_tried_where_there_are_some(data, tmp_path):
+def test_features_are_tried_where_there_are_some(data, tmp_path):
     """In a growing catalog the features are all that is known of a new item."""
-    with refused("missing_value", "item_features"):
-        fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, item_features=True))
+    for side in ("item_features", "user_features"):
+        with refused("missing_value", side):
+            fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, **{side: True}))
     world = recpo.simulate(tmp_path / "world", world="living", users=300, items=600, events=9000, seed=0)
     features = FeatureColumns(available_from="available_from")
-    living = recpo.prepare(world.log, tmp_path / "prepared", items=world.items, catalog="items", features=features)
+    tables = {"items": world.items, "users": world.users, "catalog": "items", "features": features}
+    living = recpo.prepare(world.log, tmp_path / "prepared", **tables)
     model = fit_factors(living, FactorOptions(ranks=(4,), consumption=(0, 8)))
-    tried = {(one["consumption"], one["item_features"]): one["squared_error"] for one in model.facts["tried"]}
+    *found, with_users = model.facts["tried"]
+    tried = {(one["consumption"], one["item_features"]): one["squared_error"] for one in found}
     assert list(tried) == [(0, False), (0, True), (8, False), (8, True)]
+    assert not any(one["user_features"] for one in found)
+    best = min(found, key=lambda one: one["squared_error"])
+    assert with_users | {"squared_error": 0} == best | {"user_features": True, "squared_error": 0}
+    assert model.facts["chosen"] == min(best, with_users, key=lambda one: one["squared_error"])
     assert tried[0, True] < 0.97 * tried[0, False]
     assert model.facts["chosen"]["item_features"]
     # an item without events has the prior mean of its features, not that of all items

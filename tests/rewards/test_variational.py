@@ -9,25 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.base.types import Histories
+from recpo.base.features import Categories, Category, Number
+from recpo.base.types import Features, Histories
 from recpo.rewards import variational
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of, mean_grade
+from recpo.rewards.prior_features import of_consumption, of_user_table
 from recpo.rewards.selection import fit_factors
-from recpo.rewards.variational import (
-    Fit,
-    Gaussians,
-    Prior,
-    PriorFeatures,
-    fit_items,
-    moments,
-    of_consumption,
-    plain_factors,
-)
+from recpo.rewards.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
+from tests.refusals import refused
 
 RANK = 3
 D = RANK + 1
 # noise, ridge of the biases, validation error, sum of the items' biases, of the squares of the users' weights
 BEFORE = [0.05069076766785855, 19.73819276348745, 0.059494783164626856, -2.6098294893745333, 164.74627700481898]
+
+
+class Encoded(NamedTuple):
+    """Features as prepared data give them."""
+
+    features: Features
+
+    def tensors(self):
+        return self.features
 
 
 class State(NamedTuple):
@@ -106,23 +109,54 @@ def evidence_bound(state, user, item, residual, present, features):
     everybody = np.ones(len(state.items.mean), bool)
     return (
         likelihood
-        - divergence(state.users, state.of_users, present, features.history)
-        - divergence(state.items, state.of_items, everybody, features.items)
+        - divergence(state.users, state.of_users, present, features[0])
+        - divergence(state.items, state.of_items, everybody, features[1])
     )
 
 
+USER_SCHEMA = (Category("country", num_codes=5), Categories("tags", length=3, num_codes=6), Number("age"))
+
+
+def user_table(count):
+    """Features of ``count`` users, some missing, some unknown."""
+    generator = np.random.default_rng(5)
+    codes, lists = generator.integers(0, 5, (count, 1)), generator.permuted(np.tile(np.arange(6), (count, 1)), axis=1)
+    lists = np.where(lists[:, :3] == 5, 0, lists[:, :3])
+    numbers = np.where(generator.random((count, 1)) < 0.2, np.nan, generator.normal(size=(count, 1)))
+    return Features(codes, (lists,), numbers.astype(np.float32), ()).map(torch.from_numpy)
+
+
+def user_columns(table):
+    """The same features as columns, one user after the other."""
+    rows = []
+    for code, tags, age in zip(table.codes[:, 0].tolist(), table.lists[0].tolist(), table.numbers[:, 0], strict=True):
+        named = [tag for tag in tags if tag]
+        row = np.zeros(5 + 6 + 1)
+        row[code] = code > 0
+        row[[5 + tag for tag in named]] = 1 / np.sqrt(max(1, len(named)))
+        row[-1] = 0 if age.isnan() else age
+        rows.append(row)
+    return np.stack(rows)
+
+
 def features_of(data, columns):
-    """Consumption features; of the items with two more columns, so that both sides have their own number."""
+    """Consumption features and those of a user table; two more of the items, so that the sides differ in number."""
     found = of_consumption(partial(chunks, data), data.num_items, columns, 0)
     more = np.random.default_rng(4).normal(size=(data.num_items, 2 if columns else 0))
-    return found._replace(items=np.concatenate([found.items, more], 1))
+    users = of_user_table(USER_SCHEMA, user_table(data.manifest["num_users"]), 0) if columns else None
+    return found._replace(items=np.concatenate([found.items, more], 1), users=users)
 
 
-def of_users(user, item, history, count):
-    """Features of the users, event by event."""
-    summed = np.zeros((count, history.shape[1]))
-    np.add.at(summed, user, history[item])
-    return summed / (np.bincount(user, minlength=count)[:, None] + 20)
+def of_users(user, item, given, count):
+    """Features of the users, event by event, and those of the table."""
+    summed = np.zeros((count, given.history.shape[1]))
+    np.add.at(summed, user, given.history[item])
+    found = summed / (np.bincount(user, minlength=count)[:, None] + 20)
+    if given.users is None:
+        return found
+    components = user_columns(user_table(count)) @ given.users.table.axes
+    np.testing.assert_allclose(given.users.rows, components, atol=1e-5)
+    return np.concatenate([found, given.users.rows], 1)
 
 
 @pytest.fixture(scope="module", params=[0, 3])
@@ -135,19 +169,19 @@ def dense(data, events, request):
     present = np.bincount(user, minlength=count) > 0
     start = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, RANK))
     noise = float(np.square(residual).mean())
-    features = PriorFeatures(given.items, of_users(user, item, given.history, count))
-    prior, other = (Prior(np.zeros(D), noise / 2.0 * np.eye(D), np.zeros((x.shape[1], D))) for x in features)
+    features = of_users(user, item, given, count), given.items
+    other, prior = (Prior(np.zeros(D), noise / 2.0 * np.eye(D), np.zeros((x.shape[1], D))) for x in features)
     items = Gaussians(np.c_[start, np.zeros(len(start))], np.zeros((len(start), D, D)))
     state, bounds = State(None, items, other, prior, noise), []
     for sweep in range(6):
-        users = update(user, state.items, item, count, residual, state.of_users, features.history, state.noise)
+        users = update(user, state.items, item, count, residual, state.of_users, features[0], state.noise)
         state = state._replace(users=users)
-        items = update(item, state.users, user, data.num_items, residual, state.of_items, features.items, state.noise)
+        items = update(item, state.users, user, data.num_items, residual, state.of_items, features[1], state.noise)
         state = state._replace(items=items)
         bounds.append(evidence_bound(state, user, item, residual, present, features))
         if sweep >= variational.WARM_UP:
             everybody = np.ones(data.num_items, bool)
-            learned = prior_of(users, present, features.history), prior_of(items, everybody, features.items)
+            learned = prior_of(users, present, features[0]), prior_of(items, everybody, features[1])
             state = state._replace(of_users=learned[0], of_items=learned[1])
         state = state._replace(noise=expected_error(state, user, item, residual) / len(user))
         bounds.append(evidence_bound(state, user, item, residual, present, features))
@@ -185,14 +219,17 @@ def test_no_features_change_no_digit(data):
     assert known == pytest.approx(BEFORE, rel=1e-6)
 
 
-def test_a_training_user_is_the_posterior_of_the_fit_given_its_items(data, events):
+def test_a_training_user_is_the_posterior_of_the_fit_given_its_items(data, events, monkeypatch):
     """In the model's own units and in those of the stored factors: the same expected grades."""
-    user, item, grade = events
+    (user, item, grade), count = events, data.manifest["num_users"]
+    monkeypatch.setattr(
+        type(data), "user_features", lambda _, users: Encoded(user_table(count).rows(torch.tensor(users)))
+    )
+    monkeypatch.setattr(type(data), "features_checksum", lambda *_: "")
     features = features_of(data, 3)
     mean, fit = fitted(data, features)
     model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
-    count = data.manifest["num_users"]
-    x = of_users(user, item, features.history, count)
+    x = of_users(user, item, features, count)
     # the covariance of an item's factors counts in the fit, and in the stored model its diagonal
     exact = fit.items._replace(covariance=np.zeros_like(fit.items.covariance))
     stored = replace(model, factor_variance=torch.zeros_like(model.factor_variance))
@@ -202,6 +239,19 @@ def test_a_training_user_is_the_posterior_of_the_fit_given_its_items(data, event
     here = np.unique(user)
     np.testing.assert_allclose(stored.scores(stored.user_factors).numpy()[here], expected[here], atol=1e-4)
     assert np.abs(model.history_prior.numpy()).max() > 0.01
+    # a user of whom only the table is known has its prior mean, in both models
+    nobody = Histories(torch.zeros(count, 0).long(), torch.zeros(count).long(), torch.zeros(count, 0).long())
+    found = model.scores(model.fold_in(nobody._replace(user=user_table(count)))).numpy()
+    x = np.concatenate([np.zeros((count, features.history.shape[1])), x[:, features.history.shape[1] :]], 1)
+    means = fit.users.mean + x @ fit.users.slopes
+    expected = mean + means[:, :-1] @ fit.items.mean[:, :-1].T + means[:, -1:] + fit.items.mean[:, -1]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.ptp(found.mean(1)) > 0.001
+    absent = np.setdiff1d(np.arange(count), here)
+    assert len(absent)
+    np.testing.assert_allclose(model.scores(model.user_factors).numpy()[absent], expected[absent], atol=1e-4)
+    with refused("missing_value", "user_features"):
+        model.fold_in(nobody)
 
 
 def test_moments_are_those_of_draws():
@@ -311,3 +361,24 @@ def test_grades_that_are_all_equal_fit(data, monkeypatch):
     model = plain_factors(small, fit, 0.375, FactorOptions())
     nobody = Histories(torch.zeros(1, 2, dtype=torch.long), torch.tensor([0]), torch.zeros(1, 2, dtype=torch.long))
     np.testing.assert_allclose(model.scores(model.fold_in(nobody)), 0.375, atol=1e-3)
+
+
+def test_averages_are_factors_of_rank_0(data, events):
+    """Every bias is the mean of what is left, shrunk by a variance that is learned."""
+    user, item, grade = events
+    mean, _ = mean_grade(data)
+    fit = fit_items(data, mean, 0, FactorOptions(sweeps=6), lambda _: None)
+    model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
+    known = grade - model.mean - model.item_bias.double().numpy()[item]
+    count = data.manifest["num_users"]
+    sums, counts = np.bincount(user, known, count), np.bincount(user, minlength=count)
+    np.testing.assert_allclose(model.user_factors[:, 0], sums / (counts + model.bias_ridge), atol=1e-5)
+    bias = model.user_factors[:, -1:] + model.mean + model.item_bias
+    torch.testing.assert_close(model.scores(model.user_factors), bias)
+    assert model.item_covariance.shape[1:] == (1, 1)
+    nobody = Histories(torch.zeros(1, 2).long(), torch.tensor([0]), torch.zeros(1, 2).long())
+    torch.testing.assert_close(model.scores(model.fold_in(nobody))[0], model.mean + model.item_bias)
+    assert model.recommend(nobody, 5).item_ids.shape == (1, 5)
+    chosen = fit_factors(data, FactorOptions(method="als", ranks=(0,), ridges=(4.0,)))
+    assert chosen.rank == 0
+    assert chosen.item_bias.std() > 0.01

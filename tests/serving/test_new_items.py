@@ -16,6 +16,7 @@ from recpo.base.features import Categories, Category, FeatureSchema, Number, Vec
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
+from recpo.ops.linear_algebra import item_forms
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.item_features import ItemFeatureOptions
@@ -197,25 +198,53 @@ def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.0, 1.0])
-def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
+def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(bound, tmp_path):
     base, options = policy_of(OLD, OLD)
-    numbers = GradeFactorsOptions(rank=3, mean=0.4, ridge=2.0, bias_ridge=3.0, max_history=5, lower_bound=bound)
+    numbers = GradeFactorsOptions(
+        rank=3,
+        mean=0.4,
+        ridge=2.0,
+        bias_ridge=3.0,
+        max_history=5,
+        lower_bound=bound,
+        item_features=True,
+        noise=0.1,
+    )
     policy = TiltedPolicy(OLD, base=lambda _: base, factors=numbers, temperature=0.2).eval()
-    factors = torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))
-    policy.factors.assign(factors, factors[:, 0], factors.square(), torch.eye(4).expand(OLD, 4, 4), noise=0.1)
+    model, factors = policy.factors, torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))
+    model.set_schema(FeatureSchema(item=FEATURES))
+    model.assign(factors, factors[:, 0], factors.square(), torch.eye(4).expand(OLD, 4, 4), noise=0.1)
+    model.item_prior.copy_(torch.randn(model.item_prior.shape, generator=torch.Generator().manual_seed(1)))
+    model.prior_variance.copy_(torch.tensor([0.1, 0.2, 0.3]))
     described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
     arguments = {"factors": asdict(numbers), "temperature": 0.2, "base": described}
     old = bundle_of(policy, arguments, tmp_path / "old")
     pq.write_table(item_rows(), tmp_path / "items.parquet")
-    if bound:
-        with refused("unsupported", "lower_bound"):
-            refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
-        return
     fresh = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
     weights = Bundle.open(fresh.bundle.root, "torch").runtime.policy.factors
-    assert not weights.item_factors[OLD + 1 :].any()
-    assert torch.equal(weights.factor_variance[-1], policy.factors.factor_variance.amax(0))
+    columns = feature_columns(item_rows().slice(OLD))
+    expected = columns @ model.item_prior[:-1].numpy() + model.item_prior[-1].numpy()
+    found = torch.cat([weights.item_factors, weights.item_bias[:, None], weights.history_prior], 1)[OLD + 1 :]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert torch.equal(weights.factor_variance[OLD + 1 :], model.prior_variance.expand(NEW, 3))
+    if bound:
+        forms = 0.1 * item_forms(weights.item_factors[OLD + 1 :], torch.eye(4).expand(NEW, 4, 4) / 2.0)
+        torch.testing.assert_close(weights.item_variances[OLD + 1 :], forms)
     assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
+
+
+def feature_columns(table):
+    """The features of a raw table as columns, one item after the other."""
+    rows = []
+    for one in table.to_pylist():
+        row = np.zeros(6 + 5 + 1 + 3)
+        if one["author_id"] is not None:
+            row[{"a": 2, "b": 3, "c": 4, "d": 5}.get(one["author_id"], 1)] = 1
+        row[6 + 1] = bool(one["tags"])  # all are unknown, which is one code
+        row[11] = 0 if one["length"] is None else (one["length"] - 2) / 3
+        row[12:] = one["text"]
+        rows.append(row)
+    return np.stack(rows)
 
 
 @pytest.mark.slow
