@@ -93,6 +93,14 @@ def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
         written = run.stat().st_mtime_ns
         assert lines_of(*command)[0]["Recall@10, past kept"] == line["Recall@10, past kept"]
         assert run.stat().st_mtime_ns == written, "what is done is left out"
+    (line,) = lines_of(
+        "published.py", "--recipe", "catalog", *files, "--work", str(tmp_path / "work"), "--trials", "2", "--seeds", "3"
+    )
+    search = json.loads((tmp_path / "work" / "search_catalog.json").read_text())
+    assert search["trials"] == len(search["rungs"][0]) == 2
+    (chosen,) = search["rungs"][1]
+    assert search["chosen"] == chosen == max(search["rungs"][0], key=search["rungs"][0].get)
+    assert line["run"] == ("catalog_3" if chosen == "rules" else f"catalog_3_{chosen}")
     other = [str(BENCHMARKS / command[0]), "--quick", *command[1:], "--log", "another.parquet"]
     refused = subprocess.run([sys.executable, *other], capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode

@@ -16,10 +16,11 @@ from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
-from recpo.log.inspection import Inspection, inspect_log, sizes_of, split_of, timezone_of
+from recpo.log.inspection import Inspection, inspect_log, split_of, timezone_of
 from recpo.log.recognition import Recognition
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.training.sizes import sizes_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 _PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
