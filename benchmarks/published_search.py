@@ -75,15 +75,15 @@ def variants(recipe: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
         }
     return {
         RULES: {},
-        "slower": slower,
         "deeper": deeper,
         "less_dropout": {f"{policy}.dropout": less},
         "more_dropout": {f"{policy}.dropout": more},
         "narrow": {f"{policy}.dim": sizes.dim // 2},
-        "cosine": {f"{policy}.similarity": "cosine", f"{policy}.temperature": 0.07},
-        "wider": wider,
-        "deepest": {f"{policy}.layers": sizes.layers + 2, **slower},
         "hstu": {f"{policy}.block": "HSTUBlock"},
+        "wider": wider,
+        "slower": slower,
+        "cosine": {f"{policy}.similarity": "cosine", f"{policy}.temperature": 0.07},
+        "deepest": {f"{policy}.layers": sizes.layers + 2, **slower},
     }
 
 

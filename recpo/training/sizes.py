@@ -31,7 +31,7 @@ _BATCHES: Final = (16, 256)  # contexts
 _WIDE_LOG: Final = 50_000  # events
 _FEW_EVENTS: Final = 20  # per user
 _FULL_DROPOUT: Final = 16  # events per item
-_DROPOUT: Final = {"pretrain": (0.2, 0.5), "ranking": (0.2, 0.5), "semantic": (0.1, 0.3)}
+_DROPOUT: Final = {"ranking": (0.2, 0.5), "semantic": (0.1, 0.3)}
 _PATIENCE: Final = (3, 10)
 _AVERAGED_STEPS: Final = (100, 1_000)
 
@@ -45,7 +45,7 @@ class Sizes:
         max_history: events that the policy can read.
         dim: width of item vectors.
         layers: blocks of the encoder.
-        dropout: probability of the encoder's dropout; 0 = the step trains without.
+        dropout: probability of the encoder's dropout.
         batch_size: contexts of a batch.
         epochs: passes over the training period.
         steps: approximate number of optimizer steps.
@@ -78,17 +78,17 @@ def sizes_of(step: str, counts: LogCounts) -> Sizes:
 
     - ``history_length``: the least of 20, 50, 100 and 200 that holds q events; "ranking": 2 q events. Policies that are
       aligned and served attend to at most 50.
-    - ``layers``: 2, or 1 if E / U < 20.
-    - ``dropout``: ``0.5 - 0.1 log2(E / 16 V)`` in steps of .05, from .2 to .5: a tenth less for every doubling of the
-      events per item, because the vectors of items overfit first. "semantic": .2 less, as items share their codes.
-      Alignments train without dropout.
+    - ``layers``: 2; "ranking", "semantic": 1 if E / U < 20, since one layer relates what few events have to say.
+    - ``dropout``: .2; none in "mpo", whose ratios it would disturb. "ranking": ``0.5 - 0.1 log2(E / 16 V)`` in steps of
+      .05, from .2 to .5: a tenth less for every doubling of the events per item, because the vectors of items overfit
+      first. "semantic": .2 less, from .1 to .3, as items share their codes.
     - ``dim``: 64, or 32 if E < 5,000. "ranking", "semantic": 128, or 64 if E < 50,000.
     - ``batch_size``: a power of two. "ranking": an optimizer step has up to 2,560 events ("semantic": 1,280), in 16 to
       256 contexts (8 to 128).
-    - ``epochs``: of the steps that are aligned, those that give 2,000, 500 and 850 optimizer steps, within limits.
-      "ranking": 30, "semantic": 20, of which ``patience`` leaves out what does not help.
-    - ``patience``: ``300 / sqrt(U)`` from 3 to 10, because the mean over few held-out users is noisy; "semantic": one
-      more.
+    - ``epochs``: "pretrain", "gbpo", "mpo": for about 2,000, 500 and 850 optimizer steps, within limits. "ranking": 30,
+      "semantic": 20, of which ``patience`` leaves out what does not help.
+    - ``patience``: 3; "ranking": ``300 / sqrt(U)`` from 3 to 10, because the mean over few held-out users is noisy;
+      "semantic": one more.
 
     Args:
         step: "pretrain" and "gbpo" (windows of users) or "mpo" (requests), for a policy that is aligned and served;
@@ -134,8 +134,8 @@ def _aligned(step: str, counts: LogCounts) -> Sizes:
         history_length=window,
         max_history=history,
         dim=64 if counts.events >= _SMALL_LOG else 32,
-        layers=_layers(counts),
-        dropout=_dropout(step, counts) if step == "pretrain" else 0.0,
+        layers=2,
+        dropout=0.0 if step == "mpo" else 0.2,
         batch_size=batch,
         epochs=epochs,
         steps=most or epochs * steps,
@@ -156,7 +156,7 @@ def _ranking(step: str, counts: LogCounts) -> Sizes:
         history_length=history,
         max_history=history,
         dim=128 if events >= _WIDE_LOG else 64,
-        layers=_layers(counts),
+        layers=2 if events >= _FEW_EVENTS * users else 1,
         dropout=_dropout(step, counts),
         batch_size=batch,
         epochs=epochs,
@@ -168,10 +168,6 @@ def _ranking(step: str, counts: LogCounts) -> Sizes:
 def _users(counts: LogCounts) -> float:
     """The users of the whole log, of which only a part may have been inspected."""
     return max(1, counts.users) * (1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user))
-
-
-def _layers(counts: LogCounts) -> int:
-    return 2 if counts.events >= _FEW_EVENTS * _users(counts) else 1
 
 
 def _dropout(step: str, counts: LogCounts) -> float:

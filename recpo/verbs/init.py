@@ -219,7 +219,6 @@ def _training_text(found: Inspection, step: str, files: Mapping[str, Path]) -> s
         sizes=sizes,
         why=_comment(found.objectives.get(step, "")),
         aligned=step != "pretrain",
-        dropout=0.0 if step == "mpo" else 0.2,
         positive_fraction="0.25               # +1 in the top quarter of the step's labels, -1 disliked, else 0"
         if watched
         else "null               # +1 positive by the log's own definition, -1 disliked, else 0",
