@@ -21,7 +21,7 @@ from typing import Any
 from recpo.training.sizes import Sizes
 
 RULES = "rules"
-KEPT = 3  # one variant of so many goes on
+KEPT = 3  # one variant of so many stays
 RUNGS = (0.2, 0.4)  # shares of the epochs
 MARGIN = 1.2  # a variant may take this much longer than those before
 

@@ -1,7 +1,7 @@
 """The sizes of a training, by stated rules from the size of the log.
 
 ``recpo init`` writes them into configurations, ``recpo fit`` trains with them, and so does ``benchmarks/published.py``
-(docs/training.md). No rule names a data set: what a log says is how many events, users and items it has, and how many
+(docs/training.md). No rule names a data set: all that counts is how many events, users and items a log has, and how many
 events most users have.
 """
 
