@@ -1,8 +1,8 @@
 """The sizes of a training, by stated rules from the size of the log.
 
 ``recpo init`` writes them into configurations, ``recpo fit`` trains with them, and so does ``benchmarks/published.py``
-(docs/training.md). No rule names a data set: all that counts is how many events, users and items a log has, and how many
-events most users have.
+(docs/training.md). No rule names a data set: all that counts is how many events, users and items a log has, and how
+many events most users have.
 """
 
 from __future__ import annotations
