@@ -8,11 +8,14 @@ r"""A recipe from the log to the numbers of published tables: leave-one-out, ful
         --preset movielens
 
 Prepares the log, trains and evaluates. The same command continues after a kill: finished steps are skipped, and
-interrupted training is resumed. Only the files and ``--seeds`` differ between data sets: the options are in
-configs/published_*.yaml, and the checkpoint is the one with the best NDCG@10 of the validation events. A seed is a
-pipeline of its own: the codes of a semantic policy come from the catalog softmax with the same seed. The log has the
-columns user_id, item_id and pos (the place of an event in its user's sequence), or those of a preset of ``recpo
-prepare``. Unknown options go to ``recpo prepare`` (``--columns.item_id asin``).
+interrupted training is resumed. Only the files and ``--seeds`` differ between data sets. Sizes follow from the size of
+the log (``recpo.training.sizes.sizes_of``; docs/training.md), all other options are in configs/published_*.yaml, and
+the checkpoint is the one with the best NDCG@10 of the validation events. ``--budget 3600`` also searches around these
+sizes for about so many CPU-seconds, on validation events, with the first seed (``published_search.py``); its decision
+is kept in the directory, and ``--trials`` repeats it on another machine. A seed is a pipeline of its own: the codes of
+a semantic policy come from the catalog softmax with the same seed. The log has the columns user_id, item_id and pos
+(the place of an event in its user's sequence), or those of a preset of ``recpo prepare``. Unknown options go to ``recpo
+prepare`` (``--columns.item_id asin``).
 
 Prints one JSON line per seed, then a table: Recall@10 and NDCG@10 of the test events with and without the items of the
 user's past among the candidates, and the published numbers of the data set (``PUBLISHED``). ``cpu_s`` counts what this
@@ -28,35 +31,42 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from published_search import RULES, chosen_variant, variants
 from rich.console import Console
 from rich.table import Table
 
 import recpo
 from recpo.cli.main import main as verb
+from recpo.training.sizes import Sizes, counts_of, sizes_of
 
 CONFIGS = Path(recpo.__file__).parent / "configs"
 K = 10
 LEAVE_ONE_OUT = ["--label", "EveryEvent", "--split", "LeaveLastOut", "--catalog", "log"]
-QUICK = {"trainer.max_epochs": 1, "trainer.limit_train_batches": 2, "data.max_validation_users": 32}
+QUICK = {"trainer.limit_train_batches": 2, "data.max_validation_users": 32}
 WITHOUT, KEPT = "without the past", "past kept"
 
 
 class Recipe(NamedTuple):
-    """A policy of the published tables; its configuration is ``configs/published_<name>.yaml``.
+    """A policy of the published tables.
 
     Attributes:
+        configs: its files in ``configs``; each changes what those before it say.
+        step: the rules for its sizes (``recpo.training.sizes.sizes_of``).
         reads_items: reads a table of items.
         has_codes: generates codes, which are made from the item vectors of a catalog softmax.
     """
 
+    configs: tuple[str, ...]
+    step: str = "ranking"
     reads_items: bool = False
     has_codes: bool = False
 
 
 RECIPES = {
-    "catalog": Recipe(),
-    "catalog_features": Recipe(reads_items=True),
-    "semantic": Recipe(has_codes=True),
+    "catalog": Recipe(("published_catalog",)),
+    "catalog_features": Recipe(("published_catalog", "features_pretrain"), reads_items=True),
+    "semantic": Recipe(("published_semantic",), "semantic", has_codes=True),
 }
 
 
@@ -123,17 +133,54 @@ def prepared(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Pa
 
 
 def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) -> recpo.Run:
-    """The finished run of a recipe; trains it, or resumes training, if there is none."""
-    recipe, out = RECIPES[name], options.work / f"{name}_{seed}"
+    """The finished run of a recipe, by the rules or of the variant that a search chose."""
+    data = prepared(options, RECIPES[name], more)
+    sizes = sizes_of(RECIPES[name].step, counts_of(recpo.Prepared.open(data)))
+    changes = variants(name, sizes)
+    epochs = 1 if options.quick else sizes.epochs
+
+    def train(variant: str, seed: int, until: int) -> recpo.Run:
+        out = options.work / "_".join([name, str(seed), *([] if variant == RULES else [variant])])
+        settings = {**settings_of(sizes), **changes[variant], "seed": seed, "data.seed": seed}
+        settings |= QUICK if options.quick else {}
+        if RECIPES[name].has_codes:
+            settings["policy.init_args.codes"] = str(codes(options, seed, data, more))
+        return trained_until(data, RECIPES[name].configs, out, until, settings)
+
+    def score(variant: str, until: int) -> float:
+        return best_validation(train(variant, options.seeds[0], until), until)[f"validation NDCG@{K}"]
+
+    limit = options.budget if options.trials is None else options.trials
+    variant = RULES
+    if limit is not None:
+        variant = chosen_variant(options.work / f"search_{name}.json", list(changes), epochs, score, limit)
+    return train(variant, seed, epochs)
+
+
+def settings_of(sizes: Sizes) -> dict[str, Any]:
+    """The options of ``recpo train`` that follow from the size of the log."""
+    return {
+        "data.batch_size": sizes.batch_size,
+        "data.layout.init_args.history_length": sizes.history_length,
+        "policy.init_args.max_history": sizes.max_history,
+        "policy.init_args.dim": sizes.dim,
+        "policy.init_args.layers": sizes.layers,
+        "policy.init_args.dropout": sizes.dropout,
+        "weight_averaging.decay": sizes.averaging_decay,
+        "patience": sizes.patience,
+    }
+
+
+def trained_until(data: Path, configs: tuple[str, ...], out: Path, epochs: int, settings: dict[str, Any]) -> recpo.Run:
+    """A run of so many epochs or more; trains it, or resumes training, if there is none."""
     if (out / "run.json").is_file():
-        return recpo.load(out)
-    data = prepared(options, recipe, more)
-    settings: dict[str, Any] = {"seed": seed, "data.seed": seed, **(QUICK if options.quick else {})}
-    if recipe.has_codes:
-        settings["policy.init_args.codes"] = str(codes(options, seed, data, more))
+        resolved = yaml.safe_load((out / "resolved.yaml").read_text(encoding="utf-8"))
+        if resolved["trainer"]["init_args"]["max_epochs"] >= epochs:
+            return recpo.load(out)
     resume = (out / "checkpoints" / "last.ckpt").is_file()
-    config = CONFIGS / f"published_{name}.yaml"
-    return recpo.train(data, config=config, out=out, resume=resume, overwrite=not resume, progress=True, **settings)
+    files = [CONFIGS / f"{config}.yaml" for config in configs]
+    settings = settings | {"trainer.max_epochs": epochs}
+    return recpo.train(data, config=files, out=out, resume=resume, overwrite=not resume, progress=True, **settings)
 
 
 def codes(options: argparse.Namespace, seed: int, data: Path, more: list[str]) -> Path:
@@ -167,15 +214,21 @@ def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[st
     return found
 
 
-def best_validation(run: recpo.Run) -> dict[str, float]:
-    """The validation with the best NDCG, that of the checkpoint; one file per start of a run that was resumed."""
+def best_validation(run: recpo.Run, epochs: int | None = None) -> dict[str, float]:
+    """The validation with the best NDCG, that of the checkpoint; one file per start of a run that was resumed.
+
+    Args:
+        run: a run.
+        epochs: only the validations of the first so many epochs; None = of all.
+    """
     rows: list[dict[str, str]] = []
     for file in sorted(run.root.glob("logs/version_*/metrics.csv")):
         with file.open(encoding="utf-8", newline="") as lines:
             rows += [row for row in csv.DictReader(lines) if row.get(f"val/NDCG@{K}")]
-    best = max(rows, key=lambda row: float(row[f"val/NDCG@{K}"]))
+    done = [row for row in rows if epochs is None or int(row["epoch"]) < epochs]
+    best = max(done, key=lambda row: float(row[f"val/NDCG@{K}"]))
     numbers = {f"validation {name}@{K}": float(best[f"val/{name}@{K}"]) for name in ("HitRate", "NDCG")}
-    return numbers | {"best epoch": int(best["epoch"]) + 1, "epochs": int(rows[-1]["epoch"]) + 1}
+    return numbers | {"best epoch": int(best["epoch"]) + 1, "epochs": max(int(row["epoch"]) for row in done) + 1}
 
 
 def table(options: argparse.Namespace, found: dict[int, dict[str, float]]) -> Table:
@@ -214,11 +267,15 @@ def main() -> None:
     parser.add_argument("--dataset", help=f"shows the published numbers for it: {', '.join(datasets)}")
     parser.add_argument("--work", type=Path, required=True, help="directory of everything that is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--budget", type=float, help="CPU-seconds for a search on validation events (about)")
+    parser.add_argument("--trials", type=int, help="number of variants that the search tries, instead of --budget")
     parser.add_argument("--preset", help="of recpo prepare, whose column names the log has: movielens, recbole")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     options, more = parser.parse_known_args()
     if RECIPES[options.recipe].reads_items and options.items is None:
         parser.error(f"the recipe {options.recipe} reads features of the items: name their table with --items")
+    if options.trials is not None and options.budget is not None:
+        parser.error("--trials and --budget both say how many variants are tried: name one")
     options.work.mkdir(parents=True, exist_ok=True)
     refuse_other_inputs(options, more)
     found: dict[int, dict[str, float]] = {}
@@ -226,7 +283,7 @@ def main() -> None:
         started = time.process_time()
         run = trained(options, options.recipe, seed, more)
         found[seed] = measured(options, run, prepared(options, RECIPES[options.recipe], more))
-        line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, **found[seed]}
+        line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, "run": run.root.name, **found[seed]}
         print(json.dumps(line | best_validation(run) | {"cpu_s": round(time.process_time() - started)}), flush=True)
     Console(width=150).print(table(options, found))
 

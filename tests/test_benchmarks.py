@@ -105,10 +105,61 @@ def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
         written = run.stat().st_mtime_ns
         assert lines_of(*command)[0]["Recall@10, past kept"] == line["Recall@10, past kept"]
         assert run.stat().st_mtime_ns == written, "what is done is left out"
+    (line,) = lines_of(
+        "published.py", "--recipe", "catalog", *files, "--work", str(tmp_path / "work"), "--trials", "2", "--seeds", "3"
+    )
+    search = json.loads((tmp_path / "work" / "search_catalog.json").read_text())
+    assert search["trials"] == len(search["rungs"][0]) == 2
+    (chosen,) = search["rungs"][1]
+    assert search["chosen"] == chosen == max(search["rungs"][0], key=search["rungs"][0].get)
+    assert line["run"] == ("catalog_3" if chosen == "rules" else f"catalog_3_{chosen}")
     other = [str(BENCHMARKS / command[0]), "--quick", *command[1:], "--log", "another.parquet"]
     refused = subprocess.run([sys.executable, *other], capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode
     assert "name another --work" in refused.stderr
+
+
+VALUES = {"rules": 0.1, "deeper": 0.3, "wider": 0.2, "narrow": 0.25, "slower": 0.4}
+
+
+class Trainings:
+    """Trainings of ten seconds, whose values are known."""
+
+    def __init__(self, most=100):
+        self.calls, self.clock, self.most = [], 0.0, most
+
+    def __call__(self, name, epochs):
+        if len(self.calls) == self.most:
+            raise KeyboardInterrupt
+        self.calls.append((name, epochs))
+        self.clock += 10.0
+        return VALUES[name]
+
+
+def test_a_search_for_sizes_halves_by_thirds_and_decides_once(tmp_path, monkeypatch):
+    search, file, names = benchmark("published_search"), tmp_path / "search.json", list(VALUES)
+    stopped = Trainings(most=2)
+    with pytest.raises(KeyboardInterrupt):
+        search.chosen_variant(file, names, 30, stopped, 4)
+    resumed = Trainings()
+    assert search.chosen_variant(file, names, 30, resumed, 4) == "deeper"
+    first = [(name, 6) for name in names[:4]]
+    assert stopped.calls + resumed.calls == [*first, ("deeper", 12), ("narrow", 12)]
+    again = Trainings()
+    monkeypatch.setattr(search.time, "process_time", lambda: again.clock)
+    assert search.chosen_variant(file, names, 30, again, 5) == "deeper"
+    assert search.chosen_variant(file, names, 30, again, 1e9) == "deeper"
+    assert not again.calls
+
+
+@pytest.mark.parametrize(("budget", "trials", "chosen"), [(5.0, 1, "rules"), (70.0, 4, "deeper"), (100.0, 5, "slower")])
+def test_a_budget_decides_how_many_variants_are_tried(budget, trials, chosen, tmp_path, monkeypatch):
+    search, trainings = benchmark("published_search"), Trainings()
+    monkeypatch.setattr(search.time, "process_time", lambda: trainings.clock)
+    found = search.chosen_variant(tmp_path / "search.json", list(VALUES), 30, trainings, budget)
+    kept = json.loads((tmp_path / "search.json").read_text())
+    assert (found, kept["trials"], kept["chosen"]) == (chosen, trials, chosen)
+    assert kept["cpu_s"] == 10.0 * len(trainings.calls) <= max(budget, 20.0)
 
 
 def test_semantic_codes_are_as_good_as_those_of_the_peers():
@@ -207,7 +258,7 @@ def test_serving_measures_every_contender_over_http_and_what_lies_below():
 
 def benchmark(name):
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for annotations
     spec.loader.exec_module(module)
     return module
 

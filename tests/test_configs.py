@@ -22,7 +22,7 @@ from recpo.cli.parser import parser_of, verb_class
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
 # in this order: test_tokenize_cli.py, below, test_benchmarks.py, test_sharded_cli.py (it starts processes),
 # test_run_features.py
-ELSEWHERE = ("tokenize", "published_prepare", "published_codes", "published_catalog_features", "sharded", "features")
+ELSEWHERE = ("tokenize", "published_prepare", "published_codes", "sharded", "features")
 BASES = ("on_policy", "preference_lists")  # the others name theirs in the command of their header
 CONFIGS = sorted(path for path in FILES if not path.stem.startswith(ELSEWHERE) and path.stem not in BASES)
 SMALL = {

@@ -1,4 +1,4 @@
-"""What an unknown log holds, and what suits it: columns, size, label, split, objectives, and sizes of training.
+"""What an unknown log holds, and what suits it: columns, size, label, split and objectives.
 
 ``inspect_log`` reads a sample of the files and recognizes the columns (``recpo.log.recognition``). The suggestions are
 pure functions of the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
@@ -26,14 +26,7 @@ from recpo.log.recognition import Finding, Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
-_LENGTHS: Final = (20, 50, 100, 200)
-_SMALL_LOG: Final = 5_000  # events
-_LARGE_CATALOG: Final = 200_000  # items
 _YEAR: Final = 365.0  # days
-_STEPS: Final = {"pretrain": 2_000, "mpo": 850, "gbpo": 500}  # optimizer steps to reach with epochs of small logs
-_MOST_EPOCHS: Final = {"pretrain": 12, "mpo": 8, "gbpo": 3}
-_LEAST_EPOCHS: Final = {"pretrain": 3, "mpo": 1, "gbpo": 1}
-_MOST_STEPS: Final = 3_000  # steps of MPO, each of which scores the full catalog
 _MS_PER_DAY: Final = 86_400_000.0
 
 
@@ -75,29 +68,6 @@ class LabelChoice:
     init_args: Mapping[str, Any]
     why: str
     column: str | None = None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of one training configuration.
-
-    Attributes:
-        history_length: events of a window.
-        max_history: events that the policy can read.
-        dim: width of item vectors.
-        batch_size: contexts of a batch.
-        epochs: passes over the training period.
-        steps: approximate number of optimizer steps.
-        max_steps: training ends after this many steps; None = after the epochs.
-    """
-
-    history_length: int
-    max_history: int
-    dim: int
-    batch_size: int
-    epochs: int
-    steps: int
-    max_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -397,36 +367,3 @@ def objectives_of(found: Recognition, label: LabelChoice) -> dict[str, str]:
         told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
         chosen["gbpo"] = f"the log has {told}: learns from logged feedback alone, without a reward model"
     return chosen
-
-
-def sizes_of(step: str, counts: LogCounts) -> Sizes:
-    """Sizes of one training, from the size of the log.
-
-    Args:
-        step: "pretrain", "gbpo" (windows of users) or "mpo" (requests).
-        counts: size of the log.
-    """
-    history = _at_least(min(counts.events_per_user, _LENGTHS[-1]))
-    window = min(history, 50)
-    users = max(1, counts.users) * (1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user))
-    windows = max(counts.events / window, min(users, counts.events / 2))
-    contexts = max(1, int(0.85 * (counts.requests if step == "mpo" else windows)))
-    batch = _power_of_two(contexts / 16, 8, 128)
-    if step == "mpo" and counts.items > _LARGE_CATALOG:
-        batch = min(batch, 32)
-    steps = -(-contexts // batch)
-    epochs = max(_LEAST_EPOCHS[step], min(_MOST_EPOCHS[step], round(_STEPS[step] / steps)))
-    most = _MOST_STEPS if step == "mpo" and epochs * steps > _MOST_STEPS else None
-    dim = 64 if counts.events >= _SMALL_LOG else 32
-    return Sizes(window, history, dim, batch, epochs, most or epochs * steps, most)
-
-
-def _at_least(events: float) -> int:
-    return next((length for length in _LENGTHS if length >= events), _LENGTHS[-1])
-
-
-def _power_of_two(value: float, least: int, most: int) -> int:
-    power = least
-    while power * 2 <= min(value, most):
-        power *= 2
-    return power

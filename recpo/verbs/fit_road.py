@@ -28,9 +28,10 @@ from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import Criterion, Measured
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
-from recpo.log.inspection import LogCounts, sizes_of
+from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
 from recpo.training.run import FINISHED, RESOLVED, checkpoint_path
+from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
 from recpo.verbs.factorize import factorize
@@ -480,26 +481,6 @@ class _Clock(Callback):
         """0.05 if there were fewer than two steps."""
         gaps = np.diff(self._ends)[2:]
         return float(np.median(gaps)) if len(gaps) else 0.05
-
-
-def counts_of(data: Prepared) -> LogCounts:
-    """The size of prepared data, as ``recpo init`` counts it in a log."""
-    splits = data.manifest["counts"]["splits"]
-    events = sum(int(counts["targets"]) for counts in splits.values())
-    per_user, requests = [], 0
-    for columns in data.train_columns(["user_index", "timestamp"]):
-        user, moment = columns["user_index"], columns["timestamp"]
-        per_user.append(np.unique(user, return_counts=True)[1])
-        requests += int(len(user) and 1 + ((user[1:] != user[:-1]) | (moment[1:] != moment[:-1])).sum())
-    found = np.concatenate(per_user) if per_user else np.zeros(1)
-    return LogCounts(
-        events=events,
-        users=int(data.manifest["num_users"]),
-        items=data.num_items,
-        requests=requests,
-        events_per_user=int(np.ceil(np.quantile(found, 0.9))),
-        days=None,
-    )
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

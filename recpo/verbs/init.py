@@ -16,10 +16,11 @@ from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
-from recpo.log.inspection import Inspection, inspect_log, sizes_of, split_of, timezone_of
+from recpo.log.inspection import Inspection, inspect_log, split_of, timezone_of
 from recpo.log.recognition import Recognition
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.training.sizes import sizes_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 _PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
@@ -218,7 +219,6 @@ def _training_text(found: Inspection, step: str, files: Mapping[str, Path]) -> s
         sizes=sizes,
         why=_comment(found.objectives.get(step, "")),
         aligned=step != "pretrain",
-        dropout=0.0 if step == "mpo" else 0.2,
         positive_fraction="0.25               # +1 in the top quarter of the step's labels, -1 disliked, else 0"
         if watched
         else "null               # +1 positive by the log's own definition, -1 disliked, else 0",

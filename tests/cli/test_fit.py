@@ -21,8 +21,9 @@ from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.training.fit import parse_arguments
+from recpo.training.sizes import counts_of
 from recpo.verbs import fit_search
-from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, counts_of
+from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions
 from recpo.verbs.init import preparation_of, write_preparation
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
