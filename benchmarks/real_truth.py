@@ -14,6 +14,10 @@ Writes ``matrix.parquet`` with rewards (rating - low) / (high - low). For every 
 --world replay`` shows each user about ``--events_per_user`` items, and the contenders of ``value.py`` are trained and
 evaluated. Users with a rating of every item are tested: the value of their lists is known. The others only train.
 
+With ``--texts``, the items have features: TF-IDF of their texts, reduced to 16 numbers each by a truncated singular value
+decomposition. The factorization then reads them, so compare its row with that of a run without texts. Without training
+seeds (``--seeds`` alone) only baselines and the reward model are compared.
+
 Prints what ``value.py`` prints, and per contender the share of listed items with a reward below ``--bad`` and the
 number of distinct items in the lists of all users. Nothing is selected by these values: loggers 0 to 4 are for choices
 that are made outside, loggers 5 to 9 for the table that is reported.
@@ -27,6 +31,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.preprocessing import normalize
 from value import BASELINES, METRICS, REWARD_MODEL, World, add_arguments, measured, table
 
 from recpo.log.prepared import Prepared
@@ -35,6 +42,7 @@ from recpo.worlds.log import Simulation
 from recpo.worlds.replay import REPLAY
 
 NOT_RATED = 99.0
+TEXT_NUMBERS = 16
 COLUMNS = {
     "true_reward@10": "true value",
     "bad": "bad items",
@@ -68,6 +76,17 @@ def write_matrix(options):
     return len(np.unique(user))
 
 
+def write_texts(options):
+    """Writes a table of items with a vector of each text; the texts are in the order of the item ids."""
+    texts = pq.read_table(options.texts, columns=["text"])["text"].to_pylist()
+    words = TfidfVectorizer(sublinear_tf=True, stop_words="english").fit_transform(texts)
+    numbers = TruncatedSVD(min(TEXT_NUMBERS, len(texts) - 1), random_state=0).fit_transform(words)
+    vectors = [row.tolist() for row in normalize(numbers).astype(np.float32)]
+    columns = {"item_id": np.arange(len(texts)) + 1, "text": pa.array(vectors, pa.list_(pa.float32()))}
+    pq.write_table(pa.table(columns), options.work / "texts.parquet")
+    return options.work / "texts.parquet"
+
+
 def add_lists(world, found, options):
     """Adds to every contender the share of bad items and the number of distinct items in the lists of tested users."""
     root = options.work / f"{world.kind}-{world.seed}"
@@ -91,7 +110,8 @@ def main():
     parser.add_argument("--ratings", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/real_truth"))
     parser.add_argument("--loggers", type=int, nargs="+", default=[5, 6, 7, 8, 9], help="seeds of the simulations")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
+    parser.add_argument("--texts", type=Path, help="Parquet file with a column text, one row per item, in their order")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of training")
     parser.add_argument("--events_per_user", type=int, default=20)
     parser.add_argument("--users", type=int, help="only the first so many users of the file")
     parser.add_argument("--scale", type=float, nargs=2, default=[-10.0, 10.0], help="lowest and highest rating")
@@ -104,6 +124,8 @@ def main():
     users = write_matrix(options)
     options.worlds = [World(REPLAY, seed) for seed in options.loggers]
     options.simulation = {"matrix": options.matrix, "events": options.events_per_user * users}
+    if options.texts is not None:
+        options.simulation["item_table"] = write_texts(options)
     table("replayed ratings", measured(options, add_lists), options.seeds, COLUMNS)
 
 

@@ -71,7 +71,8 @@ def prepared_world(world, root, options):
     log, prepared, factors = root / "log", root / "prepared", root / "factors"
     if not (prepared / "manifest.json").is_file():
         call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **options.simulation)
-        call(prepare, log=log / "log", out=prepared, overwrite="true")
+        tables = {"items": log / "items.parquet"} if (log / "items.parquet").is_file() else {}
+        call(prepare, log=log / "log", out=prepared, overwrite="true", **tables)
     if not factors.is_dir():
         call(factorize, prepared=prepared, out=factors)
     return log, prepared, factors
