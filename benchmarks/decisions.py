@@ -65,6 +65,7 @@ class Log(NamedTuple):
 
     @property
     def directory(self) -> str:
+        """Its name as that of a directory."""
         return self.name.replace(":", "-")
 
 

@@ -57,29 +57,39 @@ def show_fit(verb: Fit, done: Decision) -> VerbResult:
 def show_decision(done: Decision) -> None:
     """Prints the leaderboard and the answer."""
     console().print(_leaderboard(done))
+    for sentence in done.facts["advice"]:
+        print(f"warning: {sentence}")
     print(f"ship {done.chosen}: {done.reason}")
 
 
 def _leaderboard(done: Decision) -> Table:
-    from recpo.verbs.fit import tested_metrics  # imported where it is needed, because other verbs print without it
+    from recpo.verbs.fit import TEMPERATURE, tested_metrics  # here, because other verbs print without it
 
     metric, rows = done.facts["criterion"]["metric"], done.facts["leaderboard"]
     tested = tested_metrics(done.facts)
-    table = Table(title="contenders, the best first", title_justify="left", caption="± half of the 95 % interval")
+    table = Table(
+        title="contenders, the best first", title_justify="left", caption=f"± half of the 95 % interval; {TEMPERATURE}"
+    )
     table.add_column("contender")
-    for heading in (f"{metric}, validation", "behind the best", *(f"{name}, test" for name in tested)):
+    for heading in (f"{metric}, validation", "behind the best", "temperature", *(f"{name}, test" for name in tested)):
         table.add_column(heading, justify="right")
     for row in rows:
         behind = "" if not row["behind"] else f"{row['behind']:.4f} ± {row['behind_half_width']:.4f}"
         name = f"{row['name']} (ships)" if row["name"] == done.chosen else row["name"]
         own = _number(row["value"], row["half_width"])
         measured = (row["test"].get(name) for name in tested)
-        cells = [own, behind, *("-" if one is None else _number(one["mean"], one["half_width"]) for one in measured)]
+        warmth = "" if row["temperature"] is None else f"{row['temperature']:g}"
+        cells = [
+            own,
+            behind,
+            warmth,
+            *("-" if one is None else _number(one["mean"], one["half_width"]) for one in measured),
+        ]
         table.add_row(name, *cells)
     if (oracle := done.facts["oracle"]) is not None:
         known = (oracle.get(name) for name in tested)
         measured = ("-" if one is None else _number(one["mean"], one["half_width"]) for one in known)
-        table.add_row("oracle", "", "", *measured)
+        table.add_row("oracle", "", "", "", *measured)
     return table
 
 
