@@ -14,8 +14,9 @@ top-k lists; without a truth, the criterion of the decision. A decision has two 
   error of that difference;
 - baseline: the choice is not below the strongest baseline of the test period beyond its 95 % interval.
 
-Appends one JSON row per fit to ``--work``/decisions.jsonl; rows that are there are not made again, and a fit that was
-stopped continues. Prints the rows, and a table with a line per log.
+Minutes are those of all calls of a fit, minutes of a processor those of the last one: on a machine that does other
+things, they say how much of the budget it got. Appends one JSON row per fit to ``--work``/decisions.jsonl; rows that
+are there are not made again, and a fit that was stopped continues. Prints the rows, and a table with a line per log.
 """
 
 from __future__ import annotations
@@ -96,16 +97,15 @@ def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         said.append(text)
         print(f"# {log.name} {seed}: {text[:150]}", flush=True)
 
-    began, used = time.monotonic(), time.process_time()
+    used = time.process_time()
     settings = {"minutes": options.minutes, "k": options.k, "seed": seed, "truth": truth, "on_step": say}
     decision = recpo.fit(given, root, resume=root.is_dir(), **settings)
-    took = {"took": (time.monotonic() - began) / 60, "processor": (time.process_time() - used) / 60}
-    facts = decision.facts
+    facts, processor = decision.facts, time.process_time() - used
+    took = {"took": facts["seconds"] / 60, "processor": processor / 60}
     row = {"log": log.name, "seed": seed, "minutes": options.minutes, "choice": decision.chosen}
     row |= judged(decision, truth, options.k)
-    row |= {**took, "effort": facts["effort"], "trials": facts["trials"]}
-    row |= {"p_value": facts["p_value"], "criterion": facts["criterion"]["metric"]}
-    return row | {"left_out": [" ".join(text.split()) for text in said if "left out" in text]}
+    row |= {**took, **{name: facts[name] for name in ("effort", "trials", "left_out", "p_value")}}
+    return row | {"said": [" ".join(text.split()) for text in said if "left out" in text or "no search" in text]}
 
 
 def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
