@@ -104,7 +104,11 @@ def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     took = {"took": facts["seconds"] / 60, "processor": processor / 60}
     row = {"log": log.name, "seed": seed, "minutes": options.minutes, "choice": decision.chosen}
     row |= judged(decision, truth, options.k)
-    row |= {**took, **{name: facts[name] for name in ("effort", "trials", "left_out", "p_value")}}
+    row |= {
+        "criterion": facts["criterion"]["metric"],
+        **took,
+        **{name: facts[name] for name in ("effort", "trials", "left_out", "p_value")},
+    }
     return row | {"said": [" ".join(text.split()) for text in said if "left out" in text or "no search" in text]}
 
 

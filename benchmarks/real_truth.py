@@ -148,6 +148,7 @@ def main():
     parser.add_argument("--ratings", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/real_truth"))
     parser.add_argument("--loggers", type=int, nargs="+", default=[5, 6, 7, 8, 9], help="seeds of the simulations")
+    parser.add_argument("--random_share", type=float, help="of the exposures; null = as in the world replay")
     parser.add_argument("--grades", action="store_true", help="the log has the ratings instead of watch times")
     parser.add_argument("--texts", type=Path, help="Parquet file with a column text, one row per item, in their order")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of training")
@@ -163,6 +164,8 @@ def main():
     users = write_matrix(options)
     options.worlds = [World(REPLAY, seed) for seed in options.loggers]
     options.simulation = {"matrix": options.matrix, "events": options.events_per_user * users}
+    if options.random_share is not None:
+        options.simulation["random_share"] = options.random_share
     if options.texts is not None:
         options.simulation["item_table"] = write_texts(options)
     for world in options.worlds if options.grades else []:
