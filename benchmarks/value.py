@@ -71,7 +71,8 @@ def prepared_world(world, root, options):
     log, prepared, factors = root / "log", root / "prepared", root / "factors"
     if not (prepared / "manifest.json").is_file():
         call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **options.simulation)
-        call(prepare, log=log / "log", out=prepared, overwrite="true")
+        tables = {"items": log / "items.parquet"} if (log / "items.parquet").is_file() else {}
+        call(prepare, log=log / "log", out=prepared, overwrite="true", **tables)
     if not factors.is_dir():
         call(factorize, prepared=prepared, out=factors)
     return log, prepared, factors
@@ -118,7 +119,7 @@ def evaluated(world, options):
     call(
         evaluate,
         prepared=prepared,
-        contenders=json.dumps([*BASELINES, *map(str, runs), str(factors)]),
+        contenders=json.dumps([*options.baselines, *map(str, runs), str(factors)]),
         truth=log / "truth",
         ks="[10]",
         segments="false",
@@ -145,7 +146,8 @@ def table(kind, worlds, seeds, columns=METRICS):
     ``columns`` has the title of every metric that is shown.
     """
     first = next(iter(worlds.values()))
-    strongest = max(BASELINES, key=lambda name: np.mean([found[name]["true_reward@10"] for found in worlds.values()]))
+    baselines = [name for name in BASELINES if name in first]
+    strongest = max(baselines, key=lambda name: np.mean([found[name]["true_reward@10"] for found in worlds.values()]))
     shown = Table(title=f"{kind}: worlds {[world.seed for world in worlds]}, training seeds {list(seeds)}")
     references = (strongest, REWARD_MODEL)
     for column in ("contender", *columns.values(), *(f"true value - {name}" for name in references)):
@@ -217,6 +219,7 @@ def add_arguments(parser):
     parser.add_argument("--configs", type=Path, default=Path("configs"))
     parser.add_argument("--methods", nargs="*", default=[], help="further configurations: grpo, ppo, semantic_grpo...")
     parser.add_argument("--method-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of those")
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--quick", action="store_true", help="tiny worlds and one epoch, to see that it runs")
 
 

@@ -378,6 +378,41 @@ def test_real_truth_replays_the_ratings_of_a_file(tmp_path):
     assert len(matrix) == rated.sum()
     first = matrix.set_index(["user_id", "item_id"])["reward"].loc[(1, 1)]
     assert math.isclose(first, (ratings[0, 0] + 10) / 20)
+    texts = {"text": [f"word{number % 7} word{number % 5} other{number}" for number in range(30)]}
+    pq.write_table(pa.table(texts), tmp_path / "texts.parquet")
+    flags = (*flags[:2], "--work", str(tmp_path / "grades"), "--events_per_user", "12")
+    flags += ("--grades", "--texts", str(tmp_path / "texts.parquet"), "--baselines", "item_rate", "--seeds")
+    graded = {line["contender"]: line for line in lines_of("real_truth.py", *flags) if "contender" in line}
+    assert graded.keys() == {"item_rate", "factors", "oracle", "logging policy"}
+    log = pq.read_table(tmp_path / "grades" / "replay-5" / "grades.parquet").to_pandas()
+    both = log.merge(matrix, on=["user_id", "item_id"])
+    assert len(both) == len(log)
+    assert both["label"].equals(both["reward"])
+    trained = log.groupby("user_id").size()
+    assert (trained.loc[41:] == rated[40:]).all()  # every rating of those who did not rate everything
+    assert (trained.loc[:40] <= 9 + 3 + 12).all()
+
+
+def test_decisions_judges_the_choice_by_the_truth_and_by_the_test_period(tmp_path):
+    simulate(tmp_path / "world", users=120, items=60, events=6000, seed=1)
+    flags = ("--work", str(tmp_path / "work"), "--logs", "default:blind", f"mine={tmp_path / 'world' / 'log'}")
+    lines = lines_of("decisions.py", *flags)
+    assert [(line["log"], line["seed"]) for line in lines] == [
+        (log, n) for log in ("default:blind", "mine") for n in (0, 1)
+    ]
+    for line in lines:
+        values = line["values"]
+        assert line["value"] == values[line["choice"]] <= max(values.values()) == values[line["best"]]
+        assert line["regret"] == pytest.approx(line["best_value"] - line["value"])
+        assert (line["regret_error"] == 0) == (line["best"] == line["choice"])
+        assert line["baseline"] in {"popularity", "item_rate", "implicit_als", "ease", "factorization"}
+        assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
+        assert line["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood"]
+    assert {line["metric"] for line in lines[:2]} == {"true_reward@10"}
+    assert all(line["metric"] == line["criterion"] for line in lines[2:])
+    written = (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8")
+    assert lines_of("decisions.py", *flags) == lines
+    assert (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8") == written, "rows are not made again"
 
 
 def test_values_of_explored_logs_have_intervals_that_can_be_counted():

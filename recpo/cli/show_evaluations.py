@@ -341,18 +341,21 @@ def show_fit(verb: Fit, done: Decision) -> VerbResult:
 
 def show_decision(done: Decision) -> None:
     """Prints the leaderboard and the answer."""
-    from recpo.verbs.fit import tested_metrics  # imported where it is needed, because other verbs print without it
+    from recpo.verbs.fit import TEMPERATURE, tested_metrics  # here, because other verbs print without it
 
     tested, rows = tested_metrics(done.facts), []
     for one in done.facts["leaderboard"]:
         name = f"{one['name']} (ships)" if one["name"] == done.chosen else one["name"]
         behind = "" if not one["behind"] else _with_half(one["behind"], one["behind_half_width"])
-        rows.append((name, _with_half(one["value"], one["half_width"]), behind, *_means(one["test"], tested)))
+        warmth = "" if one["temperature"] is None else f"{one['temperature']:g}"
+        rows.append((name, _with_half(one["value"], one["half_width"]), behind, warmth, *_means(one["test"], tested)))
     if (oracle := done.facts["oracle"]) is not None:
-        rows.append(("oracle", "", "", *_means(oracle, tested)))
-    metric = done.facts["criterion"]["metric"]
-    headings = ("contender", f"{metric}, validation", "behind the best", *(f"{name}, test" for name in tested))
-    say(table("contenders, the best first", headings, rows, caption="± half of the 95 % interval"))
+        rows.append(("oracle", "", "", "", *_means(oracle, tested)))
+    of_validation = (f"{done.facts['criterion']['metric']}, validation", "behind the best", "temperature")
+    headings = ("contender", *of_validation, *(f"{name}, test" for name in tested))
+    caption = f"± half of the 95 % interval; {TEMPERATURE}"
+    say(table("contenders, the best first", headings, rows, caption=caption))
+    warn(done.facts["advice"])
     print(f"ship {done.chosen}: {done.reason}")
 
 

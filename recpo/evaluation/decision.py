@@ -130,6 +130,25 @@ class Choice(NamedTuple):
     reason: str
     standings: tuple[Standing, ...]
 
+    @property
+    def advice(self) -> list[str]:
+        """What to do if the period cannot tell the best policy from the strongest baseline; empty if it can.
+
+        A difference d of which n users know the half-width w would be as large as its half-width with about
+        ``n (w / d)^2`` users.
+        """
+        gain = self.gain
+        if gain is None or self.name != self.strongest_baseline or not gain.mean + gain.half_width > 0:
+            return []
+        needed = math.ceil(gain.n * (gain.half_width / gain.mean) ** 2) if gain.mean else 0
+        enough = f" It takes about {needed:,} such users to see a difference of this size." if needed > gain.n else ""
+        differs = f"{gain.mean:+.4f}".replace("-", "\u2212")
+        return [
+            f"The validation period cannot tell {self.policy} from {self.strongest_baseline}: its {gain.n:,} users "
+            f"show differences from about {gain.half_width:.4f} on, and these two differ by {differs}.{enough} Choose "
+            "a longer validation period (split of recpo prepare), or test both online."
+        ]
+
 
 def leaderboard(measured: Sequence[Measured], criterion: Criterion) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""

@@ -470,6 +470,7 @@ class TableSample:
         form: delimiter and column names of text files.
         skipped: number of inspected rows with a wrong number of values.
         nested: columns of structs, lists or maps, which ``table`` lacks.
+        lists: those of lists, which can be features of items and users.
     """
 
     files: tuple[Place, ...]
@@ -478,6 +479,7 @@ class TableSample:
     form: CsvFormat
     skipped: int
     nested: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -521,7 +523,7 @@ def sample_tables(
             raise RecpoError(
                 f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
             ) from error
-        groups.setdefault((*one.table.column_names, one.form.of(file)), []).append(one)
+        groups.setdefault((*one.table.column_names, *one.nested, one.form.of(file)), []).append(one)
     return [_together(samples) for samples in groups.values()]
 
 
@@ -534,6 +536,7 @@ def _together(samples: list[TableSample]) -> TableSample:
         samples[0].form,
         sum(one.skipped for one in samples),
         samples[0].nested,
+        samples[0].lists,
     )
 
 
@@ -542,12 +545,17 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
     with pq.ParquetFile(readable(file)) as parquet:
         schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
         nested = tuple(column.name for column in schema if pa.types.is_nested(column.type))
+        lists = tuple(column.name for column in schema if _is_list(column.type))
         plain = [name for name in schema.names if name not in nested]
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
     table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
-    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested)
+    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:

@@ -207,7 +207,7 @@ def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]
             for one in others
             if own in one.table.column_names
             and other not in one.table.column_names
-            and one.table.num_columns > 1
+            and one.table.num_columns + len(one.lists) > 1
             and pc.count_distinct(one.table[own]).as_py() == one.table.num_rows > 0
         ]
         if suiting:

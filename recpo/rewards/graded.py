@@ -70,10 +70,11 @@ class FactorOptions:
     (``max_context``)"""
     uncertainty: bool = True
     """keep the covariances that bounds need: ``V (r + 1)^2`` numbers"""
-    lower_bound: NonNegativeFloat = 2.0
-    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior; 0
-    without ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier
-    than the gain. ``tilt`` and ``FactorReward`` have separate options for bounds"""
+    lower_bound: NonNegativeFloat | None = None
+    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior. null = 1,
+    with als 2 (its ridges do not estimate the uncertainty), without ``uncertainty`` 0: constants for all data, because
+    estimates of their gain from a log are noisier than the gain (docs/rewards.md). ``tilt`` and ``FactorReward`` have
+    separate options for bounds"""
     period: Period = "train"
     """period whose events are fitted. A model of valid or test has not seen the events that policies and rewards
     learned from (train), so it can compare their lists as a ``FactorReward``. No period is left to select its rank,
@@ -116,6 +117,13 @@ class FactorOptions:
                 field="period",
                 code="conflicting_options",
             )
+
+    @property
+    def bound(self) -> float:
+        """``lower_bound``, or its default."""
+        if self.lower_bound is not None:
+            return self.lower_bound
+        return 0.0 if not self.uncertainty else 2.0 if self.method == "als" else 1.0
 
     @property
     def grid(self) -> list[tuple[int, float | None]]:
@@ -345,7 +353,7 @@ def finish(
         item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
         noise=squared / max(1, count),
         users_checksum=data.users_checksum,
-        lower_bound=options.lower_bound,
+        lower_bound=options.bound,
     )
 
 

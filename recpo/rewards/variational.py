@@ -293,7 +293,7 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
         catalog_checksum=data.catalog_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
         feedback=data.feedback,
-        lower_bound=options.lower_bound,
+        lower_bound=options.bound,
     )
 
 

@@ -28,6 +28,7 @@ from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.serving.bundle import Bundle
+from recpo.training.run import Run
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
 from recpo.verbs.fit_road import (
@@ -63,6 +64,11 @@ _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _TILTED: Final = "tilted"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
+#: What the temperatures of the leaderboard mean.
+TEMPERATURE: Final = (
+    "temperature: of the target of MPO, and of tilting. It is a choice: no criterion of a log finds the best one in "
+    "every world. A smaller one follows the reward model, a larger one the log"
+)
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -365,8 +371,13 @@ class Fit(Verb[Decision]):
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
-            rows.append({**_finite(row._asdict()), "test": test})
-        gain = choice.gain
+            rows.append({**_finite(row._asdict()), "temperature": _temperature(road.run_of(row.name)), "test": test})
+        gain, shipped = choice.gain, road.run_of(choice.name)
+        advice = [
+            *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
+            *choice.advice,
+            *(f"{choice.name}: {said}" for said in (() if shipped is None else shipped.advice)),
+        ]
         return {
             "recpo_version": __version__,
             "chosen": choice.name,
@@ -378,13 +389,12 @@ class Fit(Verb[Decision]):
             "p_value": choice.p_value,
             "leaderboard": rows,
             "understood": understood,
-            "warnings": [
-                *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
-                *Evaluation.open(road.root / _EVALUATION).warnings,
-            ],
+            "advice": advice,
+            "warnings": [*advice, *Evaluation.open(road.root / _EVALUATION).warnings],
             "minutes": self.minutes,
             "seconds": road.plan.spent,
             "effort": road.plan.effort,
+            "left_out": road.plan.left_out,
             "trials": road.plan.trials,
             "oracle": {name: tested["oracle"]["metrics"].get(name) for name in wanted} if "oracle" in tested else None,
             "seed": self.seed,
@@ -395,6 +405,15 @@ class Fit(Verb[Decision]):
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """The row with null instead of nan."""
     return {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}
+
+
+def _temperature(run: Run | None) -> float | None:
+    """The temperature at which a run follows a reward model; None of other contenders."""
+    if run is None:
+        return None
+    mpo = run.configuration.get("objective", {}).get("init_args", {}).get("temperature")
+    found = run.results.get("tilt/temperature", mpo)
+    return None if found is None else float(found)
 
 
 def _understood(found: Inspection) -> list[str]:
@@ -454,14 +473,16 @@ def _leaderboard_table(facts: Mapping[str, Any]) -> Table:
     for row in facts["leaderboard"]:
         behind = row["behind"]
         apart = Cell("-" if not behind else f"{behind:.4f}", f"± {row['behind_half_width']:.4f}" if behind else "")
-        cells = [_cell(row["value"], row["half_width"]), apart, Cell("yes" if row["lost"] else "")]
+        warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
+        cells = [_cell(row["value"], row["half_width"]), apart, Cell("yes" if row["lost"] else ""), warmth]
         cells += [_measured(row["test"].get(name)) for name in tested]
         rows.append(Row(row["name"], cells, _style(row, facts)))
     if facts["oracle"] is not None:
-        blank = [Cell(""), Cell(""), Cell("")]
+        blank = [Cell("")] * 4
         rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
-    head = ["contender", f"{metric}, validation", "behind the best", "lost", *(f"{name}, test" for name in tested)]
-    said = "lost = behind the best beyond doubt; such policies are not evaluated on the test period"
+    head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
+    head += [f"{name}, test" for name in tested]
+    said = f"lost = behind the best beyond doubt; such policies are not evaluated on the test period. {TEMPERATURE}"
     return Table(said, head, rows)
 
 

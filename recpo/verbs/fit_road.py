@@ -30,7 +30,7 @@ from recpo.evaluation.decision import Criterion, Measured
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
-from recpo.training.run import FINISHED, RESOLVED, checkpoint_path
+from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
@@ -82,6 +82,7 @@ class Plan:
         spent: seconds of earlier, interrupted calls and of all steps of this one.
         effort: share of the recommended training steps; None = not decided yet.
         recipes: the recipes that are trained, in order.
+        left_out: recipes for which the time is too short.
         trials: number of trials of the search; None = not decided yet.
         failed: runs that diverged or collapsed, or the search, and why.
         steps: the finished steps.
@@ -90,6 +91,7 @@ class Plan:
     spent: float = 0.0
     effort: float | None = None
     recipes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     trials: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -338,6 +340,10 @@ class Road:
         """Whether the run of this name was written."""
         return (self.root / RUNS / name / FINISHED).is_file()
 
+    def run_of(self, name: str) -> Run | None:
+        """The run of this name; None of a baseline and of the reward model."""
+        return Run.open(self.root / RUNS / name) if self.finished(name) else None
+
     def _contender(self, name: str) -> Contender:
         made = partial(baseline, data=self.data, options=BaselineOptions(), cache=self.baseline_cache)
         options = ModelOptions(device=self.options.device)
@@ -376,10 +382,9 @@ class Road:
             if fitting and fitting[0] >= _ENOUGH:
                 break
         self.plan.effort = fitting[0] if fitting else _EFFORTS[-1]
-        self.plan.recipes = list(wanted[:kept])
+        self.plan.recipes, self.plan.left_out = list(wanted[:kept]), list(wanted[kept:])
         self.save()
-        left_out = [name for name in wanted if name not in self.plan.recipes]
-        told = f"; left out: {', '.join(left_out)}" if left_out else ""
+        told = f"; left out: {', '.join(self.plan.left_out)}" if self.plan.left_out else ""
         self.say(f"training {', '.join(self.plan.recipes)}, each for {self.plan.effort:.3g} of its full length{told}")
 
     def _costs(self, wanted: Sequence[str]) -> dict[str, float]:

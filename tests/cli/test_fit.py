@@ -55,6 +55,11 @@ def test_a_fit_decides_reports_and_serves(fitted, world):
     page = decision.report.read_text(encoding="utf-8")
     assert page.index(f"<strong>{decision.chosen}</strong>") < page.index("<svg") < page.index("<table")
     assert decision.evaluation.document["setting"]["split"] == "test"
+    temperatures = dict(zip(table["name"], table["temperature"], strict=True))
+    assert temperatures["mpo"] == 0.035
+    assert temperatures["pretrain"] != temperatures["pretrain"]  # nan: it follows no reward
+    assert all(temperatures[name] > 0 for name in temperatures if name.startswith("tilted-"))
+    assert decision.facts["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood"]
 
 
 @pytest.mark.slow
@@ -100,7 +105,7 @@ def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(fitted, world
     with refused("wrong_file", "decision.json"):
         recpo.load(out)
     plan, whole = Plan.open(out), Plan.open(root)  # what depended on the clock is that of the other fit
-    plan.effort, plan.recipes, plan.trials = whole.effort, whole.recipes, whole.trials
+    plan.effort, plan.recipes, plan.left_out, plan.trials = whole.effort, whole.recipes, whole.left_out, whole.trials
     plan.save(out)
     with pytest.raises(StoppedError):
         recpo.fit(str(world), resume=True, on_step=stop_at("recpo tilt"), **options)
@@ -261,6 +266,7 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
     road.decide_effort(list(costs))  # of 60 seconds, 36 are for training
     assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
+    assert recipes + road.plan.left_out == list(costs)
     again = road_of(prepared, tmp_path)
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
     again.decide_effort(list(costs))

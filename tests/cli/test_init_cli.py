@@ -181,6 +181,19 @@ def test_tables_of_items_and_users_are_told_from_the_log(tmp_path):
     assert "# items: " in (tmp_path / "out" / "prepare.yaml").read_text()
 
 
+def test_a_table_whose_only_features_are_lists_is_one(tmp_path):
+    table = events().rename(columns={"user": "user_id", "item": "item_id", "second": "ts"})[
+        ["user_id", "item_id", "ts"]
+    ]
+    table.to_parquet(tmp_path / "log.parquet")
+    items = table[["item_id"]].drop_duplicates(ignore_index=True)
+    items.assign(tags=[[1, number] for number in range(len(items))]).to_parquet(tmp_path / "items.parquet")
+    items.assign(facts=[{"size": number} for number in range(len(items))]).to_parquet(tmp_path / "facts.parquet")
+    found = recpo.init(tmp_path, tmp_path / "out")
+    assert found.tables == {"item": str(tmp_path / "items.parquet")}
+    assert any("facts.parquet" in doubt for doubt in found.doubts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("log", [kuairand, movielens_1m, listens, purchases], ids=lambda log: log.__name__)
 def test_what_it_writes_is_prepared_and_trained_on(log, tmp_path, monkeypatch, capsys):

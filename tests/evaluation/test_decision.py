@@ -55,6 +55,22 @@ def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
     assert choose([measured("als", shared, baseline=True)], Criterion("AUC_mixed")).name == "als"
 
 
+def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_could():
+    criterion, als = Criterion("AUC_mixed"), measured("als", noisy(0.7, 1), baseline=True)
+    gains = 0.02 + torch.linspace(-1, 1, USERS) * 0.5
+    unsure = choose([als, measured("mpo", noisy(0.7, 1) + gains)], criterion)
+    (said,) = unsure.advice
+    half_width = unsure.gain.half_width
+    assert half_width > 0.02
+    assert f"from about {half_width:.4f} on" in said
+    assert f"about {math.ceil(USERS * (half_width / 0.02) ** 2):,} such users" in said
+    better, worse = noisy(0.8, 1) + noisy(0, 2), noisy(0.6, 1) + noisy(0, 2)
+    assert choose([als, measured("mpo", better)], criterion).advice == []  # it ships
+    assert choose([als, measured("mpo", worse)], criterion).advice == []  # it is surely worse
+    assert choose([als], criterion).advice == []
+    assert choose([als, measured("copy", noisy(0.7, 1))], criterion).advice == []  # nothing is to be seen
+
+
 def test_a_decision_needs_a_baseline():
     with refused("empty", "contenders"):
         choose([measured("run", noisy(0.5, 0))], Criterion("AUC_mixed"))

@@ -128,6 +128,8 @@ def test_bounds_need_what_they_are_computed_from(factors, tmp_path):
         FactorOptions(lower_bound=-1.0)
     with refused("conflicting_options", "lower_bound"):
         FactorOptions(lower_bound=1.0, uncertainty=False)
+    kinds = [{}, {"method": "als"}, {"uncertainty": False}, {"method": "als", "lower_bound": 0.5}]
+    assert [FactorOptions(**kind).bound for kind in kinds] == [1.0, 2.0, 0.0, 0.5]
 
 
 def test_ties_go_to_the_smaller_id_and_empty_places_are_0(factors, histories):

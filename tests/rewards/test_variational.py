@@ -347,8 +347,8 @@ def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data)
     assert model.rank == best["rank"]
     assert bool(model.history_prior.any()) == bool(best["consumption"])
     assert torch.equal(model.item_factors, fit_factors(data, FactorOptions(**options)).item_factors)
-    assert model.lower_bound == 2.0
-    without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False, lower_bound=0.0)
+    assert model.lower_bound == 1.0
+    without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False)
     assert fit_factors(data, without).item_covariance is None
 
 

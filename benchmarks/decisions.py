@@ -1,0 +1,231 @@
+"""Judges what `recpo fit` decides: by the truth where there is one, else by the test period, on many logs and seeds.
+
+    python benchmarks/decisions.py --logs default sparse living default:blind --seeds 0 1 2 --minutes 2
+    python benchmarks/decisions.py --logs replay --matrix matrix.parquet kuairand=log.parquet beauty=beauty_directory
+
+A log is the kind of a simulated world; with ``:blind`` its log has no propensities and no random exposures are marked;
+or NAME=FILE, a log of your own (a directory: its tables of items and users are read too). One world per kind
+(``--world-seed``): the seeds are those of `recpo fit`, so that they show whether one log gives one decision.
+
+Every contender of a fit, those that lost too, is evaluated on the test period. What judges is the true value of the
+top-k lists; without a truth, the criterion of the decision. A decision has two duties:
+
+- regret: what the best contender has more than the choice, from paired differences over users, is at most one standard
+  error of that difference;
+- baseline: the choice is not below the strongest baseline of the test period beyond its 95 % interval.
+
+Minutes are those of all calls of a fit, minutes of a processor those of the last one: on a machine that does other
+things, they say how much of the budget it got. Appends one JSON row per fit to ``--work``/decisions.jsonl; rows that
+are there are not made again, and a fit that was stopped continues. Prints the rows, and a table with a line per log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+import recpo
+from recpo.evaluation.estimates import Z95
+from recpo.verbs.fit import Decision
+from recpo.worlds.log import Simulation
+from recpo.worlds.parameters import WORLDS
+from recpo.worlds.replay import REPLAY
+
+ROWS = "decisions.jsonl"
+BLIND = "blind"
+LOGGED = ("propensity", "is_random")
+LIVE = ("oracle", "logging policy")
+QUICK = {"users": 120, "items": 60, "events": 6000}
+
+
+class Log(NamedTuple):
+    """A log to decide on: its name, and the file or directory of it; None = a simulated world."""
+
+    name: str
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Log:
+        """The log of ``world``, ``world:blind`` or ``NAME=FILE``."""
+        name, is_own, path = text.partition("=")
+        if is_own:
+            return cls(name, Path(path))
+        kind, _, suffix = name.partition(":")
+        if kind not in WORLDS or suffix not in ("", BLIND):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(WORLDS)}, with or without :{BLIND}")
+        return cls(name)
+
+    @property
+    def directory(self) -> str:
+        """Its name as that of a directory."""
+        return self.name.replace(":", "-")
+
+
+def simulated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
+    """What `recpo fit` gets of a world, and the directory of its truth."""
+    kind, _, blind = log.name.partition(":")
+    root = options.work / f"world-{kind}-{options.world_seed}"
+    if not root.is_dir():
+        sizes = {"matrix": options.matrix} if kind == REPLAY else QUICK if options.quick else {}
+        recpo.simulate(root, world=kind, seed=options.world_seed, **sizes)
+    simulation = Simulation.open(root)
+    if not blind:
+        return simulation, root
+    file = options.work / f"{log.directory}-{options.world_seed}.parquet"
+    if not file.is_file():
+        table = ds.dataset(simulation.log).to_table()
+        pq.write_table(table.drop_columns([name for name in LOGGED if name in table.column_names]), file)
+    return [str(one) for one in (file, simulation.items) if one is not None], root
+
+
+def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One fit, judged."""
+    given, truth = (str(log.path), None) if log.path else simulated(log, options)
+    root = options.work / f"{log.directory}-fit-{seed}"
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        print(f"# {log.name} {seed}: {text[:150]}", flush=True)
+
+    used = time.process_time()
+    settings = {"minutes": options.minutes, "k": options.k, "seed": seed, "truth": truth, "on_step": say}
+    decision = recpo.fit(given, root, resume=root.is_dir(), **settings)
+    facts, processor = decision.facts, time.process_time() - used
+    took = {"took": facts["seconds"] / 60, "processor": processor / 60}
+    row = {"log": log.name, "seed": seed, "minutes": options.minutes, "choice": decision.chosen}
+    row |= judged(decision, truth, options.k)
+    row |= {
+        "criterion": facts["criterion"]["metric"],
+        **took,
+        **{name: facts[name] for name in ("effort", "trials", "left_out", "p_value")},
+    }
+    return row | {"said": [" ".join(text.split()) for text in said if "left out" in text or "no search" in text]}
+
+
+def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
+    """The choice against the best contender and the strongest baseline, on the test period."""
+    root, names = decision.root, list(decision.to_pandas()["name"])
+    runs = {name: root / "runs" / name for name in names} | {"factors": root / "factors"}
+    found = recpo.evaluate(
+        root / "prepared",
+        [runs[name] if runs.get(name, root / "none").is_dir() else name for name in names],
+        ks=[k],
+        truth=truth,
+        baselines=False,
+        baseline_cache=root / "baselines",
+        segments=False,
+        off_policy=None,
+    ).document
+    metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
+    known = {one["name"]: one for one in found["contenders"] if one["name"] not in LIVE and metric in one["metrics"]}
+    value = {name: one["metrics"][metric]["mean"] for name, one in known.items()}
+    best = max(value, key=lambda name: value[name])
+    baseline = max((name for name in value if known[name]["kind"] == "baseline"), key=lambda name: value[name])
+    chosen = decision.chosen
+    regret, gain = (paired(found, *pair, metric) for pair in ((best, chosen), (chosen, baseline)))
+    return {
+        "metric": metric,
+        "value": value[chosen],
+        "best": best,
+        "best_value": value[best],
+        "regret": regret[0],
+        "regret_error": regret[1] / Z95,
+        "baseline": baseline,
+        "baseline_value": value[baseline],
+        "gain": gain[0],
+        "gain_half_width": gain[1],
+        "values": value,
+    }
+
+
+def paired(document: dict[str, Any], one: str, other: str, metric: str) -> tuple[float, float]:
+    """Mean of one - other over the same users, and the half-width of its 95 % interval; 0 for equal weights."""
+    for pair in document["differences"]:
+        if {pair["contender"], pair["against"]} == {one, other}:
+            found = pair["metrics"][metric]
+            return found["mean"] * (1 if pair["contender"] == one else -1), found["half_width"]
+    return 0.0, 0.0
+
+
+def duties(row: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the regret is within its standard error, and whether the choice is not below the strongest baseline."""
+    return row["regret"] <= row["regret_error"], row["gain"] + row["gain_half_width"] >= 0
+
+
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """A line per log, its seeds side by side."""
+    shown = Table(title="what recpo fit decided; values of the test period, seeds side by side")
+    columns = ("log", "ships", "value", "best", "regret ± error", "strongest baseline", "gain ± half-width", "duties")
+    for column in (*columns, "minutes (of a processor)", "length, trials", "seeds agree"):
+        shown.add_column(column)
+    for name in dict.fromkeys(row["log"] for row in rows):
+        own = [row for row in rows if row["log"] == name]
+        cells = [
+            *("\n".join(str(text) for text in column) for column in zip(*map(cells_of, own), strict=True)),
+            "yes" if len({row["choice"] for row in own}) == 1 else "no",
+        ]
+        shown.add_row(name, *cells)
+    kept = [sum(one) for one in zip(*map(duties, rows), strict=True)]
+    Console(width=200).print(shown)
+    print(f"regret within its error: {kept[0]} of {len(rows)}; not below a baseline: {kept[1]} of {len(rows)}")
+
+
+def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
+    kept = ["regret", "baseline"]
+    failed = [duty for duty, is_kept in zip(kept, duties(row), strict=True) if not is_kept]
+    return (
+        row["choice"],
+        f"{row['value']:.4f}",
+        f"{row['best']} {row['best_value']:.4f}",
+        f"{row['regret']:.4f} ± {row['regret_error']:.4f}",
+        f"{row['baseline']} {row['baseline_value']:.4f}",
+        f"{row['gain']:+.4f} ± {row['gain_half_width']:.4f}",
+        f"not: {', '.join(failed)}" if failed else "both",
+        f"{row['took']:.1f} ({row['processor']:.1f})",
+        f"{row['effort']:.3g}, {row['trials'] or 0}",
+    )
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logs", type=Log.parse, nargs="+", default=[Log(name) for name in WORLDS if name != REPLAY])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of recpo fit")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of every fit")
+    parser.add_argument("--world-seed", type=int, default=0)
+    parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--matrix", type=Path, help="rewards of world replay (real_truth.py writes them)")
+    parser.add_argument("--work", type=Path, default=Path("runs/decisions"))
+    parser.add_argument("--quick", action="store_true", help="tiny worlds, two seeds, seconds of training")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.minutes = options.seeds[:2], 0.1
+    options.work.mkdir(parents=True, exist_ok=True)
+    file = options.work / ROWS
+    for log in options.logs:
+        for seed in options.seeds:
+            if (log.name, seed) not in {(row["log"], row["seed"]) for row in rows_of(file)}:
+                row = decided(log, seed, options)
+                with file.open("a", encoding="utf-8") as rows:
+                    rows.write(json.dumps(row) + "\n")
+    rows = rows_of(file)
+    for row in rows:
+        print(json.dumps(row))
+    table(rows)
+
+
+if __name__ == "__main__":
+    main()
