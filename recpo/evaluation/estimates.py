@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
@@ -116,7 +116,7 @@ def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimat
             f"an interval over seeds needs at least two, got {len(values)}", code="wrong_shape", field="values"
         )
     n = len(values)
-    half_width = float(student.ppf((1 + level) / 2, n - 1)) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    half_width = float(stdtrit(n - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return Estimate(float(np.mean(values)), half_width, n)
 
 

@@ -112,10 +112,13 @@ def full_precision() -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
 
 
-@torch.compiler.assume_constant_result
 def _precision() -> str:
     """How exact float32 products are, fixed when a step is compiled."""
     return torch.get_float32_matmul_precision()
+
+
+# what torch.compiler.assume_constant_result sets; the decorator would import the compiler, two seconds
+_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
