@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -51,11 +51,8 @@ VERBS = {
     "doctor": "report which libraries are installed and whether they work",
 }
 
-#: The modules that print results, by ``show_VERB``; verbs that are not listed are those of ``show_policies``.
-_SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
-    "show_data": ("init", "simulate", "prepare", "tokenize", "factorize", "plan"),
-    "show_evaluations": ("evaluate", "compare", "calibrate"),
-}
+#: The verbs that ``recpo.cli.show_evaluations`` prints; ``recpo.cli.show_outputs`` prints the others.
+_MEASURING: Final = ("evaluate", "compare", "calibrate", "tilt", "fit", "demo")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,7 +215,7 @@ def run(verb: str, options: Sequence[str]) -> VerbResult:
 
 def printer(verb: str, prefix: str) -> Any:
     """The function that prints the result of a verb (``show``), or what happens meanwhile (``watch``); None = none."""
-    module = next((name for name, verbs in _SHOWN.items() if verb in verbs), "show_policies")
+    module = "show_evaluations" if verb in _MEASURING else "show_outputs"
     return getattr(importlib.import_module(f"recpo.cli.{module}"), f"{prefix}_{verb}", None)
 
 

@@ -6,22 +6,24 @@ functions ``show_VERB`` return, in words or as JSON.
 
 from __future__ import annotations
 
-import io
 import json
 import math
+import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from recpo.verbs.verb import configurations
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 _WIDEST = 10_000  # characters of a line that does not go to a terminal
@@ -62,6 +64,40 @@ def _least_width(terminal: Console, table: Table) -> int:
     return terminal.measure(table, options=wide).minimum
 
 
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, names: int = 1, caption: str = ""
+) -> Table:
+    """A table whose first ``names`` columns hold names, on the left and folded where needed, and the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    # narrow enough for a terminal of 80 columns
+    style: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    made = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **style)
+    for place, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if place < names else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def say(*lines: str | Table, style: str = "") -> None:
+    """Prints lines of text, which a terminal wraps, and tables."""
+    terminal = console()
+    for one in lines:
+        terminal.print(one, style=style, soft_wrap=isinstance(one, str))
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Prints warnings."""
+    say(*(f"warning: {one}" for one in warnings), style="yellow")
+
+
+def decimals(value: float | None, digits: int = 4, *, sign: str = "") -> str:
+    """A number with ``digits`` decimals; - if it is not known."""
+    return "-" if value is None or math.isnan(value) else f"{value:{sign}.{digits}f}"
+
+
 @dataclass(frozen=True)
 class TerminalOptions:
     """Options of every verb, in addition to its own.
@@ -94,19 +130,10 @@ def terminal_options(options: Sequence[str]) -> tuple[TerminalOptions, list[str]
     return TerminalOptions("--quiet" in options, "--json" in options, track), kept
 
 
-class _Nowhere(io.TextIOBase):
-    """A stream that drops its input. It is not a terminal, so progress bars are hidden. It is never closed."""
-
-    def write(self, text: str) -> int:
-        """Drops the text."""
-        return len(text)
-
-    def writable(self) -> bool:
-        """Always true."""
-        return True
-
-
-_NOWHERE = _Nowhere()
+@cache
+def _nowhere() -> TextIO:
+    """A stream that drops its input; it is never closed, because loggers may keep it."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 @contextmanager
@@ -114,9 +141,9 @@ def printing(options: TerminalOptions) -> Iterator[None]:
     """Redirects prints inside the block: a quiet verb prints nothing, a verb with JSON prints nothing to stdout."""
     with ExitStack() as streams:
         if options.quiet or options.as_json:
-            streams.enter_context(redirect_stdout(_NOWHERE))
+            streams.enter_context(redirect_stdout(_nowhere()))
         if options.quiet:
-            streams.enter_context(redirect_stderr(_NOWHERE))
+            streams.enter_context(redirect_stderr(_nowhere()))
         yield
 
 
@@ -163,20 +190,6 @@ def path_of(given: object) -> str:
 def configuration(name: str, here: Path = Path()) -> str:
     """Path of an objective's configuration: the one that ``recpo init`` wrote for the log, or recpo's own."""
     return name if (here / name).is_file() else str(configurations(here) / name)
-
-
-def after_prepare(root: object, result: Mapping[str, Any]) -> VerbResult:
-    """A log was prepared."""
-    config = configuration("pretrain.yaml")
-    words = ("--config", config, "--data.prepared", root, "--out", "runs/pretrain")
-    return VerbResult((str(root),), command("train", *words), result)
-
-
-def after_extend(root: object, result: Mapping[str, Any]) -> VerbResult:
-    """Prepared data was extended: the previous run continues on the newest days (docs/growth.md)."""
-    newest = ("--data.segments", "newest", "--data.replay", "1.0", "--trainer.max_epochs", "2")
-    words = ("--init_from", "runs/pretrain", "--data.prepared", root, *newest, "--out", "runs/extended")
-    return VerbResult((str(root),), command("train", *words), result)
 
 
 def evaluation_of(run: object, prepared: str) -> str:

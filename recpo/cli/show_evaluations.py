@@ -1,16 +1,16 @@
-"""What the verbs print that measure: ``evaluate``, ``compare`` and ``calibrate``."""
+"""What the verbs print that measure and choose: ``evaluate``, ``compare``, ``calibrate``, ``tilt`` and ``fit``."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
 from recpo.artifacts import kind_of
 from recpo.base.errors import GateClosedError
-from recpo.cli.output import VerbResult, command, configuration, console, path_of
+from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at
@@ -19,13 +19,19 @@ from recpo.evaluation.variants import INTERVALS
 from recpo.training.learned_reward import CALIBRATION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rich.table import Table
 
     from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.reward_comparison import CalibrationReport
+    from recpo.training.tilting import TiltResult, TiltTrial
     from recpo.verbs.calibrate import Calibrate
     from recpo.verbs.compare import Compare
+    from recpo.verbs.demo import Demo
     from recpo.verbs.evaluate import Evaluate
+    from recpo.verbs.fit import Decision, Fit
+    from recpo.verbs.tilt import Tilt
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
@@ -51,26 +57,22 @@ def _written(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
-    document, terminal = evaluation.document, console()
-    for warning in evaluation.warnings:
-        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    document, about = evaluation.document, f"experiment {evaluation.document['experiment']}"
+    warn(evaluation.warnings)
     names = ("value", "dislikes", "difference")
     if document["variants"]:
-        table = _table(f"experiment {document['experiment']}; control {document['control']}", INTERVALS)
-        for name in ("variant", "users", "impressions", *names):
-            table.add_column(name, justify="left" if name == "variant" else "right")
+        rows = []
         for one in document["variants"]:
             cells = [_sequence_cell(one.get(name), signed=name == "difference") for name in names]
-            table.add_row(Text(one["variant"]), f"{one['users']:,}", f"{one['impressions']:,}", *cells)
-        terminal.print(table)
+            rows.append((one["variant"], f"{one['users']:,}", f"{one['impressions']:,}", *cells))
+        title = f"{about}; control {document['control']}"
+        say(table(title, ("variant", "users", "impressions", *names), rows, caption=INTERVALS))
     if (found := document["preference"]) is not None:
-        table = _table(f"experiment {document['experiment']}; interleaved lists", INTERVALS)
-        for name in ("preference", "users", "impressions", "credit", "won", "lost"):
-            table.add_column(name, justify="left" if name == "preference" else "right")
         counts = f"{found['users']:,}", f"{found['impressions']:,}"
         shares = f"{100 * found['wins']:.1f} %", f"{100 * found['losses']:.1f} %"
-        table.add_row(Text(f"{found['of']} over {found['over']}"), *counts, _sequence_cell(found, signed=True), *shares)
-        terminal.print(table)
+        row = (f"{found['of']} over {found['over']}", *counts, _sequence_cell(found, signed=True), *shares)
+        headings = ("preference", "users", "impressions", "credit", "won", "lost")
+        say(table(f"{about}; interleaved lists", headings, [row], caption=INTERVALS))
     return VerbResult(_written(evaluation), result=document)
 
 
@@ -82,70 +84,63 @@ def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
-    """Prints the warnings, the main tables, and the path of the rest; names and paths are never read as markup."""
-    document, terminal = evaluation.document, console()
+    """Prints the warnings, the main tables, and the path of the rest."""
+    document = evaluation.document
     setting, counts = document["setting"], _ranked(document)[0]["counts"]
-    for warning in evaluation.warnings:
-        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    terminal.print(metrics_table(document))
-    if document["differences"]:
-        terminal.print(differences_table(document))
-    for table in (headroom_table(document), new_items_table(document), value_table(document)):
-        if table is not None:
-            terminal.print(table)
+    warn(evaluation.warnings)
+    for shown in (_metrics_table, _differences_table, _headroom_table, _new_items_table, _value_table):
+        say(*filter(None, [shown(document)]))
     if document["candidates"] is not None:
-        terminal.print(f"candidates: {candidates_sentence(document)}", soft_wrap=True)
+        say(f"candidates: {candidates_sentence(document)}")
     removed = counts["positive_events_excluded"]
     past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
-    terminal.print(
+    say(
         f"items of a user's past: {past}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
     if evaluation.report is not None:
-        terminal.print(str(evaluation.report), soft_wrap=True)
+        say(str(evaluation.report))
 
 
-def metrics_table(document: Document) -> Table:
+def _metrics_table(document: Document) -> Table:
     """One row per contender: the main metrics at the first k with 95 % half-widths; the best of a column is bold."""
     setting, contenders, k = document["setting"], _ranked(document), document["setting"]["ks"][0]
     users = contenders[0]["counts"]["users"]
     title = f"{setting['split']} period, {users:,} users, {setting['num_items']:,} items, all ranked; lists of {k}"
-    table = _table(title, "mean ± half of the 95 % interval over users")
-    table.add_column("contender")
     names = [*_shown(contenders, _HEADINGS, k), *further_at(document, k)]
     best = {name: best_first(document, name)[:1] if len(contenders) > 1 else [] for name in names}
-    for name in names:
-        table.add_column(_heading(name), justify="right")
-    table.add_column("coverage", justify="right")
-    for contender in contenders:
-        cells = [_cell(contender["metrics"].get(name), bold=contender in best[name]) for name in names]
-        table.add_row(Text(contender["name"]), *cells, f"{contender['totals'][f'coverage@{k}']:.3f}")
-    return table
+    rows = []
+    for one in contenders:
+        cells = [_cell(one["metrics"].get(name), bold=one in best[name]) for name in names]
+        rows.append((one["name"], *cells, f"{one['totals'][f'coverage@{k}']:.3f}"))
+    headings = ("contender", *map(_heading, names), "coverage")
+    return table(title, headings, rows, caption="mean ± half of the 95 % interval over users")
 
 
-def differences_table(document: Document) -> Table:
+def _differences_table(document: Document) -> Table | None:
     """Paired differences of metrics at the first k, bold where they survive Holm's correction for all pairs.
 
     With up to four contenders, every pair; with more, each against the first. The document has every pair.
     """
+    if not document["differences"]:
+        return None
     contenders, k = _ranked(document), document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in contenders]
     pairs = [pair for pair in document["differences"] if {pair["contender"], pair["against"]} <= set(ranked)]
     names = [*_shown(contenders, _COMPARED, k), *further_at(document, k)]
     family = "interval excludes 0" if len(pairs) == 1 else "survives Holm's correction for all pairs"
-    table = _table(f"paired differences on the same users; lists of {k}", f"bold: {family} (5 %)")
-    table.add_column("contender - against")
-    for name in names:
-        table.add_column(_heading(name), justify="right")
-    shown = pairs if len(ranked) <= _MOST_FOR_ALL_PAIRS else [pair for pair in pairs if pair["against"] == ranked[0]]
-    for pair in shown:
-        found = [pair["metrics"].get(name) for name in names]
-        cells = [_cell(value, bold=value is not None and value["survives_holm"], signed=True) for value in found]
-        table.add_row(Text(f"{pair['contender']} - {pair['against']}"), *cells)
-    return table
+    rows: list[Sequence[str | Text]] = []
+    for pair in pairs:
+        if len(ranked) <= _MOST_FOR_ALL_PAIRS or pair["against"] == ranked[0]:
+            found = [pair["metrics"].get(name) for name in names]
+            cells = [_cell(value, bold=value is not None and value["survives_holm"], signed=True) for value in found]
+            rows.append((f"{pair['contender']} - {pair['against']}", *cells))
+    headings = ("contender - against", *map(_heading, names))
+    title = f"paired differences on the same users; lists of {k}"
+    return table(title, headings, rows, caption=f"bold: {family} (5 %)")
 
 
-def headroom_table(document: Document) -> Table | None:
+def _headroom_table(document: Document) -> Table | None:
     """Shares of the true value between the start and the oracle; None if the truth is not known."""
     k = document["setting"]["ks"][0]
     shares = shares_at(document, k)
@@ -153,54 +148,45 @@ def headroom_table(document: Document) -> Table | None:
         return None
     found, ends = document["headroom"], document["headroom"]["metrics"][f"true_reward@{k}"]
     start = f"0 % = {found['start']}, {ends['start']:.4f}: {found['start_is']}; 100 % = oracle, {ends['oracle']:.4f}"
-    table = _table(f"share of the headroom in true reward; lists of {k}", start)
-    for name in ("contender", "true\nreward", "share"):
-        table.add_column(name, justify="left" if name == "contender" else "right")
     rewards = {one["name"]: one["metrics"].get(f"true_reward@{k}") for one in document["contenders"]}
+    rows: list[Sequence[str | Text]] = []
     for name, value in shares:
         width = "" if value["half_width"] is None else f" ±{100 * value['half_width']:.1f}"
-        table.add_row(Text(name), _cell(rewards[name]), f"{100 * value['mean']:.1f}{width} %")
-    return table
+        rows.append((name, _cell(rewards[name]), f"{100 * value['mean']:.1f}{width} %"))
+    title = f"share of the headroom in true reward; lists of {k}"
+    return table(title, ("contender", "true\nreward", "share"), rows, caption=start)
 
 
-def new_items_table(document: Document) -> Table | None:
+def _new_items_table(document: Document) -> Table | None:
     """Metrics of the contenders on candidates without a training event; None if there are none."""
     k, new = document["setting"]["ks"][0], document["new_items"]["items"]
     names = _shown(_ranked(document), NEW_METRICS, k)
     if not new or not names:
         return None
     title = f"{new:,} new items, candidates without an event in training; lists of {k}"
-    table = _table(title, "true reward: of the best new items as the contender ranks them")
-    table.add_column("contender")
-    for name in names:
-        table.add_column(_heading(name), justify="right")
-    for contender in _ranked(document):
-        table.add_row(Text(contender["name"]), *(_cell(contender["metrics"].get(name)) for name in names))
-    return table
+    rows = [(one["name"], *(_cell(one["metrics"].get(name)) for name in names)) for one in _ranked(document)]
+    caption = "true reward: of the best new items as the contender ranks them"
+    return table(title, ("contender", *map(_heading, names)), rows, caption=caption)
 
 
-def value_table(document: Document) -> Table | None:
+def _value_table(document: Document) -> Table | None:
     """Off-policy values of the policies and of their lists of the first k; None if the document has none."""
     k = document["setting"]["ks"][0]
     shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
-    rows = {
+    found = {
         contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
         for contender in document["contenders"]
         if contender["kind"] != "oracle"
     }
-    columns = [column for column in shown if any(column in row for row in rows.values())]
+    columns = [column for column in shown if any(column in row for row in found.values())]
     if not columns:
         return None
-    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
-    table = _table("off-policy value", caption)
-    table.add_column("contender")
-    for target, estimator in columns:
-        table.add_column(f"{target}\n{estimator}", justify="right")
-    for name, entries in rows.items():
+    rows = []
+    for name, entries in found.items():
         earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
-        cells = [_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns]
-        table.add_row(Text(name), *cells)
-    return table
+        rows.append((name, *(_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns)))
+    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
+    return table("off-policy value", ("contender", *map("\n".join, columns)), rows, caption=caption)
 
 
 def _ranked(document: Document) -> list[Document]:
@@ -223,19 +209,6 @@ def _shown(contenders: Sequence[Document], headings: Sequence[str], k: int) -> l
 
 def _heading(metric: str) -> str:
     return metric.split("@")[0].replace("_", "\n")
-
-
-def _table(title: str, caption: str) -> Table:
-    # narrow enough for a terminal of 80 columns
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
 
 
 def _cell(value: Mapping[str, Any] | None, *, bold: bool = False, signed: bool = False) -> Text:
@@ -265,57 +238,41 @@ def show_compare(verb: Compare, comparison: Comparison) -> VerbResult:
 
 def print_comparison(comparison: Comparison) -> None:
     """Prints the warnings, one table, and the path of all numbers."""
-    document, terminal = comparison.document, console()
-    for warning in comparison.warnings:
-        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    terminal.print(comparison_table(document))
+    document, setting = comparison.document, comparison.document["setting"]
+    warn(comparison.warnings)
+    title = f"{setting['split']} period, {setting['requests']:,} users, lists of {setting['k']}"
+    say(table(title, ("", "old", "new", "new - old (95 %)"), _comparison_rows(document)))
     items = document["items"]
-    terminal.print(
+    say(
         f"items: {items['shared']:,} in both bundles, {items['only_old']:,} in the old one only, "
-        f"{items['only_new']:,} in the new one only",
-        soft_wrap=True,
+        f"{items['only_new']:,} in the new one only"
     )
     if comparison.path is not None:
-        terminal.print(str(comparison.path), soft_wrap=True)
+        say(str(comparison.path))
 
 
-def comparison_table(document: Mapping[str, Any]) -> Table:
+def _comparison_rows(document: Document) -> Iterator[tuple[str, ...]]:
     """Rows of agreement, value, ranking and lists: old, new, and new - old with its 95 % interval."""
-    setting = document["setting"]
-    title = f"{setting['split']} period, {setting['requests']:,} users, lists of {setting['k']}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("")
-    for name in ("old", "new", "new - old (95 %)"):
-        table.add_column(name, justify="right")
     for name, value in document["agreement"].items():
-        table.add_row(name, "", "", _decimals(value["mean"]))
+        yield (name, "", "", decimals(value["mean"]))
     for name, row in (document["value"] or {}).items():
         if name in _SHOWN_ESTIMATORS:
-            difference = row["difference"]
-            sides = (_decimals(row[side]["value"]) for side in ("old", "new"))
-            table.add_row(
-                f"value, {name}", *sides, _interval_text(difference["value"], difference["low"], difference["high"])
-            )
+            difference = _interval_text(*(row["difference"][end] for end in ("value", "low", "high")))
+            yield (f"value, {name}", *(decimals(row[side]["value"]) for side in ("old", "new")), difference)
     for name, row in document["ranking"].items():
         mean, half = row["difference"]["mean"], row["difference"]["half_width"]
         ends = (None, None) if mean is None or half is None else (mean - half, mean + half)
-        table.add_row(name, *(_decimals(row[side]["mean"]) for side in ("old", "new")), _interval_text(mean, *ends))
+        yield (name, *(decimals(row[side]["mean"]) for side in ("old", "new")), _interval_text(mean, *ends))
     old, new = document["lists"]["old"], document["lists"]["new"]
     for name in (one for one, value in old.items() if not isinstance(value, int)):
-        table.add_row(name, _decimals(old[name]), _decimals(new[name]), "")
+        yield (name, decimals(old[name]), decimals(new[name]), "")
     for name in _COUNTS:
-        table.add_row(name.replace("_", " "), f"{old[name]:,}", f"{new[name]:,}", "")
-    return table
-
-
-def _decimals(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+        yield (name.replace("_", " "), f"{old[name]:,}", f"{new[name]:,}", "")
 
 
 def _interval_text(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.4f}" + ("" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]")
+    ends = "" if value is None or low is None or high is None else f" [{low:+.4f}, {high:+.4f}]"
+    return decimals(value, sign="+") + ends
 
 
 def show_calibrate(verb: Calibrate, report: CalibrationReport) -> VerbResult:
@@ -332,61 +289,144 @@ def show_calibrate(verb: Calibrate, report: CalibrationReport) -> VerbResult:
 
 
 def print_report(report: CalibrationReport) -> None:
-    """The tables of the test period; a path is never read as markup."""
-    terminal, content = console(), report.content
-    terminal.print(_errors(content))
-    terminal.print(_values(content))
-    for note in content["notes"]:
-        terminal.print(f"note: {note}", soft_wrap=True)
+    """The tables of the test period."""
+    content = report.content
+    headings = ("reward", "shown", "number", "RMSE", "rank corr.", "per user", "dislike AUC")
+    say(table("test period", headings, _error_rows(content), names=2))
+    columns = ("reward", "from the log (SNIPS)", "95 %", "true", "true dislikes")
+    say(table(f"greedy lists of {content['k']}, mean reward per place", columns, _list_rows(content)))
+    say(*(f"note: {note}" for note in content["notes"]))
     for name, fitted in report.calibrations.items():
         error = fitted["targets"]["dislike"]["test"]["all"]
         before, after = (_metric_text(error[f"calibration_error{end}"]) for end in ("_uncalibrated", ""))
-        terminal.print(
-            f"{name}: {CALIBRATION} written; calibration error of dislikes {before} before, {after} after",
-            soft_wrap=True,
-        )
+        say(f"{name}: {CALIBRATION} written; calibration error of dislikes {before} before, {after} after")
     if report.path is not None:
-        terminal.print(f"{report.path}: every number with its 95 % interval", soft_wrap=True)
+        say(f"{report.path}: every number with its 95 % interval")
 
 
-def _errors(content: dict[str, Any]) -> Table:
-    table = _reward_table(
-        "test period", ("reward", "shown"), ("number", "RMSE", "rank corr.", "per user", "dislike AUC")
-    )
+def _error_rows(content: Document) -> Iterator[tuple[str, ...]]:
+    metrics = ("rmse", "rank_correlation", "rank_correlation_per_user", "dislike_auc")
     for name, entry in content["rewards"].items():
         for group, found in entry["test"].items():
-            metrics = ("rmse", "rank_correlation", "rank_correlation_per_user", "dislike_auc")
-            table.add_row(
-                name, group, f"{found['exposures']:,}", *(_metric_text(found.get(metric)) for metric in metrics)
-            )
-    return table
+            yield (name, group, f"{found['exposures']:,}", *(_metric_text(found.get(metric)) for metric in metrics))
 
 
-def _values(content: dict[str, Any]) -> Table:
-    title = f"greedy lists of {content['k']}, mean reward per place"
-    table = _reward_table(title, ("reward",), ("from the log (SNIPS)", "95 %", "true", "true dislikes"))
-    rows = {**{name: entry["lists"] for name, entry in content["rewards"].items()}}
+def _list_rows(content: Document) -> Iterator[tuple[str, ...]]:
+    rows = {name: entry["lists"] for name, entry in content["rewards"].items()}
     for name, found in {**rows, "logging policy": content["logging_policy"]}.items():
         estimated = found.get("off_policy")
-        interval = "-" if estimated is None else "-".join(_decimals(estimated[end], 3) for end in ("low", "high"))
-        table.add_row(
-            name,
-            _metric_text(estimated),
-            interval,
-            _metric_text(found.get("true_reward")),
-            _metric_text(found.get("true_dislike"), 4),
+        interval = "-" if estimated is None else "-".join(decimals(estimated[end], 3) for end in ("low", "high"))
+        true = _metric_text(found.get("true_reward")), _metric_text(found.get("true_dislike"), 4)
+        yield (name, _metric_text(estimated), interval, *true)
+
+
+def _metric_text(metric: Mapping[str, float | None] | None, digits: int = 3) -> str:
+    return decimals(None if metric is None else metric["value"], digits)
+
+
+def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
+    """Prints every step with the time that is left."""
+    return {"on_step": lambda text: print(text, flush=True)}
+
+
+watch_demo = watch_fit  # the same steps
+
+
+def show_fit(verb: Fit, done: Decision) -> VerbResult:
+    """Prints the leaderboard and the answer; the bundle is served next."""
+    show_decision(done)
+    wrote = (str(done.root / "decision.json"), str(done.report), str(done.root / "bundle"))
+    facts = {name: done.facts[name] for name in ("chosen", "reason", "strongest_baseline", "gain", "p_value")}
+    return VerbResult(wrote, command("serve", "--bundle", done.root / "bundle"), facts)
+
+
+def show_decision(done: Decision) -> None:
+    """Prints the leaderboard and the answer."""
+    from recpo.verbs.fit import tested_metrics  # imported where it is needed, because other verbs print without it
+
+    tested, rows = tested_metrics(done.facts), []
+    for one in done.facts["leaderboard"]:
+        name = f"{one['name']} (ships)" if one["name"] == done.chosen else one["name"]
+        behind = "" if not one["behind"] else _with_half(one["behind"], one["behind_half_width"])
+        rows.append((name, _with_half(one["value"], one["half_width"]), behind, *_means(one["test"], tested)))
+    if (oracle := done.facts["oracle"]) is not None:
+        rows.append(("oracle", "", "", *_means(oracle, tested)))
+    metric = done.facts["criterion"]["metric"]
+    headings = ("contender", f"{metric}, validation", "behind the best", *(f"{name}, test" for name in tested))
+    say(table("contenders, the best first", headings, rows, caption="± half of the 95 % interval"))
+    print(f"ship {done.chosen}: {done.reason}")
+
+
+_USERS = 3
+
+
+def show_demo(verb: Demo, done: Decision) -> VerbResult:
+    """Prints some lists of the bundle, the leaderboard and the answer; next comes the user's own log."""
+    import pandas as pd
+
+    from recpo.cli.show_outputs import lists_table
+
+    histories = pd.read_parquet(done.root / "prepared" / "histories.parquet")
+    some = histories[histories["user_id"].isin(histories["user_id"].unique()[:_USERS])]
+    say(lists_table(some, done.bundle.recommend(some, k=10), _USERS))
+    show_decision(done)
+    print(f"everything that the demo wrote is in {verb.out}")
+    return VerbResult((str(verb.out), str(done.report)), command("fit", "YOUR_LOG"), {"chosen": done.chosen})
+
+
+def _means(measured: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    known = (measured.get(name) for name in names)
+    return ["-" if one is None else _with_half(one["mean"], one["half_width"]) for one in known]
+
+
+def _with_half(value: float | None, half_width: float | None) -> str:
+    return decimals(value) + ("" if value is None or half_width is None else f" ± {half_width:.4f}")
+
+
+_NAMES = {
+    "grade": "grade of the lists by a factorization of this period",
+    "top_k": "off-policy value of the lists (SNIPS)",
+    "policy": "off-policy value of the policy (SNIPS)",
+    "auc": "AUC of positives against other exposures",
+    "monitor_reward": "monitor reward of the lists",
+}
+
+
+def show_tilt(verb: Tilt, found: TiltResult) -> VerbResult:
+    """Prints the table of temperatures; the run, or the untilted one if it is kept, is evaluated next."""
+    print_tilt(found)
+    facts = {
+        "temperature": found.temperature,
+        "lower_bound": found.lower_bound,
+        "trials": [asdict(one) for one in found.trials],
+    }
+    wrote = () if found.run is None else (str(found.run.root),)
+    run = path_of(verb.run) if found.run is None else found.run.root
+    return VerbResult(wrote, evaluation_of(run, path_of(verb.prepared or "prepared")), facts)
+
+
+def print_tilt(found: TiltResult) -> None:
+    """Prints the table of temperatures and the chosen one."""
+    if found.trials and found.criterion is not None:
+        title = f"validation period, lists of {found.k}; value: {_NAMES[found.criterion]}"
+        caption = "± half of the 95 % interval; behind: the best less this one ± its standard error, same users"
+        headings = ("temp.", "value", "±", "behind", "±", "rows", "grade", "SNIPS", "AUC", "NDCG", "coverage", "KL")
+        say(table(title, headings, (_trial_row(one, found.temperature) for one in found.trials), caption=caption))
+    if found.run is None:
+        say(
+            "no temperature is better than the untilted policy: keep the run as it is; nothing was written. "
+            "--temperature NUMBER writes a tilted run regardless"
         )
-    return table
+        return
+    taken = [one.value for one in found.trials if one.temperature == found.temperature]
+    if taken and taken[0] < found.trials[0].value:
+        warn(["by this criterion the untilted policy is worth more"])
+    say(f"{found.run.root}: tilted with temperature {found.temperature:g}, lower bound {found.lower_bound:g}")
 
 
-def _reward_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for column in left:
-        table.add_column(column, no_wrap=True)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _metric_text(metric: dict[str, float | None] | None, digits: int = 3) -> str:
-    return _decimals(None if metric is None else metric["value"], digits)
+def _trial_row(trial: TiltTrial, chosen: float) -> tuple[str, ...]:
+    name = "base" if trial.temperature == math.inf else f"{trial.temperature:g}"
+    numbers = map(decimals, (trial.value, trial.half_width, trial.loss, trial.loss_error))
+    others = map(decimals, (trial.grade, trial.top_k, trial.auc, trial.ndcg, trial.coverage))
+    rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
+    return (name + " *" * (trial.temperature == chosen), *numbers, rows, *others, decimals(trial.kl, 2))
