@@ -15,7 +15,7 @@ from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import ResumableLoader, TrainBatches
-from recpo.log import prepare as prepare_module, writing as publishing
+from recpo.log import writing as publishing
 from recpo.log.engine import EngineOptions, Location, locate, start_engine
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
@@ -186,7 +186,7 @@ def test_a_store_that_cannot_be_written_to_is_found_before_the_work(tmp_path, mo
         raise PermissionError("no right to write here")
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "_open", denied)
-    monkeypatch.setattr(prepare_module, "start_engine", lambda *arguments: pytest.fail("the engine was started"))
+    monkeypatch.setattr(publishing, "start_engine", lambda *arguments: pytest.fail("the engine was started"))
     with refused("failed", "out"):
         run(path, f"memory://bucket-{uuid.uuid4().hex}/out")
 
