@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ from recpo.rewards.graded import (
     first_items,
     no_equations,
     normal_matrices,
+    repeated,
     user_weights,
 )
 
@@ -368,11 +370,12 @@ def fit_items(
     noise = grade_variance(data, mean, period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     of_items, users = (Prior(np.zeros(width), first, np.zeros((side.shape[1], width))) for side in features)
+    parts = repeated(partial(chunks, data, finished, period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
         summed, among = Summed(width, features.history.shape[1]), Summed(width, features.items.shape[1])
         squared, events = 0.0, 0
-        for chunk in chunks(data, finished, period):
+        for chunk in parts():
             sums, own = user_sums(chunk, table, mean), user_features(chunk, features.history)
             part = posterior(sums, users, own, noise)
             add_item_sums(total, chunk, part, mean)
