@@ -35,7 +35,7 @@ from recpo.rewards.factors import Factors
 
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
-# a period of at most so many events, some 30 MB, stays in memory between the sweeps; else each sweep reads the shards
+# a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
 KEPT_EVENTS: Final = 1 << 20
 
 
