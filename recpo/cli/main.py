@@ -205,12 +205,14 @@ def _print_any_text() -> None:
 
 def run(verb: str, options: Sequence[str]) -> VerbResult:
     """Runs a verb with the ``options`` of a command line, and prints its result."""
-    from recpo.cli.parser import parse, verb_class  # imported here so that a misspelled word is reported at once
+    # imported here so that a misspelled word is reported at once
+    from recpo.cli.parser import parse, verb_class, without_help
 
-    made = parse(verb_class(verb), options)
-    if watch := printer(verb, "watch"):  # prints what happens meanwhile
-        made = replace(made, **watch(made))
-    result: VerbResult = printer(verb, "show")(made, run_tracked(made))
+    with without_help(options):
+        made = parse(verb_class(verb), options)
+        if watch := printer(verb, "watch"):  # prints what happens meanwhile
+            made = replace(made, **watch(made))
+        result: VerbResult = printer(verb, "show")(made, run_tracked(made))
     return result
 
 

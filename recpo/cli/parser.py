@@ -8,7 +8,8 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -30,6 +31,20 @@ def verb_class(name: str) -> type[Verb[Any]]:
     """The dataclass of a verb, ``recpo.verbs.NAME.Name``."""
     found: type[Verb[Any]] = getattr(importlib.import_module(f"recpo.verbs.{name}"), name.capitalize())
     return found
+
+
+@contextmanager
+def without_help(words: Sequence[str]) -> Iterator[None]:
+    """Parsers made inside read no help from source files, unless ``words`` ask for that of a class.
+
+    It takes longer than the parsing, for every training and every policy that is built.
+    """
+    asked = any(word.partition("=")[0].endswith(".help") for word in words)
+    set_parsing_settings(docstring_parse_attribute_docstrings=asked)
+    try:
+        yield
+    finally:
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Final, Literal, NamedTuple
 
@@ -34,6 +35,8 @@ from recpo.rewards.factors import Factors
 
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
+# a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
+KEPT_EVENTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +208,33 @@ def chunks(
         finished(len(user))
 
 
+def repeated(parts: Callable[[], Iterator[Chunk]], finished: Callable[[int], object]) -> Callable[[], Iterator[Chunk]]:
+    """The same chunks as often as the result is called; those of a small period are only read once.
+
+    Args:
+        parts: reads all chunks.
+        finished: called with the number of events of a chunk that was not read again.
+    """
+    kept: list[Chunk] = []
+
+    def again() -> Iterator[Chunk]:
+        if kept:
+            for chunk in kept:
+                yield chunk
+                finished(len(chunk.grade))
+            return
+        passed, events = list[Chunk](), 0
+        for chunk in parts():
+            events += len(chunk.grade)
+            passed.append(chunk)
+            if events > KEPT_EVENTS:
+                passed.clear()
+            yield chunk
+        kept.extend(passed)
+
+    return again
+
+
 def _shards(data: Prepared, period: Period, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
     return (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
 
@@ -320,9 +350,9 @@ def fit_items(
     data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
 ) -> Items:
     """Item factors and biases after all sweeps."""
-    items = first_items(data.num_items, rank, options.seed)
+    items, parts = first_items(data.num_items, rank, options.seed), repeated(partial(chunks, data, finished), finished)
     for _ in range(options.sweeps):
-        items = sweep(chunks(data, finished), items, mean, ridge)
+        items = sweep(parts(), items, mean, ridge)
     return items
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ from recpo.rewards.graded import (
     first_items,
     no_equations,
     normal_matrices,
+    repeated,
     user_weights,
 )
 from recpo.rewards.prior_features import PriorFeatures, user_features
@@ -199,11 +201,12 @@ def fit_items(
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
     before = of_items
+    parts = repeated(partial(chunks, data, finished, period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
         among, summed = (Summed(width, number) for number in columns)
         squared, events = 0.0, 0
-        for chunk in chunks(data, finished, period):
+        for chunk in parts():
             sums, own = user_sums(chunk, table, mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
             add_item_sums(total, chunk, part, mean)

@@ -77,6 +77,19 @@ def test_small_chunks_and_many_shards_give_the_same_model(many, factors, monkeyp
 
 
 @pytest.mark.parametrize("method", ["als", "variational"])
+def test_a_small_period_is_read_once_for_all_sweeps(data, method, monkeypatch):
+    read, reads = type(data).train_columns, []
+    monkeypatch.setattr(type(data), "train_columns", lambda self, names: reads.append(names) or read(self, names))
+    options = FactorOptions(method=method, ranks=(3,), ridges=(2.0,), consumption=(0,), sweeps=4)
+    kept, fewest = fit_factors(data, options), len(reads)
+    monkeypatch.setattr(graded, "KEPT_EVENTS", 0)
+    again = fit_factors(data, options)
+    assert len(reads) - fewest == fewest + options.sweeps - 1
+    for name, tensor in kept.tensors.items():
+        assert torch.equal(again.tensors[name], tensor)
+
+
+@pytest.mark.parametrize("method", ["als", "variational"])
 def test_a_fold_in_of_all_training_events_is_the_fitted_user(data, factors, method):
     if method == "variational":
         factors = fit_factors(data, FactorOptions(method=method, ranks=(3,), sweeps=4))
