@@ -47,8 +47,8 @@ def test_the_verb_says_what_it_chose(prepared, tmp_path, capfd):
     assert main(["factorize", "--prepared", str(prepared), "--out", str(out), *SMALL]) == 1
     assert "exists already" in capfd.readouterr().err
     assert main(["factorize", "--prepared", str(prepared), "--out", str(prepared / "inside"), *SMALL]) == 1
-    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "0"]) == 2
-    assert "ranks: expected a number >0, got 0" in capfd.readouterr().err
+    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "[-1]"]) == 2
+    assert "ranks: expected a number >=0, got -1" in capfd.readouterr().err
 
 
 def test_popularity_is_a_part_of_the_bias_and_chosen_by_the_mixed_area(place, prepared, tmp_path, capfd):

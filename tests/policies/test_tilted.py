@@ -381,7 +381,7 @@ def test_impossible_options_are_refused() -> None:
     for temperature in (0.0, -1.0, float("inf"), float("nan")):
         with refused("out_of_range", "temperature"):
             tilted(temperature)
-    for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": 0}, {"max_history": 0}):
+    for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": -1}, {"max_history": 0}):
         with refused("out_of_range", next(iter(wrong))):
             replace(OPTIONS, **wrong)
     with refused("wrong_class", "base"):
