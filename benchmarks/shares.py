@@ -56,7 +56,7 @@ PARTS = (
     ("checksums", "artifacts/__init__.py:", "artifacts/outputs.py:"),
     ("reading prepared data", "log/prepared.py:", "recpo/batches/", "utils/data/"),
     ("factors: equations", "graded.py:", "variational.py:", "scipy/sparse"),
-    ("factors: validation", "selection.py:", "rewards/factors.py:"),
+    ("factors: validation", "selection.py:"),
     ("encoder", "policies/encoder.py:", "policies/blocks.py:", "policies/feature_policy.py:"),
     ("softmax over the catalog", "linear_logprob.py:", "item_table.py:", "catalog_search.py:", "kernels.py:sum_over"),
     ("drawing candidates", "policies/sampling.py:", "training/rollout.py:"),
