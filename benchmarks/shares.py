@@ -170,7 +170,7 @@ class Watch:
         class Steps(Callback):
             def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
                 step = trainer.global_step
-                if step == 1:  # what the first step compiles and imports is no part of a step
+                if step == 1:  # the first step also compiles and imports
                     shares.start()
                 if step == steps + 1:
                     shares.stop()
