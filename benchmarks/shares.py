@@ -56,7 +56,7 @@ PARTS = (
     ("checksums", "artifacts/__init__.py:", "artifacts/outputs.py:"),
     ("reading prepared data", "log/prepared.py:", "recpo/batches/", "utils/data/"),
     ("factors: equations", "graded.py:", "variational.py:", "scipy/sparse"),
-    ("factors: validation", "selection.py:", "rewards/factors.py:"),
+    ("factors: validation", "selection.py:"),
     ("encoder", "policies/encoder.py:", "policies/blocks.py:", "policies/feature_policy.py:"),
     ("softmax over the catalog", "linear_logprob.py:", "item_table.py:", "catalog_search.py:", "kernels.py:sum_over"),
     ("drawing candidates", "policies/sampling.py:", "training/rollout.py:"),
@@ -170,7 +170,7 @@ class Watch:
         class Steps(Callback):
             def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
                 step = trainer.global_step
-                if step == 1:  # what the first step compiles and imports is no part of a step
+                if step == 1:  # the first step also compiles and imports
                     shares.start()
                 if step == steps + 1:
                     shares.stop()

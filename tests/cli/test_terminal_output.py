@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jsonargparse import ArgumentParser
 
 from recpo.cli import output
 from recpo.cli.main import VERBS, main, printer
 from recpo.cli.output import VerbResult
-from recpo.cli.parser import parser_of, verb_class
+from recpo.cli.parser import parser_of, verb_class, without_help
 
 ROOT = Path(__file__).parents[2]
 SHOWN = sorted((ROOT / "recpo" / "cli").glob("show_*.py"))
@@ -93,3 +94,19 @@ def test_a_first_word_is_the_value_of_the_first_option(tmp_path, capfd):
     assert (tmp_path / "out" / "manifest.json").is_file()
     assert main(["doctor", "everything"]) == 2
     assert "error: " in capfd.readouterr().err
+
+
+def test_options_of_classes_are_parsed_without_their_help_unless_it_is_asked_for(monkeypatch):
+    read = []
+    reader = "docstring_parser.attrdoc.AttributeDocstrings.get_attr_docs"
+    monkeypatch.setattr(reader, lambda _, component: read.append(component) or {})
+
+    def described(words):
+        read.clear()
+        with without_help(words):
+            ArgumentParser().add_class_arguments(VerbResult, "result")
+        return VerbResult in read
+
+    assert not described(["--seed", "0"])
+    assert described(["--policy.help", "CatalogSoftmaxPolicy"])
+    assert described(["--policy.help=CatalogSoftmaxPolicy"])
