@@ -86,7 +86,9 @@ class _Index:
         elif issubclass(generic, Iterable):
             for part in args:
                 self._add(entry.setdefault("items", {}), part)
-        elif hint is not NoneType and hint is not ...:
+        elif hint is NoneType:
+            entry["null"] = True
+        elif hint is not ...:
             self._add_plain(entry, hint, origin)
 
     def _add_plain(self, entry: _Entry, hint: Any, origin: Any) -> None:

@@ -95,7 +95,7 @@ RIGHT = {
         "--seed -1 --print_config",
     ],
     "evaluate": [
-        "--candidates items.parquet --rerank AttributeCap --ks 3 --contenders a",
+        "--candidates items.parquet --rerank AttributeCap --ks 3 --contenders a --off_policy null",
         "--candidates {items: items.parquet} --rerank [{class_path: AttributeCap}] --ks [3,4] --run [a,b]",
     ],
     "prepare": [
