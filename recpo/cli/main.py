@@ -10,8 +10,10 @@ import importlib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,8 +27,7 @@ from recpo import __version__
 from recpo.artifacts import describe_os_error, validate_configuration_files
 from recpo.base.errors import GateClosedError, RecpoError
 from recpo.cli.output import TerminalOptions, VerbResult, failed as failure, printing, terminal_options
-from recpo.cli.signatures import short_help
-from recpo.cli.spelling import check_spelling
+from recpo.cli.spelling import check_spelling, index
 from recpo.verbs.tracking import run_tracked, tracked
 
 VERBS = {
@@ -226,7 +227,28 @@ def _print_help(verb: str, options: Sequence[str]) -> None:
 
         print(parser_of(verb_class(verb)).format_help() + f"\n{TerminalOptions.HELP}")
     else:
-        print(short_help(verb, VERBS[verb]) + f"\n{TerminalOptions.HELP}")
+        print(_short_help(verb) + f"\n{TerminalOptions.HELP}")
+
+
+_COLUMN: Final = 20  # where the help of an option begins
+
+
+def _short_help(verb: str) -> str:
+    """The options of the first day with the first sentence of their help, and the names of the others."""
+    width = min(100, shutil.get_terminal_size().columns)
+    options = index()["verbs"][verb]["options"]
+    explained = index()["verbs"][verb]["first_day"] or list(options)
+    lines = [f"recpo {verb}: {VERBS[verb]}", ""]
+    for name in explained:
+        is_required = "required" in options[name] and verb != "train"  # a file gives most of these
+        plain = options[name]["help"].replace("``", "")
+        text = re.split(r"(?<=[^.\d])\. |; ", plain)[0].rstrip(".") + " (required)" * is_required
+        first, *rest = textwrap.wrap(text, width - _COLUMN) or [""]
+        lines += [f"  --{name:<{_COLUMN - 5}} {first}", *(" " * _COLUMN + line for line in rest)]
+    if others := [f"--{name}" for name in options if name not in explained and name != "config"]:
+        lines += ["", *textwrap.wrap("also: " + ", ".join(others), width, break_on_hyphens=False)]
+    lines += ["", f"--config FILE.yaml reads options from a file; recpo {verb} --help all explains every option."]
+    return "\n".join(lines)
 
 
 def _overview() -> str:

@@ -14,11 +14,11 @@ from types import NoneType, UnionType
 from typing import Any
 
 import yaml
+from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from recpo.artifacts import validate_configuration_files
 from recpo.base.errors import RecpoError
-from recpo.cli.signatures import documentation, find
 from recpo.verbs.verb import Verb
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -44,11 +44,20 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
-    hints, helps = typing.get_type_hints(verb), documentation(find(verb.__module__, verb.__name__))
+    hints, helps = typing.get_type_hints(verb), documentation(verb)
     for one in dataclasses.fields(verb):
         if not one.metadata.get("python_only"):
             parser.add_argument(f"--{one.name}", type=hints[one.name], help=helps.get(one.name, ""), **_default(one))
     return parser
+
+
+def documentation(declared: type) -> dict[str, str]:
+    """Option -> its help: docstrings of fields, and entries of ``Args`` and ``Attributes``, inherited ones too."""
+    found: dict[str, str] = {}
+    for base in reversed(declared.__mro__):
+        if base.__module__.startswith("recpo."):
+            found |= {one.arg_name: " ".join((one.description or "").split()) for one in parse_from_object(base).params}
+    return found
 
 
 def _default(option: dataclasses.Field[Any]) -> dict[str, Any]:

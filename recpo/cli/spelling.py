@@ -1,39 +1,27 @@
 """Checks the names of options, keys and classes before anything heavy is imported, and suggests the right ones.
 
-``jsonargparse`` would refuse the same names, seconds later and without a suggestion. What the source of the package
-does not decide, such as the options of a class of the user's own, is left to it.
+``jsonargparse`` would refuse the same names, seconds later and without a suggestion. What the index of the options does
+not decide, such as the options of a class of the user's own, is left to it.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import yaml
 from jsonargparse import ArgumentError
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
-from recpo.cli.signatures import (
-    NUMBERS,
-    PACKAGES,
-    Definition,
-    Form,
-    Option,
-    Options,
-    default_of,
-    entry,
-    find,
-    forms,
-    is_group,
-    options_of,
-    read,
-    subclasses,
-)
-
+INDEX: Final = Path(__file__).with_name("options.json")
+"""The options of every verb and class (``recpo.cli.option_index``)."""
+PACKAGES: Final = ("recpo", "torch", "lightning")
+"""Where the classes of options come from, besides the user's own."""
 _OF_TERMINALS = ("quiet", "json", "track")
 _OF_PARSERS = ("config", "help", "print_config", "print_shtab", *_OF_TERMINALS)
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
@@ -42,6 +30,41 @@ _MOST_SUGGESTED = 3
 _LARGEST = 2**63 - 1
 
 _Trail = tuple[str, ...]
+_Entry = Mapping[str, Any]  # an option, or the type of an element, as the index has it
+
+
+class _Options(NamedTuple):
+    """The options of a verb, of a class or of several.
+
+    Attributes:
+        named: every option by name, as each of the classes has it.
+        is_complete: False if the index does not say which others there are.
+        is_foreign: a library declares some of them, so its other versions may have others, of quite different names.
+    """
+
+    named: Mapping[str, Sequence[_Entry]]
+    is_complete: bool = True
+    is_foreign: bool = False
+
+    @classmethod
+    def of(cls, classes: Iterable[str]) -> _Options:
+        """All options of all classes."""
+        named: dict[str, list[_Entry]] = {}
+        found = [index()["classes"][path] for path in classes]
+        for one in found:
+            for name, entry in one.get("options", {}).items():
+                named.setdefault(name, []).append(entry)
+        return cls(named, all("options" in one for one in found), any(one["foreign"] for one in found))
+
+
+_UNKNOWN: Final = _Options({}, is_complete=False)
+
+
+@cache
+def index() -> dict[str, Any]:
+    """The content of ``INDEX``: ``verbs`` and ``classes``."""
+    found: dict[str, Any] = json.loads(INDEX.read_text(encoding="utf-8"))
+    return found
 
 
 def check_spelling(verb: str, words: Sequence[str]) -> None:
@@ -53,7 +76,7 @@ def check_spelling(verb: str, words: Sequence[str]) -> None:
     """
     if not {"-h", "--help"}.isdisjoint(words) or any(word.partition("=")[0].endswith(".help") for word in words):
         return
-    options = options_of(entry(verb))
+    options = _Options({name: [entry] for name, entry in index()["verbs"][verb]["options"].items()})
     given = list(_given(words))
     check = _Check(options, given)
     for source in given:
@@ -101,7 +124,7 @@ def _nested(names: Sequence[str], value: Node) -> MappingNode:
 class _Check:
     """Walks the trees of all sources against the options of a verb."""
 
-    def __init__(self, options: Options, given: Iterable[_Source]) -> None:
+    def __init__(self, options: _Options, given: Iterable[_Source]) -> None:
         self._options = options
         self._words: dict[_Trail, set[str]] = {}  # every text by the option that it belongs to
         for source in given:
@@ -120,7 +143,7 @@ class _Check:
         elif isinstance(node, ScalarNode) and node.tag.endswith(":str"):
             self._words.setdefault(trail, set()).add(node.value)
 
-    def mapping(self, source: _Source, trail: _Trail, node: MappingNode, options: Options) -> None:
+    def mapping(self, source: _Source, trail: _Trail, node: MappingNode, options: _Options) -> None:
         """Checks the keys of a mapping, and their values."""
         for key, value in node.value:
             first, *rest = str(key.value).split(".")
@@ -137,102 +160,79 @@ class _Check:
             elif options.is_complete and (trail or name not in _OF_PARSERS):
                 self._unknown_key(source, trail, key, name, options)
 
-    def _value(self, source: _Source, trail: _Trail, key: Node, value: Node, options: Sequence[Option]) -> None:
-        known = [form for option in options for form in forms(option.module, option.annotation)]
-        elements = [Option(*form.of, None) for form in known if form.kind == "list" and form.of]
-        kinds = {form.kind for form in known}
-        if isinstance(value, SequenceNode) and "list" in kinds:
+    def _value(self, source: _Source, trail: _Trail, key: Node, value: Node, entries: Sequence[_Entry]) -> None:
+        elements = [entry["items"] for entry in entries if "items" in entry]
+        if isinstance(value, SequenceNode) and elements:
             for part in value.value:
                 self._value(source, trail, part, part, elements)
         elif isinstance(value, MappingNode):
-            if "unknown" not in kinds:
-                self._mapping_value(source, trail, value, known, options)
+            if not any("unknown" in entry for entry in entries):
+                self._mapping_value(source, trail, value, entries)
         elif value.tag.endswith(":null"):
-            if not any(map(_may_be_null, options)):
+            if not any("null" in entry for entry in entries):
                 self._report_fault(source, trail, key, "null is no value of it; leave it out for its default")
         else:
-            if value.tag.endswith(":int") and abs(_number(value.value)) > _LARGEST and not _has_text(options):
+            has_text = any("text" in one for one in [*entries, *elements])
+            if value.tag.endswith(":int") and abs(_number(value.value)) > _LARGEST and not has_text:
                 self._report_fault(
                     source, trail, key, f"{value.value} is too large; expected a whole number below 2^63"
                 )
-            known += [form for one in elements for form in forms(one.module, one.annotation)]
-            if {"class"} <= {form.kind for form in known} <= {"class", "null", "list"}:
-                self._name_or_group(source, trail, key, value, list(_classes(known)))
+            if not any({"scalar", "unknown", "values"} & one.keys() for one in [*entries, *elements]):
+                self._name_or_group(source, trail, key, value, _classes(entries))
 
-    def _mapping_value(
-        self, source: _Source, trail: _Trail, value: MappingNode, known: Sequence[Form], options: Sequence[Option]
-    ) -> None:
-        classes = list(_classes(known))
-        if classes:
-            self.mapping(source, trail, value, self._options_at(source, trail, value, classes, options))
+    def _mapping_value(self, source: _Source, trail: _Trail, value: MappingNode, entries: Sequence[_Entry]) -> None:
+        if classes := _classes(entries):
+            self.mapping(source, trail, value, self._options_at(source, trail, value, classes))
             return
-        elements = [Option(*form.of, None) for form in known if form.kind == "dict" and form.of]
+        elements = [entry["values"] for entry in entries if "values" in entry]
         for key, part in value.value if elements else []:
             self._value(source, (*trail, str(key.value)), key, part, elements)
 
-    def _options_at(
-        self,
-        source: _Source,
-        trail: _Trail,
-        node: MappingNode,
-        classes: Sequence[Definition],
-        options: Sequence[Option],
-    ) -> Options:
+    def _options_at(self, source: _Source, trail: _Trail, node: MappingNode, classes: Sequence[str]) -> _Options:
         """The options of the class that a mapping names; without a name, of every class that it may be."""
         for key, value in node.value:
             if key.value == "class_path" and isinstance(value, ScalarNode):
-                return options_of(self._class(source, trail, value, classes))
-        if all(map(is_group, classes)):
-            return Options.union(map(options_of, classes))
+                found = self._named(source, trail, value, classes)
+                return _Options.of(found) if found else _UNKNOWN
         named = self._words.get(tuple(part for part in trail if part not in _OF_CLASSES), set())
-        if not named and self._trusts:  # of a class that only the run of init_from names
-            return Options({}, is_complete=False)
-        found = [_named_class(name, classes) for name in named]
-        found += [*classes, *filter(None, map(default_of, options))]
-        if not named:
-            found += [find(module, name) for name, module in _known_classes(classes).items()]
-        return Options.union(map(options_of, found))
+        if all(map(_is_group, classes)):
+            return _Options.of(classes)
+        if not named:  # with trust, the class may be one that only the run of init_from names
+            return _UNKNOWN if self._trusts else _Options.of(_known(classes))
+        meant = [_named_classes(name, classes) for name in named]
+        return _Options.of(path for one in meant for path in one) if all(meant) else _UNKNOWN
 
-    def _name_or_group(
-        self, source: _Source, trail: _Trail, key: Node, value: Node, classes: Sequence[Definition]
-    ) -> None:
+    def _name_or_group(self, source: _Source, trail: _Trail, key: Node, value: Node, classes: Sequence[str]) -> None:
         is_text = isinstance(value, ScalarNode) and value.tag.endswith(":str")
-        if is_text and os.path.isfile(value.value):
+        if not classes or (is_text and os.path.isfile(value.value)):
             return
-        if all(map(is_group, classes)):
-            names = sorted(Options.union(map(options_of, classes)).named)
+        if all(map(_is_group, classes)):
+            names = sorted(_Options.of(classes).named)
             shown = ", ".join(names[:_MOST_SHOWN]) + ", ..." * (len(names) > _MOST_SHOWN)
             given = value.value if isinstance(value, ScalarNode) else "a list"
             self._report_fault(source, trail, key, f"{given} is no mapping; expected one with the keys {shown}")
         elif is_text:
-            self._class(source, trail, value, classes)
+            self._named(source, trail, value, classes)
 
-    def _class(
-        self, source: _Source, trail: _Trail, value: ScalarNode, classes: Sequence[Definition]
-    ) -> Definition | None:
-        """The class that a class path names; None if the source does not tell."""
-        found = _named_class(value.value, classes)
-        if found is None:
-            self._validate_class(source, trail, value, classes)
+    def _named(self, source: _Source, trail: _Trail, value: ScalarNode, classes: Sequence[str]) -> list[str]:
+        """The classes that a class path may name; none if the index does not have it, as one of the user's own."""
+        found = _named_classes(value.value, classes)
+        module, _, name = value.value.rpartition(".")
+        is_known = _Options.of(classes).is_complete and (not module or module.split(".")[0] in PACKAGES)
+        if not found and is_known:
+            meant = nearest(name, {path.rpartition(".")[2] for path in _known(classes)})
+            if meant or all(one.startswith("recpo") for one in ([module] if module else classes)):
+                full = [f"{module}.{one}" if module else one for one in meant]
+                self._report_fault(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
         return found
 
-    def _validate_class(self, source: _Source, trail: _Trail, value: ScalarNode, classes: Sequence[Definition]) -> None:
-        """Refuses a class path that cannot be one, or that is close to one that is."""
-        module, _, name = value.value.rpartition(".")
-        place = read(module) if module.split(".")[0] in PACKAGES else None
-        known = _known_classes(classes) if not module else {} if place is None else place.names
-        meant = nearest(name, [one for one in known if not one.startswith("_")])
-        places = [module] if module else [one.module.name for one in classes]
-        is_ours = all(one.split(".")[0] == "recpo" for one in places) and bool(known)
-        if is_ours or meant:
-            full = [f"{module}.{one}" if module else one for one in meant]
-            self._report_fault(source, trail, value, f"there is no class {value.value}{_suggestion(full)}")
-
-    def _unknown_key(self, source: _Source, trail: _Trail, key: Node, name: str, options: Options) -> NoReturn:
+    def _unknown_key(self, source: _Source, trail: _Trail, key: Node, name: str, options: _Options) -> None:
         known = [*options.named, *(_OF_CLASSES if trail else _OF_TERMINALS if source.file is None else ())]
         found, path = nearest(name, known), ".".join(trail)
         if not found and not trail:
             found = self._elsewhere(name)
+        if not found and options.is_foreign:
+            return
         if source.file is None:
             full = ["--" + f"{path}.{one}".lstrip(".") for one in found]
             raise ArgumentError(None, f"--{path}{'.' * bool(path)}{name}: unknown option{_suggestion(full)}")
@@ -242,12 +242,9 @@ class _Check:
 
     def _elsewhere(self, name: str) -> list[str]:
         """The nested options of this name, for one that the verb itself does not have."""
-        found = []
-        for group, options in self._options.named.items():
-            known = [form for option in options for form in forms(option.module, option.annotation)]
-            inside = Options.union(map(options_of, [*_classes(known), *filter(None, map(default_of, options))]))
-            found += [f"{group}.{name}"] * (name in inside.named)
-        return found
+        groups = {group: _known(_classes(entries)) for group, entries in self._options.named.items()}
+        found = [f"{group}.{name}" for group, classes in groups.items() if name in _Options.of(classes).named]
+        return found[:_MOST_SUGGESTED]
 
     def _report_fault(self, source: _Source, trail: _Trail, key: Node, fault: str) -> NoReturn:
         if source.file is None:
@@ -255,26 +252,26 @@ class _Check:
         raise ArgumentError(None, f"{_line(source.file, key)}: {'.'.join(trail)}: {fault}")
 
 
-def _classes(known: Iterable[Form]) -> Iterator[Definition]:
+def _classes(entries: Iterable[_Entry]) -> list[str]:
     """The classes among the forms of a value, and those of its elements."""
-    for form in known:
-        if form.of is not None and form.kind == "class":
-            yield form.of
-        elif form.of is not None and form.kind == "list":
-            yield from _classes(forms(*form.of))
+    elements = [one["items"] for one in entries if "items" in one]
+    return [path for one in [*entries, *elements] for path in one.get("classes", ())]
 
 
-def _known_classes(classes: Iterable[Definition]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for module, node in classes:
-        found |= subclasses(getattr(node, "name", ""), module.name)
-    return found
+def _known(classes: Iterable[str]) -> list[str]:
+    """The paths of the classes and their subclasses."""
+    return [path for one in classes for path in index()["classes"][one].get("known", ())]
 
 
-def _named_class(name: str, classes: Iterable[Definition]) -> Definition | None:
+def _is_group(path: str) -> bool:
+    return bool(index()["classes"][path]["group"])
+
+
+def _named_classes(name: str, classes: Iterable[str]) -> list[str]:
+    """The paths of the classes that a class path may name, from whatever module of their package."""
     module, _, last = name.rpartition(".")
-    module = module or _known_classes(classes).get(last, "")
-    return find(module, last) if module else None
+    found = [path for path in _known(classes) if path.endswith(f".{last}")]
+    return [path for path in found if not module or module.split(".")[0] == path.split(".")[0]]
 
 
 def _number(text: str) -> int:
@@ -282,21 +279,6 @@ def _number(text: str) -> int:
         return int(text.replace("_", ""), 0)
     except ValueError:  # other notations of YAML, such as 1:30
         return 0
-
-
-def _may_be_null(option: Option) -> bool:
-    """False for numbers, booleans and groups that are not optional: null would reach the verb, and end it."""
-    if isinstance(option.default, ast.Constant) and option.default.value is None:
-        return True
-    if option.annotation is not None and ast.unparse(option.annotation) in NUMBERS:
-        return False
-    known = list(forms(option.module, option.annotation))
-    return not all(form.kind == "class" and form.of is not None and is_group(form.of) for form in known)
-
-
-def _has_text(options: Sequence[Option]) -> bool:
-    """Whether a value may be text, such as an id, which has no largest number."""
-    return any(one.annotation is not None and "str" in ast.unparse(one.annotation) for one in options)
 
 
 def _line(file: str, node: Node) -> str:

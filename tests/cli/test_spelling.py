@@ -12,8 +12,7 @@ from jsonargparse import ArgumentError
 
 from recpo.cli.main import VERBS, main
 from recpo.cli.parser import parser_of, verb_class
-from recpo.cli.signatures import entry, options_of
-from recpo.cli.spelling import check_spelling, nearest
+from recpo.cli.spelling import INDEX, check_spelling, index, nearest
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -40,11 +39,19 @@ def refused(verb, *words):
     return str(caught.value)
 
 
+def options_of(verb):
+    return index()["verbs"][verb]["options"]
+
+
+def test_the_index_is_the_one_of_these_sources():
+    code = "from recpo.cli.option_index import option_index; print(option_index(), end='')"
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert made == INDEX.read_text("utf-8"), "python -m recpo.cli.option_index writes it again"
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_source_names_the_options_of_the_parser(verb):
-    found = options_of(entry(verb))
-    assert found.is_complete
-    assert set(found.named) - {"config"} == {name.split(".")[0] for name in actions(verb)}
+def test_the_index_names_the_options_of_the_parser(verb):
+    assert set(options_of(verb)) - {"config"} == {name.split(".")[0] for name in actions(verb)}
     for name in actions(verb):
         check_spelling(verb, [f"--{name}", "{}"])
 
@@ -81,13 +88,14 @@ RIGHT = {
         "--objective.help GRPO --nonsense 3",
         "--trainer.callbacks+ EarlyStopping --trainer.max_epochs 3",
         "--trainer.callbacks [{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: x}}]",
+        "--trainer.callbacks [{class_path: lightning.pytorch.callbacks.WeightAveraging, init_args: {device: cpu}}]",
         "--trainer {max_epochs: 2, init_args: {max_steps: 3}}",
         "--reward null --rollout null --lr_scheduler null",
         "--data.layout ImpressionLayout --data.layout.slate_length 3",
         "--seed -1 --print_config",
     ],
     "evaluate": [
-        "--candidates items.parquet --rerank AttributeCap --ks 3 --contenders a",
+        "--candidates items.parquet --rerank AttributeCap --ks 3 --contenders a --off_policy null",
         "--candidates {items: items.parquet} --rerank [{class_path: AttributeCap}] --ks [3,4] --run [a,b]",
     ],
     "prepare": [
@@ -101,7 +109,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("verb", "words"), [(verb, words) for verb, all_ in RIGHT.items() for words in all_])
-def test_what_the_source_does_not_decide_is_left_to_the_parser(verb, words):
+def test_what_the_index_does_not_decide_is_left_to_the_parser(verb, words):
     check_spelling(verb, re.findall(r"[{\[].*[}\]](?= |$)|\S+", words))
 
 
@@ -115,7 +123,7 @@ def changed(word, choose):
 def test_typing_errors_get_the_right_suggestion(tmp_path):
     choose, file, tried = random.Random(0), tmp_path / "options.yaml", 0
     verbs = {config: verb_of(config) for config in CONFIGS}
-    options = {verb: sorted(options_of(entry(verb)).named) for verb in VERBS if verb != "doctor"}
+    options = {verb: sorted(options_of(verb)) for verb in VERBS if verb != "doctor"}
     right = {name for names in options.values() for name in names} | {"Adam", "GRPO"}
     while tried < 120:
         config = choose.choice(CONFIGS)
