@@ -128,7 +128,12 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     Only the run is needed; a baseline or a factor model is exported with its prepared data. Every engine is compared
     with the policy before the bundle appears. With ``refresh``, an existing bundle gets today's candidates in seconds:
     items that ``items`` does not contain, or marks as retired, are no longer listed; new items get a vector from their
-    features, if the policy reads item features.
+    features, if the policy reads item features; otherwise they are counted and left out.
+
+    Raises:
+        RecpoError: options that do not fit each other; a run, factors or a bundle that cannot be opened or exported; no
+            table of items, no candidate left, features that differ from the bundle's, or new items for a policy of
+            semantic ids; ``out`` exists.
     """
 
     first_day: ClassVar = ("run", "out", "k", "prepared", "evaluation", "refresh", "items", "overwrite")
@@ -166,7 +171,9 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     def execute(self) -> Bundle | Refreshed:
         """Writes the bundle of a run, or today's bundle from an existing one."""
         if self.refresh is not None and self.items is not None and self.run is None:
-            return refresh(self.refresh, self.items, self.out, overwrite=self.overwrite)
+            root = self.refresh.root if isinstance(self.refresh, Bundle) else Path(self.refresh)
+            encoded = _encoded_items(table := Path(self.items))
+            return refresh_bundle(root, table, Path(self.out), encoded=encoded, overwrite=self.overwrite)
         if self.run is None or self.refresh is not None or self.items is not None:
             raise RecpoError(
                 "export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run", code="missing_option"
@@ -221,29 +228,6 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     def _write(self, policy: Policy, items: IdMap, facts: PolicyFacts, source: object) -> None:
         options = replace(self.part(BundleOptions), k=min(self.k, policy.num_items))
         export_bundle(policy, items, facts, Path(self.out), options, overwrite=self.overwrite, inputs=[source])
-
-
-def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:
-    """Updates the candidates of an existing bundle, without its run and without training.
-
-    Items that the table does not contain, or marks as retired, are no longer listed. New items get a vector from their
-    features if the policy reads item features; otherwise they are counted and left out.
-
-    Args:
-        bundle: the bundle, or its directory.
-        items: ``items.parquet`` of prepared data, with its features next to it; or an item table as ``prepare`` reads
-            it, Parquet with ``item_id`` (or your own name of it, as in the data of the run) and the columns of the
-            features. Items whose ``retired`` is true are not candidates; others are from ``available_from`` on and
-            before ``available_until``, where there are such columns.
-        out: bundle directory to make.
-        overwrite: replace ``out`` where it is a bundle.
-
-    Raises:
-        RecpoError: no bundle, no such table, no candidate left, features that differ from the bundle's, new items for a
-            policy of semantic ids, or ``out`` exists.
-    """
-    root, table = bundle.root if isinstance(bundle, Bundle) else Path(bundle), Path(items)
-    return refresh_bundle(root, table, Path(out), encoded=_encoded_items(table), overwrite=overwrite)
 
 
 def _encoded_items(table: Path) -> EncodedItems | None:

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recpo
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.verbs.export import refresh
 from tests.refusals import refused
 
 ITEMS = 12
@@ -30,6 +30,10 @@ def bundle(tmp_path_factory):
     items = IdMap(pa.array([f"i{number}" for number in range(1, ITEMS + 1)]))
     export_bundle(policy, items, PolicyFacts(FeedbackDefinition()), out, BundleOptions(k=ITEMS))
     return Bundle.open(out)
+
+
+def refresh(bundle, items, out):
+    return recpo.export(refresh=bundle, items=items, out=out)
 
 
 def lists(bundle, **options):
