@@ -43,6 +43,7 @@ def options_of(verb):
     return index()["verbs"][verb]["options"]
 
 
+@pytest.mark.slow
 def test_the_index_is_the_one_of_these_sources():
     code = "from recpo.cli.option_index import option_index; print(option_index(), end='')"
     made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
