@@ -16,7 +16,7 @@ settings.load_profile("recpo")
 THREADS = max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 torch.set_num_threads(THREADS)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that tests start
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: what tests start would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell did that: what tests start would, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
