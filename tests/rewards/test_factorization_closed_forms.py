@@ -163,6 +163,7 @@ class Fixed:
     lists: list[list[int]]
     predicted: list[list[float]]
     max_history: int = 7
+    user_features: bool = False
 
     asked: int = 4
 
@@ -183,7 +184,7 @@ def validation(monkeypatch):
     """Two batches alike of two users: the first has new positives 1 and 2, the second one 4; grades of some events."""
     asked = []
 
-    def batches(data, max_history, max_users):
+    def batches(data, max_history, max_users, reads=None):
         asked.append((max_history, max_users))
         items = torch.tensor([[1, 2, 3, 4], [4, 1, 2, 3]])
         mask = torch.tensor([[True] * 4, [True, True, False, False]])

@@ -156,7 +156,14 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
         fit_factors(data, FactorOptions(method="als", ranks=(1, 2), ridges=(1.0,), sweeps=1))
     alone = fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
     assert alone.facts["tried"] == [
-        {"rank": 2, "ridge": 1.0, "consumption": 0, "item_features": False, "squared_error": None}
+        {
+            "rank": 2,
+            "ridge": 1.0,
+            "consumption": 0,
+            "item_features": False,
+            "user_features": False,
+            "squared_error": None,
+        }
     ]
     # unless it is asked for, a prior from consumption is no reason to refuse
     assert fit_factors(data, FactorOptions(ranks=(2,), sweeps=1)).facts["chosen"]["consumption"] == 0
@@ -176,7 +183,14 @@ def test_a_period_has_the_grades_of_its_own_events(data):
     model = fit_factors(data, FactorOptions(period="valid", sweeps=4))
     assert (model.rank, model.facts["events"]) == (8, count)
     assert model.facts["tried"] == [
-        {"rank": 8, "ridge": None, "consumption": 0, "item_features": False, "squared_error": None}
+        {
+            "rank": 8,
+            "ridge": None,
+            "consumption": 0,
+            "item_features": False,
+            "user_features": False,
+            "squared_error": None,
+        }
     ]
     here = np.unique(np.concatenate([chunk.users for chunk in chunks(data, period="valid")]))
     elsewhere = np.setdiff1d(np.arange(len(model.user_factors)), here)
@@ -195,7 +209,7 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
     [
         ({"method": "svd"}, ("unknown_name", "method")),
         ({"ranks": ()}, ("empty", "ranks")),
-        ({"ranks": (0,)}, ("out_of_range", "ranks")),
+        ({"ranks": (-1,)}, ("out_of_range", "ranks")),
         ({"ridges": ()}, ("empty", "ridges")),
         ({"ridges": (1.0, 0.0)}, ("out_of_range", "ridges")),
         ({"ridges": (float("nan"),)}, ("out_of_range", "ridges")),

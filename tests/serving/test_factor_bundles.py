@@ -15,11 +15,14 @@ from recpo.log.feature_columns import FeatureColumns
 from recpo.rewards.rewards import EnsembleReward, FactorReward, validate_identity
 from recpo.rewards.selection import validation_batches
 from recpo.serving.bundle import Bundle
-from recpo.verbs.export import refresh
 from tests.refusals import refused
 
 SIZES = {"users": 200, "items": 300, "events": 6000}
 FEATURES = FeatureColumns(available_from="available_from")
+
+
+def refresh(bundle, items, out):
+    return recpo.export(refresh=bundle, items=items, out=out)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recpo
 from recpo.base.feature_encoding import PolicyFeatures, of_side
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
@@ -25,7 +26,6 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.program import ranker_of
 from recpo.serving.refresh import EncodedItems, refresh_bundle
-from recpo.verbs.export import refresh
 from tests.refusals import refused
 
 OLD, NEW = 40, 9
@@ -37,6 +37,10 @@ FEATURES = (
 )
 FITTED = of_side(FEATURES, {"author": pa.array(["a", "b", "c", "d"]), "tags": pa.array([7, 8, 9])})
 OPTIONS = {"dim": 8, "heads": 1, "layers": 1, "max_history": 5}
+
+
+def refresh(bundle, items, out):
+    return recpo.export(refresh=bundle, items=items, out=out)
 
 
 def item_rows(count=OLD + NEW):
