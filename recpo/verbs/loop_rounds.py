@@ -520,8 +520,7 @@ def logged_reward(data: Prepared, split: HeldOut, reward: LoggedReward) -> float
     """Mean reward of the exposures of a held-out period; None if no exposure has a reward."""
     total = count = 0.0
     for shard in range(data.num_shards(split)):
-        events = data.load(split, shard)
-        values = rewarded(events, reward).reward[events.is_target]
+        values = rewarded(data, split, shard, reward).reward
         known = values[~np.isnan(values)]
         total, count = total + float(known.sum()), count + len(known)
     return total / count if count else None

@@ -36,7 +36,8 @@ from recpo.evaluation.off_policy.results import (
     result_of,
     result_of_rows,
 )
-from recpo.log.prepared import Events, Prepared
+from recpo.log.prepared import Period, Prepared
+from recpo.log.schema import Derived
 from recpo.ops.ranking import is_member
 
 #: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
@@ -249,10 +250,7 @@ def off_policy_setting(
     reward = reward.for_behaviors(data.behaviors)
 
     def training() -> Iterator[RewardedExposures]:
-        for shard in range(data.num_shards("train")):
-            events = data.load("train", shard, reward.reads)
-            exposures = rewarded(events, reward)
-            yield RewardedExposures(*(column[events.is_target] for column in exposures))
+        return (rewarded(data, "train", shard, reward) for shard in range(data.num_shards("train")))
 
     propensities: Propensities = {
         "logged": LoggedPropensities,
@@ -270,17 +268,19 @@ def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
     return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
 
 
-def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
-    """The rewards of a shard's events, each as a separate slate."""
-    columns = (events.item_index, events.label, events.dislike)
-    items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
-    mask = torch.ones_like(items, dtype=torch.bool)
-    slates = Slates(items, torch.zeros_like(items), mask, quantile, dislike, is_logged=mask)
-    if events.behaviors is not None:
-        slates = slates._replace(behaviors=torch.tensor(events.behaviors)[:, None])
+def rewarded(data: Prepared, split: Period, shard: int, reward: RewardFunction) -> RewardedExposures:
+    """The rewards of a shard's targets, each as a separate slate."""
+    names = ["item_index", "label", "dislike"] + [Derived.BEHAVIORS] * bool(reward.reads.behaviors and data.behaviors)
+    columns = data.columns(split, shard, ["user_index", "is_target", *names])
+    users, targets = columns["user_index"], columns["is_target"]
+    items, label, dislike, *behaviors = (torch.from_numpy(columns[name][targets])[:, None] for name in names)
+    items, mask = items.long(), torch.ones_like(items, dtype=torch.bool)
+    slates = Slates(items, torch.zeros_like(items), mask, label, dislike, is_logged=mask)
+    if behaviors:
+        slates = slates._replace(behaviors=behaviors[0].long())
     nothing = torch.zeros_like(items[:, :0])
     batch = FeedbackBatch(Histories(nothing, torch.zeros(len(items), dtype=torch.long)), slates, items[:, 0])
-    return RewardedExposures(events.user_index, events.item_index, reward(batch, slates)[:, 0].double().numpy())
+    return RewardedExposures(users[targets], items[:, 0].numpy(), reward(batch, slates)[:, 0].double().numpy())
 
 
 def value(

@@ -88,9 +88,11 @@ def test_whether_a_held_out_event_has_a_propensity(shards, found):
 
 
 def test_the_rewards_of_a_shard_are_double_precision(prepared):
-    events = Prepared.open(prepared).load("train", 0)
-    found = rewarded(events, LoggedReward())
+    data = Prepared.open(prepared)
+    events = data.load("train", 0)
+    found = rewarded(data, "train", 0, LoggedReward())
     assert found.reward.dtype == np.float64
-    np.testing.assert_allclose(found.reward, events.label - events.dislike, rtol=1e-6)
-    np.testing.assert_array_equal(found.users, events.user_index)
-    np.testing.assert_array_equal(found.items, events.item_index)
+    targets = events.is_target
+    np.testing.assert_allclose(found.reward, (events.label - events.dislike)[targets], rtol=1e-6)
+    np.testing.assert_array_equal(found.users, events.user_index[targets])
+    np.testing.assert_array_equal(found.items, events.item_index[targets])
