@@ -505,24 +505,3 @@ def test_filters_and_refresh_print_what_they_cost():
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
         assert expected in result.stdout
-
-
-def test_shares_names_the_largest_parts_of_every_step():
-    machine, *lines = lines_of("shares.py")
-    assert machine["machine"]["gflops"] > 0
-    assert machine["machine"]["copy_gb_per_s"] > 0
-    steps = ["prepare", "factorize", "pretrain", "mpo", "grpo", "evaluate", "export", "recommend"]
-    assert [line["step"] for line in lines] == steps
-    for line in lines:
-        assert line["cpu_seconds"] > 0
-        assert 0 < sum(line["shares"].values()) <= 1.01
-        assert ("products" in line) == (line["step"] in ("pretrain", "mpo", "grpo"))
-        assert line["shares"].get("other", 0) < 0.35  # in a short run, what has no name counts for more
-    by_step = {line["step"]: line for line in lines}
-    assert "log: shards" in by_step["prepare"]["shares"]
-    assert "encoder" in by_step["pretrain"]["shares"]
-    assert "ONNX program of the graph" in by_step["export"]["shares"]
-    for line in lines[2:5]:
-        assert 0 < line["products"]["share"] < 1
-        assert line["products"]["gflops"] > 0
-        assert line["products"]["share"] + line["passes"]["share"] == pytest.approx(1, abs=0.01)
