@@ -25,7 +25,7 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.serving.export import PolicyFacts, export_bundle
-from recpo.verbs.export import refresh
+from recpo.serving.refresh import refresh_bundle
 
 OPTIONS, AUTHORS, WIDTH = {"dim": 64, "max_history": 50}, 1000, 64
 
@@ -56,11 +56,13 @@ def main() -> None:
         pq.write_table(rows.slice(1000), root / "today.parquet")
         _report("export", export, root / "old")
         _report(
-            "1,000 retire", lambda: refresh(root / "old", root / "fewer.parquet", root / "retired"), root / "retired"
+            "1,000 retire",
+            lambda: refresh_bundle(root / "old", root / "fewer.parquet", root / "retired"),
+            root / "retired",
         )
         _report(
             f"1,000 retire, {chosen.new:,} come",
-            lambda: refresh(root / "old", root / "today.parquet", root / "grown"),
+            lambda: refresh_bundle(root / "old", root / "today.parquet", root / "grown"),
             root / "grown",
         )
 

@@ -2,6 +2,9 @@
 
 import ast
 import graphlib
+import importlib.util
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +123,34 @@ def test_the_command_line_imports_only_the_verb_asked_for():
     code = f"import sys; from recpo.cli.main import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert printed.splitlines()[-1] == "[]"
+
+
+def sources_outside():
+    """Python that uses recpo and that no type checker reads, by the file that it stands in."""
+    root = PACKAGE.parent
+    for path in sorted((*root.glob("benchmarks/**/*.py"), *root.glob("examples/**/*.py"), *root.glob("tests/**/*.py"))):
+        yield path, path.read_text(encoding="utf-8")
+    for path in sorted(root.glob("notebooks/*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        yield from ((path, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
+    for path in sorted((root / "README.md", *root.glob("docs/**/*.md"))):
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            yield path, block
+
+
+def test_names_that_sources_outside_the_package_import_exist():
+    absent = set()
+    for path, source in sources_outside():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "recpo":
+                module = importlib.import_module(node.module)
+                absent |= {(path.name, node.module, one.name) for one in node.names if not has(module, one.name)}
+    assert not absent
+
+
+def has(module, name):
+    package = hasattr(module, "__path__")
+    return hasattr(module, name) or (package and importlib.util.find_spec(f"{module.__name__}.{name}") is not None)
 
 
 def executed_imports(path):
