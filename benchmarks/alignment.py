@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from verbs import call, configurations
 
-from recpo.artifacts import write_json
-from recpo.batches.datamodule import evaluation_batches
+from recpo.artifacts.outputs import write_json
+from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.measures import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards

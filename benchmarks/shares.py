@@ -53,7 +53,7 @@ PARTS = (
     ("log: shards", "log/prepare.py:_write_period"),
     ("log: histories for serving", "log/prepare.py:_write_histories"),
     ("log: what an extension needs", "log/prepare.py:_write_for_extension", "prepare.py:_write_train_past"),
-    ("checksums", "documents.py:sha256", "documents.py:verify", "artifacts/outputs.py:"),
+    ("checksums", "checksums.py:", "artifacts/outputs.py:"),
     ("reading prepared data", "log/prepared.py:", "recpo/batches/", "utils/data/"),
     ("factors: equations", "graded.py:", "variational.py:", "scipy/sparse"),
     ("factors: validation", "selection.py:"),
@@ -111,13 +111,17 @@ class Shares:
         signal.setitimer(signal.ITIMER_PROF, LOOK_SECONDS, LOOK_SECONDS)
 
     def stop(self) -> None:
-        """Ends."""
+        """Ends; what the timer has not seen, all of a work shorter than its looks, counts too."""
         signal.setitimer(signal.ITIMER_PROF, 0)
+        self._add(sys._getframe(1))
 
-    def _look(self, signum: int, frame: FrameType | None) -> None:
+    def _add(self, frame: FrameType | None) -> None:
         now = time.process_time()
         self.seconds[part_of(frame)] += now - self._last
         self._last = now
+
+    def _look(self, signum: int, frame: FrameType | None) -> None:
+        self._add(frame)
         if sum(self.seconds.values()) > self._most:
             self.stop()
             raise Enough

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from recpo.artifacts import output_file
+from recpo.artifacts.outputs import output_file
 from recpo.base.contracts import Objective
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce

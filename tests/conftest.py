@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from recpo.artifacts import seal
+from recpo.artifacts.checksums import seal
 
 settings.register_profile("recpo", deadline=None, max_examples=40)
 settings.load_profile("recpo")

@@ -14,26 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from recpo import artifacts
-from recpo.artifacts import (
-    describe_os_error,
-    directory_of_steps,
-    kind_of,
-    locked_directory,
-    output_directory,
-    output_file,
-    outputs,
-    read_json,
-    sha256,
-    verify,
-    write_json,
-    write_tensors,
-)
+from recpo.artifacts import outputs
+from recpo.artifacts.checksums import kind_of, sha256, verify
+from recpo.artifacts.documents import describe_os_error, read_json, write_tensors
+from recpo.artifacts.outputs import directory_of_steps, locked_directory, output_directory, output_file, write_json
 from tests.refusals import refused
 from tests.robustness.crashes import make_inputs, run_verb
 
 HANGING = """
 import signal, sys
-from recpo.artifacts import output_directory, output_file
+from recpo.artifacts.outputs import output_directory, output_file
 from pathlib import Path
 target, what, overwrite = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwrite"
 make = output_file(target) if what == "file" else output_directory(target, kind=what, overwrite=overwrite)
@@ -343,7 +333,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path, hanging):
 
 def test_of_many_simultaneous_writers_one_wins_and_the_others_are_told(tmp_path):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom recpo.artifacts import output_directory\n"
+        "import sys\nfrom pathlib import Path\nfrom recpo.artifacts.outputs import output_directory\n"
         "from recpo.base.errors import RecpoError\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "try:\n"
         "    with output_directory(Path(sys.argv[1]), kind='prepared') as working:\n"

@@ -505,3 +505,20 @@ def test_filters_and_refresh_print_what_they_cost():
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
         assert expected in result.stdout
+
+
+def test_shares_names_the_largest_parts_of_every_step():
+    machine, *lines = lines_of("shares.py")
+    assert min(machine["machine"].values()) > 0
+    by_step = {line["step"]: line for line in lines}
+    assert list(by_step) == ["prepare", "factorize", "pretrain", "mpo", "grpo", "evaluate", "export", "recommend"]
+    for step, line in by_step.items():
+        assert line["cpu_seconds"] > 0
+        assert 0 < sum(line["shares"].values()) <= 1.01
+        assert ("products" in line) == (step in ("pretrain", "mpo", "grpo"))
+    assert "log: shards" in by_step["prepare"]["shares"]
+    assert "ONNX program of the graph" in by_step["export"]["shares"]
+    for step in ("pretrain", "mpo", "grpo"):
+        products, passes = by_step[step]["products"], by_step[step]["passes"]
+        assert products["share"] + passes["share"] == pytest.approx(1, abs=0.01)
+        assert products["gflops"] > 0

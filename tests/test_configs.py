@@ -15,7 +15,7 @@ import torch
 
 import recpo.objectives
 from recpo.base.contracts import Objective
-from recpo.batches.datamodule import evaluation_batches
+from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
 from recpo.cli.parser import parser_of, verb_class
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from recpo.artifacts import MARKER, directory_in_place, kind_of, output_directory, verify_sealed
+from recpo.artifacts.checksums import MARKER, kind_of, verify_sealed
+from recpo.artifacts.outputs import directory_in_place, output_directory
 from recpo.base.errors import RecpoError
 from tests.refusals import refused
 

@@ -99,6 +99,15 @@ def test_the_core_imports_without_torchrec(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("verb", ["evaluate", "export", "tilt", "tokenize", "compare", "calibrate", "factorize"])
+def test_verbs_that_read_runs_import_neither_lightning_nor_the_compiler(verb):
+    code = (
+        f"import sys, recpo.verbs.{verb}; print(sorted({{'lightning', 'torch._dynamo', 'sympy'}} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines()[-1] == "[]"
+
+
 OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
 OPTIONAL += ("pyspark", "matplotlib", "polars", "optuna", "mlflow", "wandb")
 #: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them

@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recpo
-from recpo.artifacts import DOCUMENTS, MARKER, marker, sha256
+from recpo.artifacts.checksums import DOCUMENTS, MARKER, marker, sha256
 from recpo.cli.main import main
 from recpo.verbs import load, tracking
 from recpo.verbs.tracking import Reference, hidden, references, run_tracked

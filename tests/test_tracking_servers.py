@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import recpo
-from recpo.artifacts import sha256
+from recpo.artifacts.checksums import sha256
 from recpo.cli.main import main
 from recpo.verbs.tracking import run_tracked
 from tests.refusals import refused

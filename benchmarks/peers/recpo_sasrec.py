@@ -22,7 +22,8 @@ from peers.pace import Histories, Pace, Setting
 from torch import Tensor
 
 from recpo.base.types import FeedbackBatch, LogProbs, ObjectiveInputs
-from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.held_out import evaluation_batches
 from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from recpo.artifacts.documents import DOCUMENTS, Kind, described, kind_of, read_json, seal, unseal, verify_sealed
+from recpo.artifacts.checksums import DOCUMENTS, Kind, described, kind_of, seal, unseal, verify_sealed
+from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 

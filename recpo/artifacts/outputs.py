@@ -19,19 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from recpo.artifacts.documents import (
-    MARKER,
-    WRITING,
-    Kind,
-    describe_os_error,
-    flush,
-    flush_tree,
-    kind_of,
-    marker,
-    os_errors,
-    seal,
-    sha256,
-)
+from recpo.artifacts.checksums import MARKER, Kind, kind_of, marker, seal, sha256
+from recpo.artifacts.documents import WRITING, describe_os_error, flush, flush_tree, os_errors
 from recpo.base.errors import RecpoError
 
 UNFINISHED: Final = ".recpo-unfinished-"

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.documents import verify_sealed
+from recpo.artifacts.checksums import verify_sealed
 from recpo.base.errors import RecpoError
 
 CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"

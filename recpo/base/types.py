@@ -1,4 +1,4 @@
-"""The data types of recpo: NamedTuples of tensors. Lightning moves them between devices without further code.
+"""The data types of recpo: NamedTuples of tensors, which Lightning and ``on_device`` move between devices.
 
 Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1
 for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V, and
@@ -8,10 +8,13 @@ for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+_Batch = TypeVar("_Batch", bound=tuple)
 
 
 class Features(NamedTuple):
@@ -409,3 +412,10 @@ class SamplingOptions(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0
     replacement: bool = True
+
+
+def on_device(batch: _Batch, device: torch.device) -> _Batch:
+    """A batch, or any part of one, with its tensors on a device; a copy from pinned memory does not wait."""
+    waits = device.type == "cpu"  # a copy to the CPU that does not wait could be read before it has ended
+    moved: _Batch = apply_to_collection(batch, Tensor, lambda one: one.to(device, non_blocking=not waits))
+    return moved

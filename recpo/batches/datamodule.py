@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -26,8 +25,7 @@ from recpo.batches.train_batches import (
     Segments,
     TrainBatches,
 )
-from recpo.log.engine import Place
-from recpo.log.prepared import Period, Prepared
+from recpo.log.prepared import Prepared
 
 _MOST_WORKERS = 256
 
@@ -169,14 +167,3 @@ class FeedbackDataModule(LightningDataModule):
         if trainer is None:
             return Rank()
         return Rank(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
-
-
-def evaluation_batches(
-    prepared: Place | str,
-    split: Period,
-    history_length: int,
-    batch_size: int,
-    reads: Reads = Reads(),  # noqa: B008  immutable
-) -> Iterator[EvaluationBatch]:
-    """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
-    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank(), reads=reads))

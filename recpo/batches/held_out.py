@@ -16,6 +16,7 @@ from recpo.base.feature_encoding import by_source, decoded
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
 from recpo.batches.slates import grades, histories_of, logp_behavior, padded, ranges, slate_behaviors
+from recpo.log.engine import Place
 from recpo.log.prepared import Events, Period, Prepared
 from recpo.log.schema import LogColumns
 
@@ -258,3 +259,14 @@ def _without_targets(batch: EvaluationBatch) -> EvaluationBatch:
     slates = batch.feedback.slates
     masked = slates._replace(mask=torch.zeros_like(slates.mask))
     return batch._replace(feedback=batch.feedback._replace(slates=masked))
+
+
+def evaluation_batches(
+    prepared: Place | str,
+    split: Period,
+    history_length: int,
+    batch_size: int,
+    reads: Reads = Reads(),  # noqa: B008  immutable
+) -> Iterator[EvaluationBatch]:
+    """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
+    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank(), reads=reads))

@@ -24,7 +24,7 @@ from typing import Any, Final
 from jsonargparse import ArgumentError
 
 from recpo import __version__
-from recpo.artifacts import describe_os_error, validate_configuration_files
+from recpo.artifacts.documents import describe_os_error, validate_configuration_files
 from recpo.base.errors import GateClosedError, RecpoError
 from recpo.cli.output import TerminalOptions, VerbResult, failed as failure, printing, terminal_options
 from recpo.cli.spelling import check_spelling, index

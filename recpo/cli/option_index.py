@@ -24,7 +24,7 @@ from recpo.cli.main import VERBS
 from recpo.cli.parser import documentation, verb_class
 from recpo.cli.spelling import INDEX, PACKAGES
 from recpo.training.fit import train_parser
-from recpo.training.options import TrainOptions
+from recpo.training.trainer import TrainOptions
 
 _Entry = dict[str, Any]
 #: Where the classes are whose options and subclasses the index has.

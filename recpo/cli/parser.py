@@ -18,7 +18,7 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from recpo.artifacts import validate_configuration_files
+from recpo.artifacts.documents import validate_configuration_files
 from recpo.base.errors import RecpoError
 from recpo.verbs.verb import Verb
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 from recpo import __version__
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, Vector
 from recpo.base.feedback import FEEDBACK_KINDS

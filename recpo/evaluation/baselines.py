@@ -18,7 +18,7 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from recpo.artifacts import sha256
+from recpo.artifacts.checksums import sha256
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Recommendations

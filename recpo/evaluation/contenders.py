@@ -21,7 +21,7 @@ import pyarrow.dataset as ds
 import torch
 from torch import Tensor
 
-from recpo.artifacts import sha256
+from recpo.artifacts.checksums import sha256
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads

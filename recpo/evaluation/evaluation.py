@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import yaml
 
-from recpo.artifacts import Kind, output_directory, read_yaml
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import Kind
+from recpo.artifacts.documents import read_yaml
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.view import html_report, html_table

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from tqdm import tqdm
 
 from recpo import __version__
 from recpo.base.features import Reads
 from recpo.base.frames import Frame
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
-from recpo.base.types import EvaluationBatch
-from recpo.batches.datamodule import evaluation_batches
+from recpo.base.types import EvaluationBatch, on_device
+from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.candidates import Candidates, CandidateTable, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
@@ -146,7 +145,7 @@ def held_out_batches(
     hidden = None if options.progress else True  # None: hidden if there is no terminal
     with tqdm(total=users, desc=title, unit="user", disable=hidden, leave=False) as bar:
         for batch in evaluation_batches(data.root, split, max_history, options.batch_size, reads):
-            yield move_data_to_device(batch, device)
+            yield on_device(batch, device)
             bar.update(len(batch.exclude))
 
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from markupsafe import escape
 
-from recpo.artifacts import describe_os_error
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.explorer.pages import Pages
 

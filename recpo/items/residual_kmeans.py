@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recpo.artifacts import verify_sealed, write_tensors
+from recpo.artifacts.checksums import verify_sealed
+from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt, validate_ranges

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.artifacts import output_file
+from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.features import is_text
 from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED, Derived

@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import describe_os_error, is_inside, parse_json, sha256
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import is_inside, sha256
+from recpo.artifacts.documents import describe_os_error, parse_json
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
 from recpo.base.features import (

@@ -22,7 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from recpo.artifacts import MARKER, marker, output_directory, sha256
+from recpo.artifacts.checksums import MARKER, marker, sha256
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition

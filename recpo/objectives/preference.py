@@ -115,10 +115,12 @@ class PreferenceObjective(Objective):
         loss = aggregate(total, lists.kept, count=inputs.denominator)
         return LossOutput(loss, self._health(logp.detach(), logp_ref, lists))
 
-    @torch.compiler.assume_constant_result
     def _compares(self) -> bool:
         """Whether there is a reference; fixed when a step is compiled."""
         return Requirement.REFERENCE in self.requires
+
+    # what torch.compiler.assume_constant_result sets; the decorator would import the compiler, two seconds
+    _compares._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def item_logp(self, logp: Tensor, mask: Tensor) -> Tensor:
         """Log-probability of each item, ``[B, L]``: the sum over its kept tokens."""

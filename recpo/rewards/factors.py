@@ -29,8 +29,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from recpo.artifacts import describe_os_error, output_directory, output_file, sha256, verify, write_tensors
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import sha256, verify
+from recpo.artifacts.documents import describe_os_error, write_tensors
+from recpo.artifacts.outputs import output_directory, output_file
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition

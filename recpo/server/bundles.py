@@ -24,8 +24,9 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
-from recpo.artifacts.outputs import locked_parent
+from recpo.artifacts.checksums import kind_of, other_kind, sha256
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.outputs import locked_parent, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector

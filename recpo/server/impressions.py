@@ -31,9 +31,9 @@ from typing import Any, Final, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import MARKER, kind_of, output_file, write_json
+from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.artifacts.documents import WRITING, os_errors
-from recpo.artifacts.outputs import locked_parent
+from recpo.artifacts.outputs import locked_parent, output_file, write_json
 from recpo.base.errors import RecpoError
 from recpo.lists.interleaving import Interleaving
 from recpo.server.segments import (

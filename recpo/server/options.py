@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpo.artifacts import describe_os_error
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.lists.exploration import Exploration

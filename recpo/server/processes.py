@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from recpo.artifacts import describe_os_error
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.server.impressions import settle
 from recpo.server.metrics import log_as_json

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpo.artifacts import describe_os_error
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"

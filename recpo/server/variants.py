@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.compute as pc
 
-from recpo.artifacts import read_json, write_json
-from recpo.artifacts.outputs import locked_parent
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.outputs import locked_parent, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.evaluation.sequences import EmpiricalBernstein

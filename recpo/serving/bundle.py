@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from recpo.artifacts import parse_json
+from recpo.artifacts.documents import parse_json
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Category, Number, Vector

@@ -18,7 +18,9 @@ from typing import Any, Final
 import torch
 from torch._inductor.package import load_package
 
-from recpo.artifacts import output_file, sha256, validate_archive
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.documents import validate_archive
+from recpo.artifacts.outputs import output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import BLOCK_ROWS

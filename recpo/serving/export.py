@@ -26,7 +26,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from recpo.artifacts import MARKER, is_inside, sha256, verify
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import MARKER, is_inside, sha256, verify
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import vocabulary_file
 from recpo.base.features import SIDES, FeatureSchema

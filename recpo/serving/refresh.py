@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo import __version__
-from recpo.artifacts import output_directory, sha256
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureArrays

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from recpo.artifacts import output_directory, write_tensors
+from recpo.artifacts.documents import write_tensors
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.training.checkpoints import META, load_plain, saved_tensors
 from recpo.training.optimizers import JointOptimizer

@@ -1,4 +1,4 @@
-"""What watches over a training: guards against divergence and collapse, lost ranks, averaged weights, memory."""
+"""What watches over a training: guards against divergence and collapse, lost ranks, averaged weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
+from recpo.artifacts.documents import flush
+from recpo.artifacts.outputs import PARTIAL
 from recpo.base.errors import RecpoError
 from recpo.training.options import CollapseLimits, WeightAverage
 from recpo.training.run import RESOLVED
@@ -295,3 +297,84 @@ def tune_allocator() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+
+
+class _WholeCheckpoint(ModelCheckpoint):
+    """Writes a checkpoint next to its target and renames it, so that a complete one always exists."""
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if getattr(trainer.strategy, "shards_tables", False):  # writes a directory, and handles this itself
+            super()._save_checkpoint(trainer, filepath)
+            return
+        super()._save_checkpoint(trainer, filepath + PARTIAL)
+        if trainer.is_global_zero:
+            with open(filepath + PARTIAL, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(filepath + PARTIAL, filepath)
+            flush(Path(filepath).parent)
+        self._last_checkpoint_saved = filepath
+        trainer.strategy.barrier("checkpoint")
+
+
+class BestCheckpoint(_WholeCheckpoint):
+    """Keeps the policy with the best validation metric or, without validation, the last one.
+
+    Args:
+        directory: directory of the checkpoints.
+        monitor: the validation metric.
+        mode: whether its smallest or its largest value is the best.
+    """
+
+    def __init__(self, directory: Path, monitor: str, mode: Literal["min", "max"] = "max") -> None:
+        super().__init__(directory, filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
+
+
+class LastCheckpoint(_WholeCheckpoint):
+    """Keeps the last state: after every epoch, every few optimizer steps, and when training ends within an epoch.
+
+    Within an epoch, a state has the position after its optimizer step, and is saved at the start of the next batch or
+    at the end of training. By then, a validation after the step is over and its outcome is in the states of the other
+    callbacks; a resumed run does not repeat it. If training ends within an epoch, Lightning's own position would be the
+    end of the epoch, and a resumed run would skip the rest of it.
+
+    Args:
+        directory: directory of the checkpoints.
+        every: optimizer steps; None = only after epochs.
+    """
+
+    def __init__(self, directory: Path, every: int | None) -> None:
+        super().__init__(
+            directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
+        )
+        self._every = every
+        self._position: dict[str, Any] | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Saves the state after the previous batch if it is due."""
+        due = self._every and self._position is not None and trainer.global_step % self._every == 0
+        if due and not self._should_skip_saving_checkpoint(trainer):
+            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the position within the epoch. Between the micro-batches of a step, it stays at the previous step."""
+        if _epoch_is_over(trainer):
+            self._position = None
+        elif not trainer.fit_loop._should_accumulate():
+            self._position = trainer.fit_loop.state_dict()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the state after a complete epoch, or where training ends within one."""
+        if _epoch_is_over(trainer) or self._position is not None:
+            super().on_train_epoch_end(trainer, pl_module)
+        self._position = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Stores the position within the epoch."""
+        if self._position is not None:
+            checkpoint["loops"]["fit_loop"] = self._position
+
+
+def _epoch_is_over(trainer: Trainer) -> bool:
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

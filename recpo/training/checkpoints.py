@@ -1,4 +1,4 @@
-"""Checkpoints: when they are written, and how their tensors are read in every format.
+"""How the tensors of checkpoints are read, in every format, without unpickling.
 
 A checkpoint is one file, or a directory that the ranks of a sharded run wrote. A directory has safetensors files, each
 with one rank's blocks of the tensors and their positions. This module combines the blocks on demand, without torchrec
@@ -8,7 +8,6 @@ and without other ranks.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from torch import Tensor
 
-from recpo.artifacts import PARTIAL, describe_os_error, flush, validate_archive
+from recpo.artifacts.documents import describe_os_error, validate_archive
 from recpo.base.errors import RecpoError
 
 META = "meta.pt"
@@ -191,84 +188,3 @@ def _damage(checkpoint: Path) -> Iterator[None]:
 
 def _numbers(blocks: list[_Block]) -> int:
     return sum(prod(block.shape) for block in blocks)
-
-
-class _WholeCheckpoint(ModelCheckpoint):
-    """Writes a checkpoint next to its target and renames it, so that a complete one always exists."""
-
-    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if getattr(trainer.strategy, "shards_tables", False):  # writes a directory, and handles this itself
-            super()._save_checkpoint(trainer, filepath)
-            return
-        super()._save_checkpoint(trainer, filepath + PARTIAL)
-        if trainer.is_global_zero:
-            with open(filepath + PARTIAL, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(filepath + PARTIAL, filepath)
-            flush(Path(filepath).parent)
-        self._last_checkpoint_saved = filepath
-        trainer.strategy.barrier("checkpoint")
-
-
-class BestCheckpoint(_WholeCheckpoint):
-    """Keeps the policy with the best validation metric or, without validation, the last one.
-
-    Args:
-        directory: directory of the checkpoints.
-        monitor: the validation metric.
-        mode: whether its smallest or its largest value is the best.
-    """
-
-    def __init__(self, directory: Path, monitor: str, mode: Literal["min", "max"] = "max") -> None:
-        super().__init__(directory, filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
-
-
-class LastCheckpoint(_WholeCheckpoint):
-    """Keeps the last state: after every epoch, every few optimizer steps, and when training ends within an epoch.
-
-    Within an epoch, a state has the position after its optimizer step, and is saved at the start of the next batch or
-    at the end of training. By then, a validation after the step is over and its outcome is in the states of the other
-    callbacks; a resumed run does not repeat it. If training ends within an epoch, Lightning's own position would be the
-    end of the epoch, and a resumed run would skip the rest of it.
-
-    Args:
-        directory: directory of the checkpoints.
-        every: optimizer steps; None = only after epochs.
-    """
-
-    def __init__(self, directory: Path, every: int | None) -> None:
-        super().__init__(
-            directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
-        )
-        self._every = every
-        self._position: dict[str, Any] | None = None
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Saves the state after the previous batch if it is due."""
-        due = self._every and self._position is not None and trainer.global_step % self._every == 0
-        if due and not self._should_skip_saving_checkpoint(trainer):
-            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Notes the position within the epoch. Between the micro-batches of a step, it stays at the previous step."""
-        if _epoch_is_over(trainer):
-            self._position = None
-        elif not trainer.fit_loop._should_accumulate():
-            self._position = trainer.fit_loop.state_dict()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the state after a complete epoch, or where training ends within one."""
-        if _epoch_is_over(trainer) or self._position is not None:
-            super().on_train_epoch_end(trainer, pl_module)
-        self._position = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Stores the position within the epoch."""
-        if self._position is not None:
-            checkpoint["loops"]["fit_loop"] = self._position
-
-
-def _epoch_is_over(trainer: Trainer) -> bool:
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

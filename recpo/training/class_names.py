@@ -1,8 +1,8 @@
 """The classes that the configuration of a run names, and which of them it may name.
 
 ``resolved.yaml`` is a document, and somebody else may have written it. Every class in it is looked up by
-``recpo.artifacts.named_class`` before jsonargparse sees the configuration, which imports whatever it finds and follows
-the attributes of modules.
+``named_class`` before jsonargparse sees the configuration, which imports whatever it finds and follows the attributes
+of modules.
 """
 
 from __future__ import annotations
@@ -12,29 +12,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
-from lightning import LightningModule
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import LayerSync, Precision
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recpo.artifacts import lies_in, named_class, parse_yaml
+from recpo.artifacts.class_paths import lies_in, named_class
+from recpo.artifacts.documents import parse_yaml
 from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import Layout
 from recpo.policies.blocks import Block
-from recpo.training.trainer import TrainerOptions
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")
 """Packages whose classes the configuration of a run may always name."""
@@ -44,7 +36,6 @@ _BASES: Final[Mapping[str, tuple[type, ...]]] = {
     "base": (Policy,),
     "block": (Block,),
     "objective": (Objective,),
-    "module": (LightningModule,),
     "advantage": (AdvantageEstimator,),
     "estimator": (AdvantageEstimator,),
     "reward": (RewardFunction,),
@@ -56,17 +47,14 @@ _BASES: Final[Mapping[str, tuple[type, ...]]] = {
     "sparse_optimizer": (Optimizer,),
     "lr_scheduler": (LRScheduler,),
     "table_scheduler": (LRScheduler,),
-    "data": (FeedbackDataModule,),
     "layout": (Layout,),
-    "trainer": (TrainerOptions,),
-    "strategy": (Strategy,),
-    "callbacks": (Callback,),
-    "logger": (Logger,),
-    "profiler": (Profiler,),
-    "accelerator": (Accelerator,),
-    "plugins": (Precision, ClusterEnvironment, CheckpointIO, LayerSync),
 }
-_ANY_BASE: Final = tuple({base for bases in _BASES.values() for base in bases})  # of options of somebody's own classes
+#: Options whose class is recpo's own in almost every run, and which options of it are groups: it is not imported, and
+#: Lightning with it, to know that it may be named.
+_OWN: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("data", "recpo.batches.datamodule.FeedbackDataModule"): ("layout",),
+    ("trainer", "recpo.training.trainer.TrainerOptions"): (),
+}
 _BUILT: Final = (("policy",), ("objective",), ("critic",), ("data", "layout"))
 """The parts of a run that other runs and verbs build; the rest of its configuration is only read."""
 
@@ -162,29 +150,69 @@ def validate_class_names(configuration: Mapping[str, Any], trust: Sequence[str],
         _validate(given, packages, file)
 
 
+def _bases(option: str) -> tuple[type, ...]:
+    """What the classes that an option names inherit from; of an option of somebody's own class, any of these."""
+    return _BASES.get(option) or _bases_of_training().get(option) or _any_base()
+
+
+@cache
+def _bases_of_training() -> Mapping[str, tuple[type, ...]]:
+    """Bases in Lightning, whose import takes seconds: where the options of a run name no such class, none is needed."""
+    from lightning import LightningModule
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import LayerSync, Precision
+    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import Strategy
+
+    from recpo.batches.datamodule import FeedbackDataModule
+    from recpo.training.trainer import TrainerOptions
+
+    return {
+        "module": (LightningModule,),
+        "data": (FeedbackDataModule,),
+        "trainer": (TrainerOptions,),
+        "strategy": (Strategy,),
+        "callbacks": (Callback,),
+        "logger": (Logger,),
+        "profiler": (Profiler,),
+        "accelerator": (Accelerator,),
+        "plugins": (Precision, ClusterEnvironment, CheckpointIO, LayerSync),
+    }
+
+
+@cache
+def _any_base() -> tuple[type, ...]:
+    return tuple({one for table in (_BASES, _bases_of_training()) for bases in table.values() for one in bases})
+
+
 def _validate(given: ClassName, packages: Sequence[str], file: Path) -> None:
     if not given.is_built and not any(lies_in(given.name, package) for package in TRUSTED):
         return  # in a package of the user, which may be missing where the run is only served
-    bases = _BASES.get(given.keys[-1], _ANY_BASE) if given.keys else _ANY_BASE
     says = f"{file}: {given.option} names {given.name}"
-    try:
-        own = named_class(given.name, bases, packages)
-    except ValueError as error:
-        raise RecpoError(
-            f"{says}, which {error}; a run names its classes by their full path, and nothing but classes",
-            code="untrusted",
-            field=given.option,
-        ) from error
-    except ImportError as error:
-        if given.is_built:
+    groups = _OWN.get((given.option, given.name))
+    if groups is None:
+        try:
+            own = named_class(given.name, _bases(given.keys[-1] if given.keys else ""), packages)
+        except ValueError as error:
             raise RecpoError(
-                f"{says}, which cannot be imported: {' '.join(str(error).split())}",
-                code="unknown_name",
+                f"{says}, which {error}; a run names its classes by their full path, and nothing but classes",
+                code="untrusted",
                 field=given.option,
             ) from error
-        return
+        except ImportError as error:
+            if given.is_built:
+                raise RecpoError(
+                    f"{says}, which cannot be imported: {' '.join(str(error).split())}",
+                    code="unknown_name",
+                    field=given.option,
+                ) from error
+            return
+        groups = tuple(name for name in given.arguments if _is_group(own, name))
     for name, value in given.arguments.items():
-        if isinstance(value, str) and _is_group(own, name):
+        if isinstance(value, str) and name in groups:
             raise RecpoError(
                 f"{says}, with the text {value[:60]!r} as {name}: expected a mapping of options",
                 code="wrong_type",

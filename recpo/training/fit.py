@@ -34,8 +34,8 @@ import recpo.objectives.gae
 import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
-from recpo.artifacts import describe_os_error, validate_configuration_files
-from recpo.artifacts.documents import as_configuration
+from recpo.artifacts.class_paths import as_configuration
+from recpo.artifacts.documents import describe_os_error, validate_configuration_files
 from recpo.base.contracts import Objective, Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.train_batches import Phases
@@ -44,21 +44,30 @@ from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
 from recpo.training import run_directory
 from recpo.training.callbacks import (
+    BestCheckpoint,
     CollapseGuard,
     FiniteGuard,
+    LastCheckpoint,
     ReportLostRanks,
     ValidateAtEnd,
     WeightAveraging,
     lost_rank,
     tune_allocator,
 )
-from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint
+from recpo.training.checkpoints import validate_checkpoint
 from recpo.training.class_names import class_names, validate_class_names, without_trust
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
-from recpo.training.options import TrainOptions, rewards_of
+from recpo.training.options import rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
-from recpo.training.trainer import DEFAULT_EPOCHS, SentMetrics, Throughput, says_when_to_stop, trainer_error
+from recpo.training.trainer import (
+    DEFAULT_EPOCHS,
+    SentMetrics,
+    Throughput,
+    TrainOptions,
+    says_when_to_stop,
+    trainer_error,
+)
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
 

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recpo.artifacts import read_json, unseal
+from recpo.artifacts.checksums import unseal
+from recpo.artifacts.documents import read_json
 from recpo.base.contracts import Objective, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
 from recpo.base.contracts import Policy, StatePolicy
-from recpo.base.types import Continuations, FeedbackBatch, Histories, Slates
+from recpo.base.types import Continuations, FeedbackBatch, Histories, Slates, on_device
 from recpo.objectives.q_learning import bellman_target
 from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.policies.item_table import PlacedTable
@@ -156,7 +155,7 @@ class ReferenceCache:
         frozen = Snapshot(policy).to(device)
         self._table = torch.zeros(num_contexts, 0, policy.num_tokens)
         for batch in batches:
-            logp = frozen.log_prob(move_data_to_device(batch, device)).cpu()
+            logp = frozen.log_prob(on_device(batch, device)).cpu()
             wider = logp.shape[1] - self._table.shape[1]
             if wider > 0:
                 self._table = nn.functional.pad(self._table, (0, 0, 0, wider))

@@ -1,7 +1,7 @@
-"""All options of training, declared, documented and validated in one place: a tree of frozen dataclasses.
+"""How ``PreferenceModule`` learns, declared, documented and validated in one place: a tree of frozen dataclasses.
 
-``LearningOptions`` defines how ``PreferenceModule`` learns. ``TrainOptions`` adds the data, the policy and the trainer
-of a run. Flags, YAML keys and the keyword arguments of ``recpo.train`` are the fields of ``TrainOptions``.
+``TrainOptions`` (``recpo.training.trainer``) adds the data, the policy and the trainer of a run. Flags, YAML keys and
+the keyword arguments of ``recpo.train`` are its fields.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning import LightningModule
 from torch.nn import Parameter
 from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,10 +18,7 @@ from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFu
 from recpo.base.errors import RecpoError, validate_range, validate_seed
 from recpo.base.features import Reads
 from recpo.base.types import SamplingOptions
-from recpo.batches.datamodule import FeedbackDataModule
 from recpo.objectives.likelihood import Likelihood
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.trainer import TrainerOptions
 
 OldPolicy = Literal["current", "logged", "snapshot"]
 ReferencePolicy = Literal["frozen", "cached", "snapshot"]
@@ -340,59 +336,6 @@ class WeightAverage:
 
     def __post_init__(self) -> None:
         validate_range(0.0 < self.decay < 1.0, "weight_averaging.decay", "must lie between 0 and 1", self.decay)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(LearningOptions):
-    """Every option of a training run.
-
-    Attributes:
-        data: the batches.
-        policy: the policy to train; the catalog size comes from the data.
-        module: your subclass of ``recpo.PreferenceModule``, which changes a step of training; null = PreferenceModule.
-        trainer: options of lightning.Trainer.
-        weight_averaging: validate and save a moving average of the weights (``{decay: .99}``), which overfits later
-            than the weights themselves; null = the weights.
-        patience: stop when the monitor has not improved for this many validations; null = train to the end.
-        checkpoint_every: write last.ckpt every this many optimizer steps, and not only after every epoch.
-        matmul_precision: precision of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several
-            times faster), highest does not. The exact softmax over the catalog, its entropy and their gradients are
-            float32 in either case.
-        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, for somewhat more memory.
-        progress: show a progress bar or, without a terminal, a line every half minute and after every epoch.
-    """
-
-    data: FeedbackDataModule
-    policy: PolicyFactory = CatalogSoftmaxPolicy
-    module: type[LightningModule] | None = None
-    trainer: TrainerOptions = field(default_factory=TrainerOptions)
-    weight_averaging: WeightAverage | None = None
-    patience: int | None = None
-    checkpoint_every: int | None = None
-    matmul_precision: MatmulPrecision = "high"
-    allocator: bool = True
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("checkpoint_every", "patience"):
-            value = getattr(self, name)
-            validate_range(value is None or value >= 1, name, "must be at least 1, or null", value)
-        self.trainer.validate()
-        if self.weight_averaging is not None and self.trainer.shards_tables:
-            raise RecpoError(
-                "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the "
-                "ranks: leave one of the two out",
-                code="conflicting_options",
-                field="weight_averaging",
-            )
-        if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
-            raise RecpoError(
-                "rollout.candidates: catalog needs a whole item table on every rank, and trainer.strategy cuts it over "
-                "them: set candidates to draws, or leave trainer.strategy out",
-                code="conflicting_options",
-                field="rollout.candidates",
-            )
 
 
 def _validate_at_least(group: str, options: object, **least: int) -> None:

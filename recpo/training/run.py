@@ -30,19 +30,10 @@ import pyarrow.parquet as pq
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from recpo.artifacts import (
-    MARKER,
-    describe_os_error,
-    kind_of,
-    marker,
-    output_file,
-    read_json,
-    read_yaml,
-    sha256,
-    verify,
-    write_json,
-)
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import MARKER, kind_of, marker, sha256, verify
+from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
+from recpo.artifacts.outputs import output_file, write_json
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -53,8 +44,8 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
+from recpo.training.curves import advice
 from recpo.training.options import PolicyFactory
-from recpo.training.trainer import advice
 
 FORMAT_VERSION = 5
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"

@@ -17,14 +17,15 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from recpo.artifacts import PARTIAL, directory_in_place, kind_of, read_json, read_yaml
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import read_json, read_yaml
+from recpo.artifacts.outputs import PARTIAL, directory_in_place
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
 from recpo.training.module import PreferenceModule
-from recpo.training.options import TrainOptions
 from recpo.training.run import (
     FINISHED,
     FORMAT_VERSION,
@@ -37,6 +38,7 @@ from recpo.training.run import (
     write_start,
     write_text,
 )
+from recpo.training.trainer import TrainOptions
 
 MAY_CHANGE = (
     *("out", "progress", "allocator", "checkpoint_every", "matmul_precision"),

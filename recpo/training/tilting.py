@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import yaml
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import read_yaml, write_json
+from recpo.artifacts.documents import read_yaml
+from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, Slates
-from recpo.batches.datamodule import evaluation_batches
+from recpo.base.types import EvaluationBatch, Slates, on_device
+from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
@@ -296,7 +296,7 @@ class TemperatureTrials:
 
     def _batches(self, max_history: int, bar: Any, reads: Reads) -> Iterator[EvaluationBatch]:
         for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size, reads):
-            yield move_data_to_device(batch, self.device)
+            yield on_device(batch, self.device)
             bar.update(len(batch.exclude))
 
     def _target(self) -> str:

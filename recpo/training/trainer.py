@@ -1,21 +1,18 @@
-"""Lightning's Trainer with the defaults of a run directory; the curves that it logs, and what they say."""
+"""Lightning's Trainer with the defaults of a run directory, and all options of a run."""
 
 from __future__ import annotations
 
-import csv
 import logging
-import math
 import resource
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
@@ -25,6 +22,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from recpo.base.errors import RecpoError, validate_range
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.options import LearningOptions, MatmulPrecision, PolicyFactory, WeightAverage
 
 LINE_SECONDS = 30.0
 LINE_COLUMNS = 80
@@ -295,127 +295,54 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-#: Metric to its points ``[step, value]``.
-Curves = dict[str, list[list[float]]]
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(LearningOptions):
+    """Every option of a training run.
 
-_SHOWN: Final = ("train/loss", "val/")
-_MOST_POINTS: Final = 200
-# from here on, a share is worth a sentence
-_ZERO_GROUPS: Final = 0.5
-_SKIPPED_STEPS: Final = 0.2
-_CLIPPED: Final = 0.3
-_STILL_RISING: Final = 0.1  # share of the whole gain that the last validation adds
-_LEAST_VALIDATIONS: Final = 3
-_SAME_LISTS: Final = 2  # lists of all users come from fewer items than this many lists hold
-_LISTS_OF_A_SMALL_CATALOG: Final = 10
-
-
-def training_curves(run: Path) -> Curves:
-    """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
-
-    A resumed run logs into another file, which continues where the first one ended. Empty where the run has no CSV log.
-
-    Raises:
-        RecpoError: a log is no table of numbers.
+    Attributes:
+        data: the batches.
+        policy: the policy to train; the catalog size comes from the data.
+        module: your subclass of ``recpo.PreferenceModule``, which changes a step of training; null = PreferenceModule.
+        trainer: options of lightning.Trainer.
+        weight_averaging: validate and save a moving average of the weights (``{decay: .99}``), which overfits later
+            than the weights themselves; null = the weights.
+        patience: stop when the monitor has not improved for this many validations; null = train to the end.
+        checkpoint_every: write last.ckpt every this many optimizer steps, and not only after every epoch.
+        matmul_precision: precision of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several
+            times faster), highest does not. The exact softmax over the catalog, its entropy and their gradients are
+            float32 in either case.
+        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, for somewhat more memory.
+        progress: show a progress bar or, without a terminal, a line every half minute and after every epoch.
     """
-    return {name: _thinned(points) for name, points in _logged(run).items() if name.startswith(_SHOWN)}
 
+    data: FeedbackDataModule
+    policy: PolicyFactory = CatalogSoftmaxPolicy
+    module: type[LightningModule] | None = None
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    weight_averaging: WeightAverage | None = None
+    patience: int | None = None
+    checkpoint_every: int | None = None
+    matmul_precision: MatmulPrecision = "high"
+    allocator: bool = True
+    progress: bool = True
 
-def advice(run: Path, monitor: str | None, *, num_items: int, lower_is_better: bool, on_policy: bool) -> list[str]:
-    """What went wrong in a training that finished, as sentences that name the option to change.
-
-    Rewards that are constant in most groups, a policy at its KL bound, clipped ratios, a monitor that was best at the
-    first or still improving at the last validation, and lists that hardly differ between users.
-
-    Args:
-        run: run directory.
-        monitor: metric that selected the best checkpoint, such as ``val/NDCG@10``; None = unknown.
-        num_items: catalog size.
-        lower_is_better: of the monitor.
-        on_policy: whether the training drew its candidates (``rollout``).
-    """
-    curves = _logged(run)
-    late = {name: _late_mean(points) for name, points in curves.items() if name.startswith("train/")}
-    said = []
-    if on_policy and late.get("train/zero_group_share", 0.0) > _ZERO_GROUPS:
-        said.append(
-            f"The reward was constant in {late['train/zero_group_share']:.0%} of the groups in the second half of the "
-            "training, and such a group teaches nothing: enlarge rollout.group_size, or choose a finer reward."
-        )
-    if late.get("train/step_skipped", 0.0) > _SKIPPED_STEPS:
-        said.append(
-            f"{late['train/step_skipped']:.0%} of the late steps were skipped, because the policy was farther from its "
-            "snapshot than rollout.max_kl: lower the learning rate or rollout.epochs, or raise the bound."
-        )
-    if late.get("train/clip_fraction", 0.0) > _CLIPPED:
-        said.append(
-            f"{late['train/clip_fraction']:.0%} of the late ratios were clipped, so they had no gradient: lower the "
-            "learning rate, rollout.batches or rollout.epochs."
-        )
-    if monitor in curves:
-        said += _of_monitor(monitor, [value for _, value in curves[monitor]], lower_is_better)
-    return said + _of_lists(curves, num_items)
-
-
-def _of_monitor(name: str, values: Sequence[float], lower_is_better: bool) -> list[str]:
-    if len(values) < _LEAST_VALIDATIONS:
-        return []
-    signed = -np.asarray(values) if lower_is_better else np.asarray(values)
-    gain = signed.max() - signed.min()
-    if not gain > 0:
-        return []
-    if signed.argmax() == 0:
-        return [
-            f"{name} was best at the first of {len(values)} validations: lower the learning rate, or validate earlier "
-            "(trainer.val_check_interval)."
-        ]
-    if signed.argmax() == len(signed) - 1 and signed[-1] - signed[:-1].max() > _STILL_RISING * gain:
-        return [f"{name} was still improving at the last of {len(values)} validations: train longer."]
-    return []
-
-
-def _of_lists(curves: Curves, num_items: int) -> list[str]:
-    for name, points in curves.items():
-        if name.startswith("val/coverage@"):
-            k, items = int(name.partition("@")[2]), round(points[-1][1] * num_items)
-            if num_items > _LISTS_OF_A_SMALL_CATALOG * k and items < _SAME_LISTS * k:
-                return [
-                    f"Lists hardly differ between users: those of the validation period come from {items:,} of "
-                    f"{num_items:,} items. Compare the policy with the baseline popularity."
-                ]
-    return []
-
-
-def _logged(run: Path) -> Curves:
-    """Every metric of the CSV logs, in the order of the steps."""
-    curves: dict[str, dict[float, float]] = defaultdict(dict)
-    for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda file: _number(file.parent.name)):
-        try:
-            with file.open(encoding="utf-8", newline="") as handle:
-                for row in csv.DictReader(handle):
-                    for name, text in row.items():
-                        if text and name.startswith(("train/", "val/")) and math.isfinite(float(text)):
-                            curves[name][float(row["step"])] = float(text)
-        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("checkpoint_every", "patience"):
+            value = getattr(self, name)
+            validate_range(value is None or value >= 1, name, "must be at least 1, or null", value)
+        self.trainer.validate()
+        if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(
-                f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
-                "its curves need",
-                code="damaged",
-                field=file.name,
-            ) from error
-    return {name: [list(point) for point in sorted(points.items())] for name, points in curves.items()}
-
-
-def _late_mean(points: Sequence[Sequence[float]]) -> float:
-    """The mean over the second half of the points."""
-    return float(np.mean([value for _, value in points[len(points) // 2 :]]))
-
-
-def _number(directory: str) -> int:
-    digits = directory.removeprefix("version_")
-    return int(digits) if digits.isdigit() else -1
-
-
-def _thinned(points: list[list[float]]) -> list[list[float]]:
-    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
-    return points[::stride] if (len(points) - 1) % stride == 0 else [*points[::stride], points[-1]]
+                "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the "
+                "ranks: leave one of the two out",
+                code="conflicting_options",
+                field="weight_averaging",
+            )
+        if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
+            raise RecpoError(
+                "rollout.candidates: catalog needs a whole item table on every rank, and trainer.strategy cuts it over "
+                "them: set candidates to draws, or leave trainer.strategy out",
+                code="conflicting_options",
+                field="rollout.candidates",
+            )

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from recpo.artifacts import kind_of, seal, write_json
+from recpo.artifacts.checksums import kind_of, seal
+from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import Objective, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch

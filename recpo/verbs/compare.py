@@ -14,7 +14,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recpo.artifacts import output_directory, sha256
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
 from recpo.base.types import Recommendations

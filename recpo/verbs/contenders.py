@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureArrays, Reads, Side
@@ -45,9 +45,9 @@ from recpo.serving.encoded_histories import EncodedHistories, ProgramReads
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.runtimes import Runtime, excluded
+from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import FINISHED, RESOLVED, Run
-from recpo.training.trainer import training_curves
 from recpo.verbs.verb import compute_device
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.

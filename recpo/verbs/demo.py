@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
 
-from recpo.artifacts import directory_of_steps
+from recpo.artifacts.outputs import directory_of_steps
 from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
 from recpo.verbs.fit import Decision, fit
 from recpo.verbs.simulate import simulate

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.candidates import table_of

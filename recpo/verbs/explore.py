@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
-from recpo.artifacts import kind_of, output_file
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.outputs import output_file
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt, PositiveInt

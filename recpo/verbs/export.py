@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures

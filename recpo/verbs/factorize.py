@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat
 from recpo.evaluation.beyond_accuracy import Exposure

@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo import __version__
-from recpo.artifacts import directory_of_steps, kind_of, output_file, read_yaml, validate_output_directory
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import read_yaml
+from recpo.artifacts.outputs import directory_of_steps, output_file, validate_output_directory
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.base.frames import Frame, to_arrow
 from recpo.base.ranges import PositiveFloat, PositiveInt, Seed

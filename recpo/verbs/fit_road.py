@@ -22,7 +22,8 @@ import numpy as np
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts import read_json, write_json
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from recpo.artifacts import output_file
+from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import recpo
-from recpo.artifacts import MARKER, Kind, kind_of
+from recpo.artifacts.checksums import MARKER, Kind, kind_of
 from recpo.base.errors import RecpoError
 from recpo.log.engine import locate
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from markupsafe import Markup
 
 from recpo import __version__
-from recpo.artifacts import kind_of, locked_directory, output_directory, output_file
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.outputs import locked_directory, output_directory, output_file
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.evaluation.html_report import svg

@@ -23,7 +23,8 @@ import torch
 from jsonargparse import ArgumentError
 from torch import Tensor
 
-from recpo.artifacts import kind_of, parse_json, read_yaml
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import parse_json, read_yaml
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from recpo.artifacts import write_json
+from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from recpo.log.prepared import Prepared

@@ -16,7 +16,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from recpo.artifacts import kind_of, output_file
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
 from recpo.base.ranges import NonNegativeInt, PositiveInt

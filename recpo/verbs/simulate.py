@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import sha256
+from recpo.artifacts.checksums import sha256
 from recpo.base.errors import RecpoError, validate_seed
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from recpo.artifacts import output_directory, validate_output_directory
+from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.artifacts.semantic_codes import FILES, SemanticCodes
 from recpo.base.errors import RecpoError
 from recpo.base.frames import ArrowStream, Frame

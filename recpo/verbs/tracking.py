@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 import yaml
 
 import recpo
-from recpo.artifacts import DOCUMENTS, kind_of, sha256
+from recpo.artifacts.checksums import DOCUMENTS, kind_of, sha256
 from recpo.base.errors import RecpoError
 
 if TYPE_CHECKING:

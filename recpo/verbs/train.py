@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts.documents import as_configuration
+from recpo.artifacts.class_paths import as_configuration
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 import yaml
 
 import recpo
-from recpo.artifacts import output_file
-from recpo.artifacts.documents import as_configuration
+from recpo.artifacts.class_paths import as_configuration
+from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import validate_ranges
 from recpo.verbs.tracking import run_tracked

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, read_json, write_json
 from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.outputs import output_directory, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.frames import to_pandas
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.worlds.log import (
     LOG,

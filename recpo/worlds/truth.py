@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.artifacts import kind_of, verify_sealed, write_json
+from recpo.artifacts.checksums import kind_of, verify_sealed
+from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.preferences import FloatArray, IntArray, Items, LoggingPolicy, Preferences, Users

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import recpo
-from recpo.artifacts import output_directory
+from recpo.artifacts.outputs import output_directory
 from recpo.base.types import Recommendations
 from recpo.cli.main import main
 from recpo.evaluation.measures import Recommender

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import recpo
-from recpo.artifacts import sha256
-from recpo.batches.datamodule import evaluation_batches
+from recpo.artifacts.checksums import sha256
+from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle

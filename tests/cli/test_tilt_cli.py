@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import recpo
-from recpo.artifacts import write_json
-from recpo.batches.datamodule import evaluation_batches
+from recpo.artifacts.outputs import write_json
+from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
@@ -191,7 +191,7 @@ def test_a_changed_checkpoint_and_a_foreign_class_are_refused(road, tmp_path):
 
 
 def verb_sha256(file):
-    from recpo.artifacts import sha256
+    from recpo.artifacts.checksums import sha256
 
     return sha256(file)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.artifacts import write_json
+from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates

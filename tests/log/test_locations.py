@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
-from recpo.batches.held_out import Rank
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.held_out import Rank, evaluation_batches
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import ResumableLoader, TrainBatches

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
 from recpo.batches.held_out import HeldOutBatches, Rank

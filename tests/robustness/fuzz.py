@@ -167,7 +167,7 @@ def _attribute(choose: random.Random) -> str:
 
 def outside_names(content: bytes, choose: random.Random) -> bytes:
     """A manifest of prepared data, sealed, that names a file outside of its directory."""
-    from recpo.artifacts import seal
+    from recpo.artifacts.checksums import seal
 
     manifest = json.loads(content)
     manifest.pop("sha256")
@@ -448,7 +448,8 @@ def _run_unharmed(root: Path) -> str:
 
 
 def _seal_run(root: Path) -> None:
-    from recpo.artifacts import seal, sha256, write_json
+    from recpo.artifacts.checksums import seal, sha256
+    from recpo.artifacts.outputs import write_json
 
     facts = json.loads((root / "run" / "run.json").read_bytes())
     facts.pop("sha256")
@@ -457,7 +458,7 @@ def _seal_run(root: Path) -> None:
 
 
 def _seal_bundle(root: Path) -> None:
-    from recpo.artifacts import seal, sha256
+    from recpo.artifacts.checksums import seal, sha256
 
     manifest = json.loads((root / "indexed" / "manifest.json").read_bytes())
     manifest.pop("sha256")

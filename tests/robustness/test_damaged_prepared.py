@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from recpo.artifacts import seal
+from recpo.artifacts.checksums import seal
 from recpo.base.errors import RecpoError
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import MANIFEST, Prepared

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from recpo.artifacts import read_json, seal, unseal, write_json
+from recpo.artifacts.checksums import seal, unseal
+from recpo.artifacts.documents import read_json
+from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.training.checkpoints import saved_tensors, validate_checkpoint
 from tests.refusals import refused

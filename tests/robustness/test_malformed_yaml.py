@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from recpo.artifacts import read_yaml, validate_configuration_files
+from recpo.artifacts.documents import read_yaml, validate_configuration_files
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from recpo.artifacts import kind_of
+from recpo.artifacts.checksums import kind_of
 from recpo.log.prepared import Prepared
 
 SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recpo.artifacts import sha256
+from recpo.artifacts.checksums import sha256
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration
 from recpo.log.id_map import IdMap

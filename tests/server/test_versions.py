@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from recpo.artifacts import write_json
+from recpo.artifacts.outputs import write_json
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.serving import bundle as bundles
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden

@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import recpo
-from recpo.artifacts import seal
+from recpo.artifacts.checksums import seal
 from recpo.base.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest

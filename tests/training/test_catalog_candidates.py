@@ -22,9 +22,9 @@ from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks
-from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions, TrainOptions
+from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions
 from recpo.training.rollout import roll_out
-from recpo.training.trainer import TrainerOptions
+from recpo.training.trainer import TrainerOptions, TrainOptions
 from tests.refusals import refused
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from recpo.base.errors import RecpoError
-from recpo.training.callbacks import FiniteGuard
-from recpo.training.checkpoints import LastCheckpoint
+from recpo.training.callbacks import FiniteGuard, LastCheckpoint
 from recpo.training.run import checkpoint_path
 from recpo.verbs.train import train
 from tests.refusals import refused

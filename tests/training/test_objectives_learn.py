@@ -13,7 +13,8 @@ from lightning import Trainer
 from torch.optim import Adam
 
 import recpo.objectives
-from recpo.batches.datamodule import FeedbackDataModule, evaluation_batches
+from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.held_out import evaluation_batches
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.evaluation.true_rewards import true_rewards

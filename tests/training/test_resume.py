@@ -8,7 +8,7 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.checkpoints import LastCheckpoint
+from recpo.training.callbacks import LastCheckpoint
 from recpo.training.module import PreferenceModule
 from recpo.training.options import LearningOptions
 

@@ -1,9 +1,12 @@
 """A run directory: self-contained, verified, and started and resumed without destroying anything."""
 
+import inspect
 import json
 import shutil
+import subprocess
 import sys
 from functools import partial
+from pydoc import locate
 
 import numpy as np
 import pandas as pd
@@ -13,7 +16,8 @@ import torch
 import yaml
 
 import recpo
-import recpo.artifacts
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.outputs import write_json
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
 from recpo.cli.main import main
@@ -21,7 +25,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.class_names import without_trust
+from recpo.training.class_names import _OWN as OWN, _is_group as is_group, without_trust
 from recpo.training.fit import parse_arguments
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
@@ -69,6 +73,19 @@ def test_a_run_of_python_is_complete_and_equals_that_of_the_command_line(prepare
     assert base.results.keys() >= {"train/loss", "val/NDCG@10", "train/positions_per_second", "train/peak_memory_mib"}
 
 
+def test_a_run_gives_its_policy_without_lightning_and_the_compiler(base):
+    code = f"import sys\nfrom recpo.training.run import Run\nRun.open({str(base.root)!r}).policy()\n"
+    code += "print(sorted({'lightning', 'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines()[-1] == "[]"
+
+
+def test_the_groups_of_classes_that_are_not_imported_are_what_their_signatures_say():
+    for (_, name), groups in OWN.items():
+        own = locate(name)
+        assert groups == tuple(one for one in inspect.signature(own).parameters if is_group(own, one))
+
+
 def test_training_from_python_prints_nothing(prepared, tmp_path, capfd):
     train(prepared, out=tmp_path / "run", **OPTIONS)
     assert capfd.readouterr().out == ""
@@ -103,8 +120,8 @@ def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
     (copy.root / "items.parquet").unlink()
     IdMap(ids, None, times).save(copy.root / "items.parquet")
     facts = json.loads((copy.root / "run.json").read_text())
-    facts["files"]["items.parquet"] = recpo.artifacts.sha256(copy.root / "items.parquet")
-    recpo.artifacts.write_json(copy.root / "run.json", resealed(facts))
+    facts["files"]["items.parquet"] = sha256(copy.root / "items.parquet")
+    write_json(copy.root / "run.json", resealed(facts))
     run, first = Run.open(copy.root), ids[0].as_py()
     nothing = {"user_id": pa.array([], pa.int64()), "item_id": ids[:0], "timestamp": pa.array([], pa.int64())}
     for at, listed in (("2033-05-17", False), ("2033-05-19", True)):
@@ -180,8 +197,8 @@ def hand_over(root, **changes):
     configuration = yaml.safe_load((root / "resolved.yaml").read_text()) | changes
     (root / "resolved.yaml").write_text(yaml.safe_dump(configuration))
     facts = json.loads((root / "run.json").read_text())
-    facts["files"]["resolved.yaml"] = recpo.artifacts.sha256(root / "resolved.yaml")
-    recpo.artifacts.write_json(root / "run.json", resealed(facts))
+    facts["files"]["resolved.yaml"] = sha256(root / "resolved.yaml")
+    write_json(root / "run.json", resealed(facts))
 
 
 @pytest.mark.parametrize("name", FOREIGN_NAMES)
@@ -383,8 +400,8 @@ def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tm
     state["state_dict"]["policy.item_table.weight"][1] = torch.nan
     torch.save(state, checkpoint)
     facts = json.loads((spoiled / "run.json").read_text())
-    facts["files"]["checkpoints/best.ckpt"] = recpo.artifacts.sha256(checkpoint)
-    recpo.artifacts.write_json(spoiled / "run.json", resealed(facts))
+    facts["files"]["checkpoints/best.ckpt"] = sha256(checkpoint)
+    write_json(spoiled / "run.json", resealed(facts))
     with refused("diverged", "best.ckpt"):
         train(prepared, init_from=spoiled, out=tmp_path / "next", trainer=QUICK, allocator=False)
 
