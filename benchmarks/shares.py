@@ -10,8 +10,8 @@ one thread. Prints a JSON line for the machine and one for each step. ``--only``
 directory. ``--most`` ends ``evaluate`` and ``recommend`` after so many CPU seconds.
 
 - Shares are of the CPU time after the verb and its libraries are imported (``import_cpu_seconds``); what is imported
-  later is the part ``importing``. A timer of CPU time looks at the stack of Python calls, and the time since its last
-  look goes to the part of the innermost call that has one (``PARTS``). So a call of a library counts as a whole.
+  later is the part ``importing``. A thread looks at the stack of Python calls, and the CPU time since its last look
+  goes to the part of the innermost call that has one (``PARTS``). So a call of a library counts as a whole.
 - ``products``: matrix products of three more training steps: their share of a step, and their rate (over the CPU time
   of a step) beside the largest that one product of this process reaches.
 - ``passes``: all other operators on tensors: the bytes that they read and write at least, beside the rate of copying
@@ -21,14 +21,15 @@ directory. ``--most`` ends ``evaluate`` and ``recommend`` after so many CPU seco
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -99,32 +100,38 @@ class Enough(BaseException):
 
 
 class Shares:
-    """CPU seconds of this process by part; a timer of CPU time looks at the stack, and ends a step after ``most``."""
+    """CPU seconds of this process by part; ends a step after ``most`` of them.
+
+    A thread looks at the stack of the one that works. A signal handler would itself be traced by torch's compiler.
+    """
 
     def __init__(self, most: float) -> None:
         self.seconds, self._last, self._most = Counter[str](), 0.0, most
-        signal.signal(signal.SIGPROF, self._look)  # before a trainer notes the handlers that it restores at its end
+        self._ended, self._watching = threading.Event(), threading.Thread()
 
     def start(self) -> None:
-        """Begins."""
+        """Begins, for the thread that calls."""
         self._last = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, LOOK_SECONDS, LOOK_SECONDS)
+        self._watching = threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True)
+        self._watching.start()
 
     def stop(self) -> None:
-        """Ends; what the timer has not seen, all of a work shorter than its looks, counts too."""
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        """Ends; what was not seen, all of a work shorter than the time between two looks, counts too."""
+        self._ended.set()
+        self._watching.join()
         self._add(sys._getframe(1))
+
+    def _watch(self, thread: int) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            self._add(sys._current_frames().get(thread))
+            if sum(self.seconds.values()) > self._most:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Enough))
+                return
 
     def _add(self, frame: FrameType | None) -> None:
         now = time.process_time()
         self.seconds[part_of(frame)] += now - self._last
         self._last = now
-
-    def _look(self, signum: int, frame: FrameType | None) -> None:
-        self._add(frame)
-        if sum(self.seconds.values()) > self._most:
-            self.stop()
-            raise Enough
 
     def as_json(self) -> dict[str, Any]:
         """All seconds, and the largest shares of them."""
