@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import cache
 
 import pytest
 import torch
@@ -23,6 +24,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell did that: what 
 def resealed(content):
     """A sealed document that a test has changed, with the checksum of its values."""
     return seal({name: value for name, value in content.items() if name != "sha256"})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file that has a fixture of its own runs in one process, which makes it once; other tests where there is room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixture(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if has_fixture(config.rootpath / file) else nodeid
+
+    return ByFixture(config, log)
+
+
+@cache
+def has_fixture(file):
+    return 'scope="module"' in file.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(items):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,8 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
         sharded = {"class_path": "recpo.sharding.ShardedStrategy", "init_args": arguments}
         how = {"strategy": sharded, "devices": dist.get_world_size()}
     lr, layout = options.pop("lr", 0.5), options.pop("layout", None) or SequenceLayout(history_length=12)
-    trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = {"max_epochs": 2, "limit_train_batches": 8, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer |= {"enable_progress_bar": False, "accelerator": "cpu"}
     data = {"data.layout": layout, "data.batch_size": 32 // (dist.get_world_size() if strategy else 1)}
     kind = "SemanticIdPolicy" if "codes" in policy else "CatalogSoftmaxPolicy"
     verb(
@@ -130,7 +130,7 @@ def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tm
     policy = options_of(name, codes)
     start = started(tmp_path_factory, prepared, policy)
     train(tmp_path / "plain", prepared, policy, None, {"init_from": start})
-    for kind in KINDS:
+    for kind in KINDS if name in ("full", "semantic") else ["row_wise"]:  # "sampled" by every kind: see below
         strategy = {"sharding": kind, "optimizer": "sgd"}
         groups[2].run(train, tmp_path / kind, prepared, policy, strategy, {"init_from": start})
         assert_same(tmp_path / "plain", tmp_path / kind)
@@ -142,9 +142,9 @@ def test_ranks_and_sharding_do_not_matter_to_any_optimizer(groups, codes, prepar
     policy = options_of(name, codes)
     whole = {"sharding": "data_parallel", "optimizer": optimizer}
     groups[1].run(train, tmp_path / "one", prepared, policy, whole, {})
-    for kind, ranks in product(KINDS, (2, 4)):
-        if (kind, optimizer) == ("column_wise", "rowwise_adagrad") or (kind, ranks) == ("column_wise", 4):
-            continue  # refused: accumulators would be per block; and 8 columns make 2 blocks of 4
+    for kind, ranks in [*((kind, 2) for kind in KINDS), ("row_wise", 4)]:
+        if (kind, optimizer) == ("column_wise", "rowwise_adagrad"):
+            continue  # refused: accumulators would be per block
         out = tmp_path / f"{kind}-{ranks}"
         groups[ranks].run(train, out, prepared, policy, {"sharding": kind, "optimizer": optimizer}, {})
         assert_same(tmp_path / "one", out)
@@ -213,8 +213,7 @@ def aligned(kind: str) -> dict[str, Any]:
 def test_frozen_copies_are_sharded_like_what_they_copy(groups, codes, prepared, tmp_path, tmp_path_factory, name, kind):
     policy = options_of(name, codes)
     # rounding errors grow with every step, where the encoder's ReLU has its kinks
-    shorter = {"trainer": {"max_epochs": 2, "limit_train_batches": 8}, "lr": 0.05}
-    options = aligned(kind) | shorter | {"init_from": started(tmp_path_factory, prepared, policy)}
+    options = aligned(kind) | {"lr": 0.05} | {"init_from": started(tmp_path_factory, prepared, policy)}
     for ranks, sharding in ((1, "data_parallel"), (2, "row_wise"), (2, "table_wise")):
         strategy = {"sharding": sharding, "optimizer": "sgd"}
         groups[ranks].run(train, tmp_path / sharding, prepared, policy, strategy, options)
