@@ -28,7 +28,7 @@ def resealed(content):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file that has a fixture of its own runs in one process, which makes it once; other tests where there is room."""
+    """A file with a fixture of its own runs in one process, which makes it once; other tests where there is room."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFixture(LoadScopeScheduling):
