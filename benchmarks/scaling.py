@@ -155,7 +155,7 @@ def main() -> None:
         print(json.dumps(line | {"peak_rss_mb": round(peak / 1e6), "torch": torch.__version__}))
         return
     if flags.rows != "epoch":
-        steps([1000, 10_000] if flags.quick else [10**4, 10**5, 10**6], flags.repeats)
+        steps([500, 4000] if flags.quick else [10**4, 10**5, 10**6], flags.repeats)
     if flags.rows != "step":
         epochs([20_000] if flags.quick else [10**6, 2 * 10**6, 4 * 10**6], flags.repeats)
 

@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -209,12 +210,12 @@ def is_ready(port: int) -> bool:
 
 
 async def client(
-    port: int, requests: list[bytes], until: float, latencies: list[tuple[float, float]], first: int
+    port: int, requests: list[bytes], times: tuple[float, float], latencies: list[tuple[float, float]], first: int
 ) -> int:
-    """Asks until the time is over; the number of answers that are not 200."""
+    """Asks until the second of two times, and at least once after the first; the number of answers that are not 200."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    failed, place = 0, first
-    while time.perf_counter() < until:
+    failed, place, begun = 0, first, -math.inf
+    while begun < times[0] or time.perf_counter() < times[1]:
         begun = time.perf_counter()
         writer.write(requests[place % len(requests)])
         head = await reader.readuntil(b"\r\n\r\n")
@@ -232,8 +233,8 @@ async def load(port: int, clients: int, seconds: float, warm: float, contents: l
     requests = [f"{head}{len(content)}\r\n\r\n".encode() + content for content in contents]
     latencies: list[tuple[float, float]] = []
     begun = time.perf_counter()
-    until = begun + warm + seconds
-    failed = sum(await asyncio.gather(*(client(port, requests, until, latencies, i) for i in range(clients))))
+    times = begun + warm, begun + warm + seconds
+    failed = sum(await asyncio.gather(*(client(port, requests, times, latencies, i) for i in range(clients))))
     counted = np.array([latency for start, latency in latencies if start >= begun + warm]) * 1000
     p50, p99 = np.percentile(counted, (50, 99))
     measured = time.perf_counter() - begun - warm
@@ -251,7 +252,9 @@ def loaded(port: int, clients: int, seconds: float, warm: float, items: int) -> 
     """``load`` in a process of its own."""
     flags = {"--load": port, "--clients": clients, "--seconds": seconds, "--warm": warm, "--items": items}
     arguments = [str(text) for pair in flags.items() for text in pair]
-    result = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(result.stderr)
     found: dict[str, float] = json.loads(result.stdout)
     return found
 

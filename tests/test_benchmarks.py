@@ -48,9 +48,8 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
 
 
 def test_alignment_compares_every_method_from_the_same_policies(tmp_path):
-    lines = [line for line in lines_of("alignment.py", "--work", str(tmp_path)) if "policy" in line]
-    assert len(lines) == 2 * 15
-    assert {line["seed"] for line in lines} == {0, 1}
+    lines = [line for line in lines_of("alignment.py", "--work", str(tmp_path), "--seeds", "0") if "policy" in line]
+    assert len(lines) == 15
     for line in lines:
         assert 0 < line["coverage"] <= 1
         assert -1 < line["true value"] < 1
@@ -223,7 +222,7 @@ def test_scaling_measures_steps_by_catalog_and_epochs_by_log():
     lines = lines_of("scaling.py", "--repeats=1")
     steps = [line for line in lines if "policy" in line]
     assert {(line["policy"], line["items"]) for line in steps} == {
-        (policy, items) for policy in ("full", "sampled", "semantic") for items in (1000, 10_000)
+        (policy, items) for policy in ("full", "sampled", "semantic") for items in (500, 4000)
     }
     assert all(line["cpu_ms"] > 0 and line["times_smallest"] > 0 for line in steps)
     epochs = [line for line in lines if "ranks" in line]
@@ -395,11 +394,10 @@ def test_real_truth_replays_the_ratings_of_a_file(tmp_path):
 
 def test_decisions_judges_the_choice_by_the_truth_and_by_the_test_period(tmp_path):
     simulate(tmp_path / "world", users=120, items=60, events=6000, seed=1)
-    flags = ("--work", str(tmp_path / "work"), "--logs", "default:blind", f"mine={tmp_path / 'world' / 'log'}")
+    logs = ("default:blind", f"mine={tmp_path / 'world' / 'log'}")
+    flags = ("--work", str(tmp_path / "work"), "--seeds", "0", "--logs", *logs)
     lines = lines_of("decisions.py", *flags)
-    assert [(line["log"], line["seed"]) for line in lines] == [
-        (log, n) for log in ("default:blind", "mine") for n in (0, 1)
-    ]
+    assert [(line["log"], line["seed"]) for line in lines] == [("default:blind", 0), ("mine", 0)]
     for line in lines:
         values = line["values"]
         assert line["value"] == values[line["choice"]] <= max(values.values()) == values[line["best"]]
@@ -408,8 +406,8 @@ def test_decisions_judges_the_choice_by_the_truth_and_by_the_test_period(tmp_pat
         assert line["baseline"] in {"popularity", "item_rate", "implicit_als", "ease", "factorization"}
         assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
         assert line["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood"]
-    assert {line["metric"] for line in lines[:2]} == {"true_reward@10"}
-    assert all(line["metric"] == line["criterion"] for line in lines[2:])
+    assert {line["metric"] for line in lines[:1]} == {"true_reward@10"}
+    assert all(line["metric"] == line["criterion"] for line in lines[1:])
     written = (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8")
     assert lines_of("decisions.py", *flags) == lines
     assert (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8") == written, "rows are not made again"

@@ -116,7 +116,6 @@ def assert_same_lists(found, expected, tolerance=1e-4):
     [
         ({}, {"tie_weights": False, "proposal": "popularity"}),
         pytest.param({"item_precision": "int8"}, {}, marks=pytest.mark.slow),
-        pytest.param({"item_precision": "float16"}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_refreshed_bundle_is_one_exported_over_the_larger_catalog(form, policy, tmp_path, monkeypatch):
