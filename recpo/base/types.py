@@ -416,6 +416,6 @@ class SamplingOptions(NamedTuple):
 
 def on_device(batch: _Batch, device: torch.device) -> _Batch:
     """A batch, or any part of one, with its tensors on a device; a copy from pinned memory does not wait."""
-    waits = device.type == "cpu"  # a copy to the CPU that does not wait could be read before it has ended
+    waits = device.type in ("cpu", "mps")  # as in Lightning: what does not wait there could be read before its end
     moved: _Batch = apply_to_collection(batch, Tensor, lambda one: one.to(device, non_blocking=not waits))
     return moved

@@ -163,7 +163,7 @@ class Run(Artifact):
 
     @property
     def advice(self) -> list[str]:
-        """What went wrong in the training, as sentences that name the option to change (``recpo.training.trainer``)."""
+        """What went wrong in the training, as sentences that name the option to change (``recpo.training.curves``)."""
         on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
         return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
 
