@@ -198,6 +198,34 @@ class StatePolicy(Policy):
         )
 
 
+class DotProductPolicy(Policy):
+    """A softmax over the catalog whose logits are dot products of one state with one vector per item.
+
+    A grade of a factor model is such a product too, so a tilted policy of this kind is exact (``TiltedPolicy``).
+
+    Attributes:
+        dim: width ``d`` of states and vectors.
+    """
+
+    dim: int
+
+    @abstractmethod
+    def last_states(self, histories: Histories) -> Tensor:
+        """States ``[B, d]`` after the complete histories: their products with ``output_vectors`` are the logits."""
+
+    @abstractmethod
+    def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
+        """States ``[N, d]`` after the first ``visible [N]`` events of the histories ``context [N]``."""
+
+    @abstractmethod
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """The vectors ``[..., d]`` that the policy reads for the items ``[...]`` of a history; zero for id 0."""
+
+    @abstractmethod
+    def output_vectors(self) -> Tensor:
+        """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
+
+
 class Requirement(StrEnum):
     """What an objective, an advantage estimator or a reward needs beyond ``logp.policy``.
 

@@ -390,6 +390,7 @@ _NAMES = {
     "top_k": "off-policy value of the lists (SNIPS)",
     "policy": "off-policy value of the policy (SNIPS)",
     "auc": "AUC of positives against other exposures",
+    "auc_mixed": "AUC of positives against other exposures (weight .6) and items never shown (.4)",
     "monitor_reward": "monitor reward of the lists",
 }
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.contracts import Policy
+from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
@@ -155,8 +155,10 @@ class FactorPolicy(BaselinePolicy):
         return catalog_search.scores_of(states, table, self.factors.rooted, catalog_search.product)
 
 
-class ImplicitPolicy(BaselinePolicy):
+class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
     """Implicit ALS (``recpo.rewards.implicit``): ``x · y_i``, with ``x`` folded in from the positives of the history.
+
+    Its logits are dot products, so a tilted policy on top of it is exact.
 
     Args:
         num_items: catalog size V.
@@ -185,17 +187,37 @@ class ImplicitPolicy(BaselinePolicy):
         temperature: float = 0.1,
     ) -> None:
         super().__init__(num_items, max_history=max_history, temperature=temperature)
-        self.unobserved, self.ridge, self.nu = unobserved, ridge, nu
+        self.unobserved, self.ridge, self.nu, self.dim = unobserved, ridge, nu, rank
         self.register_buffer("item_factors", torch.zeros(num_items, rank))
 
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``."""
+        return self._users(histories) @ self.item_factors.T
+
+    def last_states(self, histories: Histories) -> Tensor:
+        """See ``DotProductPolicy.last_states``."""
+        return self._users(histories) / self.temperature
+
+    def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
+        """See ``DotProductPolicy.states_at``: every prefix is folded in by itself."""
+        return torch.cat([self.last_states(part) for part in prefixes(histories, context, visible)])
+
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """See ``DotProductPolicy.item_vectors``."""
+        return self.output_vectors()[item_ids]
+
+    def output_vectors(self) -> Tensor:
+        """See ``DotProductPolicy.output_vectors``."""
+        return F.pad(self.item_factors, (0, 0, 1, 0))
+
+    def _users(self, histories: Histories) -> Tensor:
+        """``x`` of the histories, ``[B, r]``."""
         known, items = distinct_positives(histories, self.max_history), self.item_factors.double()
         rows = items[(histories.item_ids - 1).clamp_min(0)] * known[..., None]
         ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
         identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
         matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
-        return solve_positive_definite(matrices, rows.sum(1)).float() @ self.item_factors.T
+        return solve_positive_definite(matrices, rows.sum(1)).float()
 
 
 class EasePolicy(BaselinePolicy):

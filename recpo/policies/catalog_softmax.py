@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.contracts import StatePolicy
+from recpo.base.contracts import DotProductPolicy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveFloat, PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
@@ -18,12 +18,13 @@ from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, 
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
+from recpo.policies.grade_factors import prefixes
 from recpo.policies.item_table import ItemTable, TableUse
 from recpo.policies.sampling import planned_items, scoring_plan, spread
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class CatalogSoftmaxPolicy(FeaturePolicy):
+class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
     """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalog."""
 
     attention_length: PositiveInt | None = None
@@ -179,8 +180,21 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return F.normalize(states, dim=-1) if self._cosine else states
 
     def last_states(self, histories: Histories) -> Tensor:
-        """States ``[B, d]`` after the complete history, in the form of ``scaled``."""
+        """See ``DotProductPolicy.last_states``; in the form of ``scaled``."""
         return self.scaled(self.encoded_last(self.item_table(readable_ids(histories, self.max_history)), histories))
+
+    def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
+        """See ``DotProductPolicy.states_at``. Prefixes that are longer than the attention are encoded one by one."""
+        # a single causal pass gives all states up to the length of the blocks' attention
+        attended = min(self.encoder.attention_length, histories.item_ids.shape[1])
+        encoded = self.scaled(self.encode(histories.first(attended)))
+        states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
+        longer = (visible > attended).nonzero().squeeze(1)
+        if not len(longer):
+            return states
+        parts = prefixes(histories, context[longer], visible[longer])
+        last = torch.cat([self.last_states(part.recent(self.max_history)) for part in parts])
+        return states.index_copy(0, longer, last)
 
     def scaled(self, states: Tensor) -> Tensor:
         """States in the form that the softmax multiplies with ``output_vectors``: divided by the temperature."""
@@ -188,7 +202,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return states.float() / self.temperature
 
     def output_vectors(self) -> Tensor:
-        """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
+        """See ``DotProductPolicy.output_vectors``."""
         vectors = self._output.vectors()
         return F.normalize(vectors, dim=-1) if self._cosine else vectors
 

@@ -1,4 +1,4 @@
-"""A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / temperature)``.
+"""A policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / temperature)``.
 
 It maximizes ``E_pi[g] - temperature KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that the factor
 model expects, or a lower confidence bound of it. Users are folded in from the given history, so new users need nothing
@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.contracts import Policy, StatePolicy
+from recpo.base.contracts import DotProductPolicy, Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import (
     HISTORIES_AT_ONCE,
@@ -62,7 +61,7 @@ class _OnBase(Policy):
 
 
 class TiltedPolicy(_OnBase, StatePolicy):
-    """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a catalog softmax, exact, and one itself.
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact, and one itself.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
     b]``, its logit is one dot product; the part that all items of a context share (``mean + b(h)``) cancels. For
@@ -78,22 +77,22 @@ class TiltedPolicy(_OnBase, StatePolicy):
         temperature: the grade that is worth one nat of log-probability; above 0.
     """
 
-    base: CatalogSoftmaxPolicy
+    base: DotProductPolicy
 
     def __init__(
         self,
         num_items: int,
         *,
-        base: Callable[[int], CatalogSoftmaxPolicy],
+        base: Callable[[int], DotProductPolicy],
         factors: GradeFactorsOptions,
         temperature: float,
     ) -> None:
         validate_temperature(temperature)
         super().__init__()
         self.base, self.temperature = base(num_items), temperature
-        if not isinstance(self.base, CatalogSoftmaxPolicy):
+        if not isinstance(self.base, DotProductPolicy):
             raise RecpoError(
-                f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
+                f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a DotProductPolicy, every other "
                 "policy takes RerankedPolicy",
                 code="wrong_class",
                 field="base",
@@ -223,16 +222,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         """The states ``[N, d]`` of the prefixes ``rows``: ``context * (H + 1) + visible``."""
         width = readable_ids(histories, self.max_history).shape[1]
         context, visible = rows // (width + 1), rows % (width + 1)
-        window = self.base.max_history
-        # a single causal pass gives all states up to the length of the blocks' attention
-        attended = min(self.base.encoder.attention_length, width)
-        encoded = self.base.scaled(self.base.encode(histories.first(attended)))
-        states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
-        longer = (visible > attended).nonzero().squeeze(1)
-        if len(longer):
-            parts = prefixes(histories, context[longer], visible[longer])
-            last = torch.cat([self.base.last_states(part.recent(window)) for part in parts])
-            states = states.index_copy(0, longer, last)
+        states = self.base.states_at(histories, context, visible)
         users = [self.factors.fold_in(part) for part in prefixes(histories, context, visible)]
         return self._joined(states, torch.cat(users))
 

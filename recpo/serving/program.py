@@ -146,6 +146,8 @@ def _reading(policy: Policy, table: BlockedTable, vectors: Tensor, block_rows: i
     encoder = twin
     if isinstance(policy, TiltedPolicy):
         encoder = twin.base = _twin(policy.base)
+        if not isinstance(policy.base, CatalogSoftmaxPolicy):
+            return twin  # it reads all of its vectors to fold a history in
     looked_up = encoder.item_vectors(torch.arange(policy.num_items + 1))
     width = looked_up.shape[1]
     if not torch.equal(vectors[:, :width], looked_up):

@@ -294,6 +294,18 @@ def write_start(
     write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
 
 
+def data_facts(data: Prepared) -> dict[str, Any]:
+    """Period, counts, type of the user ids and column of the item ids, for the model card and the readers of ids."""
+    return {
+        "boundaries": dict(data.manifest["boundaries"]),
+        "splits": dict(data.manifest["counts"]["splits"]),
+        "label": data.manifest["label"]["class_path"],
+        "time_unit": data.manifest["config"]["columns"]["time_unit"],
+        "user_ids": data.user_id_type,
+        "item_column": data.item_column,
+    }
+
+
 def mark_finished(
     root: Path, policy: Policy, data: Prepared | Run, results: dict[str, float | None], monitor: str | None = None
 ) -> None:

@@ -34,6 +34,7 @@ from recpo.training.run import (
     RESOLVED,
     Run,
     checkpoint_path,
+    data_facts,
     mark_finished,
     write_start,
     write_text,
@@ -69,7 +70,7 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
             "catalog_checksum": data.catalog_checksum,
             "manifest_sha256": _sha256_of(data.manifest),
         },
-        "data": _data_facts(data),
+        "data": data_facts(data),
         "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
     }
     if base is not None and (base / FINISHED).is_file():
@@ -82,18 +83,6 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
         checksums = {path: _checksum_of_reward(path) for path in runs}
         content["reward_runs"] = {path: checksum for path, checksum in checksums.items() if checksum is not None}
     return content
-
-
-def _data_facts(data: Prepared) -> dict[str, Any]:
-    """Period, counts, type of the user ids and column of the item ids, for the model card and the readers of ids."""
-    return {
-        "boundaries": dict(data.manifest["boundaries"]),
-        "splits": dict(data.manifest["counts"]["splits"]),
-        "label": data.manifest["label"]["class_path"],
-        "time_unit": data.manifest["config"]["columns"]["time_unit"],
-        "user_ids": data.user_id_type,
-        "item_column": data.item_column,
-    }
 
 
 def identity(text: str, now: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import write_json
-from recpo.base.contracts import Policy, RewardFunction
+from recpo.base.contracts import DotProductPolicy, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
+from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import EvaluationBatch, Slates, on_device
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.candidates import Candidates
@@ -30,7 +31,6 @@ from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensiti
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.log.prepared import Prepared
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
@@ -49,6 +49,7 @@ from recpo.training.run import (
     Run,
     checkpoint_path,
     copy_features,
+    data_facts,
     mark_finished,
     write_features,
     write_text,
@@ -57,7 +58,7 @@ from recpo.training.run import (
 if TYPE_CHECKING:
     import pandas as pd
 
-Criterion = Literal["grade", "top_k", "policy", "auc", "monitor_reward"]
+Criterion = Literal["grade", "top_k", "policy", "auc", "auc_mixed", "monitor_reward"]
 
 #: Temperatures to try, in grades per nat: such a difference in grade moves the log-odds by 1.
 TEMPERATURES = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
@@ -77,6 +78,7 @@ class TiltTrial:
         policy: off-policy value (SNIPS) of an item drawn from the policy.
         grade: mean grade of the lists of k, as a factorization of the validation period's own events predicts it.
         auc: mean over users of ``AUC_other``: their positives against their other exposures.
+        auc_mixed: mean over users of ``AUC_mixed``: the former (.6) and positives against items never shown (.4).
         monitor_reward: mean reward of the lists of k.
         effective_rows: number of equally weighted exposures that would be as informative about ``top_k``.
         kl: mean of KL(tilted || base) over users, in nats.
@@ -93,6 +95,7 @@ class TiltTrial:
     policy: float
     grade: float
     auc: float
+    auc_mixed: float
     monitor_reward: float
     effective_rows: float
     kl: float
@@ -130,7 +133,7 @@ class TiltResult:
 def tilted(
     base: Policy, factors: Factors, temperature: float, candidates: int = 200, lower_bound: float = 0.0
 ) -> TiltedPolicy | RerankedPolicy:
-    """``base(i | h) exp(grade(h, i) / temperature)``, normalized; exact if the base is a softmax over the catalog.
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized; exact if the base is a ``DotProductPolicy``.
 
     Args:
         base: the policy to tilt; it becomes part of the new one.
@@ -147,7 +150,7 @@ def tilted(
     grows = factors.item_features and base.reads_item_features
     options = replace(factors.options, lower_bound=lower_bound, item_features=grows)
     policy: TiltedPolicy | RerankedPolicy
-    if isinstance(base, CatalogSoftmaxPolicy):
+    if isinstance(base, DotProductPolicy):
         policy = TiltedPolicy(base.num_items, base=lambda _: base, factors=options, temperature=temperature)
     else:
         policy = RerankedPolicy(
@@ -184,10 +187,12 @@ def chosen_temperature(trials: Sequence[TiltTrial]) -> float:
     return next(t.temperature for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
 
 
-def default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
-    """The monitor reward if there is one, else grades if the period has some, else AUC."""
+def default_criterion(graded: bool, monitor: RewardFunction | None, of_baseline: bool = False) -> Criterion:
+    """The monitor reward if there is one, else grades if the period has some, else AUC; ``auc_mixed`` of a baseline."""
     if monitor is not None:
         return "monitor_reward"
+    if of_baseline:
+        return "auc_mixed"
     return "grade" if graded else "auc"
 
 
@@ -222,7 +227,9 @@ def value_setting(
 
 
 #: criteria that are means over users
-_OF_USERS: Final = ("grade", "auc", "monitor_reward")
+_OF_USERS: Final = ("grade", "auc", "auc_mixed", "monitor_reward")
+#: criteria that are ranks of held-out events, by the name of their metric
+_RANKS: Final = {"auc": "AUC_other", "auc_mixed": "AUC_mixed"}
 
 
 class _Measured(NamedTuple):
@@ -284,7 +291,7 @@ class TemperatureTrials:
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         measures += [] if value is None else [value]
         # only the ranks within a user are used, because the scores are estimates
-        scores = policy.has_exact_log_prob or self.criterion == "auc"
+        scores = policy.has_exact_log_prob or self.criterion in _RANKS
         recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"temperature {temperature:g}")
         ranking = evaluate_ranking(
             recommender,
@@ -303,7 +310,7 @@ class TemperatureTrials:
         return POLICY if self.criterion == "policy" else f"top_{self.k}"
 
     def _metric(self) -> str:
-        return "AUC_other" if self.criterion == "auc" else self.criterion
+        return _RANKS.get(self.criterion, self.criterion)
 
     def _value(self, one: _Measured) -> tuple[float, float]:
         """Value by the criterion and half of its interval."""
@@ -328,7 +335,7 @@ class TemperatureTrials:
         return math.nan, math.nan
 
     def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
-        shown = ("AUC_other", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
+        shown = ("AUC_other", "AUC_mixed", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
         means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
@@ -339,6 +346,7 @@ class TemperatureTrials:
             policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
             grade=means["grade"],
             auc=means["AUC_other"],
+            auc_mixed=means["AUC_mixed"],
             monitor_reward=means["monitor_reward"],
             effective_rows=math.nan if of_list is None else of_list.effective_sample_size,
             kl=0.0 if one.temperature == math.inf else means["kl"],
@@ -415,45 +423,89 @@ class TemperatureChoice(NamedTuple):
     trials: Sequence[TiltTrial]
 
 
+@dataclass(frozen=True)
+class TiltBase:
+    """What is tilted: the policy of a run, or a baseline that was fitted on prepared data.
+
+    Attributes:
+        name: of the run or the baseline.
+        policy: the policy.
+        configuration: ``class_path`` and ``init_args`` of the policy.
+        source: the run, or the prepared data.
+        checkpoint: which one of the run; None = a baseline.
+    """
+
+    name: str
+    policy: Policy
+    configuration: Mapping[str, Any]
+    source: Run | Prepared
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def of_run(cls, run: Run, checkpoint: Checkpoint) -> TiltBase:
+        """The policy of a checkpoint of a run."""
+        configuration = read_yaml(run.root / RESOLVED, REMEDY)["policy"]
+        return cls(run.root.resolve().name, run.policy(checkpoint), configuration, run, checkpoint)
+
+    @property
+    def feedback(self) -> FeedbackDefinition:
+        """Defines the feedback levels that the policy reads."""
+        return self.source.feedback
+
+    def write_files(self, root: Path) -> None:
+        """Writes the files of a run that do not depend on the tilt: items, feedback, codes and features."""
+        if isinstance(self.source, Prepared):
+            self.source.item_ids().save(root / ITEMS)
+            write_json(root / FEEDBACK, self.source.feedback.to_json())
+            return
+        for name in (ITEMS, FEEDBACK):
+            shutil.copy2(self.source.root / name, root / name)
+        if (self.source.root / CODES).is_dir():
+            shutil.copytree(self.source.root / CODES, root / CODES)
+        copy_features(self.source.root, root)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Its entries of ``origin.json``."""
+        if isinstance(self.source, Prepared):
+            return {"data": data_facts(self.source), "tilted": {"baseline": self.name}}
+        assert self.checkpoint is not None
+        weights = self.source.checkpoint_files(self.checkpoint)
+        tilted = {"run": self.name, "checkpoint": self.checkpoint, "weights": weights}
+        return {"data": self.source.origin.get("data"), "tilted": tilted}
+
+
 def write_tilted(
     root: Path,
     policy: TiltedPolicy | RerankedPolicy,
-    base: Run,
-    checkpoint: Checkpoint,
+    base: TiltBase,
     factors: Factors,
     how: TemperatureChoice,
     data: Prepared | None,
 ) -> None:
-    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards.
+    """Writes the files of a run into ``root``; nothing of the base or the factors is needed afterwards.
 
     Args:
         root: the directory of the run.
         policy: the tilted policy.
-        base: the run that it was made from.
-        checkpoint: of that run.
+        base: what it was made from.
         factors: its factors.
         how: how the temperature was chosen.
         data: its prepared data, which factors that read features of users need; None = they read none.
     """
-    for name in (ITEMS, FEEDBACK):
-        shutil.copy2(base.root / name, root / name)
-    if (base.root / CODES).is_dir():
-        shutil.copytree(base.root / CODES, root / CODES)
-    copy_features(base.root, root)
+    base.write_files(root)
     if data is not None and factors.user_features:
         write_features(root, policy, data)
-    below, options = read_yaml(base.root / RESOLVED, REMEDY)["policy"], policy.factors.options
-    weights = base.checkpoint_files(checkpoint)
-    arguments = {"base": below, "factors": asdict(options), "temperature": policy.temperature}
+    options = policy.factors.options
+    arguments = {"base": dict(base.configuration), "factors": asdict(options), "temperature": policy.temperature}
     arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / RESOLVED, text)
     origin = {
         "format_version": FORMAT_VERSION,
-        "data": base.origin.get("data"),
         "contexts_per_step": 0,  # because nothing was trained
-        "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": weights},
+        **base.origin,
         "factors": factors.facts,
         "choice": {
             "temperature": how.temperature,
@@ -471,7 +523,8 @@ def write_tilted(
     numbers: dict[str, float | None] = {"temperature": how.temperature}
     for trial in how.trials:
         numbers = _finite(trial) if trial.temperature == how.temperature else numbers
-    mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in numbers.items()}, how.criterion)
+    results = {f"tilt/{name}": value for name, value in numbers.items()}
+    mark_finished(root, policy, base.source, results, how.criterion)
 
 
 def _finite(trial: TiltTrial) -> dict[str, float | None]:

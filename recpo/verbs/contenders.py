@@ -1,17 +1,18 @@
 """The contenders that are runs, bundles, factors, lists and baselines, checked before any is loaded.
 
 They are named for ``evaluate``, re-ranked (every run, bundle and factor model with every method), and served as
-runtimes, which rank for frames of histories with the ids and feedback of prepared data.
+runtimes, which rank for frames of histories with the ids and feedback of prepared data. Baselines and factors as
+policies, for ``export`` and ``tilt``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import cast
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.evaluation.baselines import factors_recommender
+from recpo.evaluation.baselines import BaselineCache, factors_recommender, item_scores
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -31,6 +32,7 @@ from recpo.evaluation.contenders import (
     Lists,
     Loaded,
     baseline,
+    fitted_model,
     lists_contender,
     reranked_contender,
     validate_names,
@@ -38,8 +40,10 @@ from recpo.evaluation.contenders import (
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
+from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
+from recpo.rewards.implicit import EASE, ImplicitALS
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories, ProgramReads
 from recpo.serving.histories import HistoryReader
@@ -48,6 +52,7 @@ from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import FINISHED, RESOLVED, Run
+from recpo.training.tilting import assign_factors
 from recpo.verbs.verb import compute_device
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
@@ -370,3 +375,81 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
         vectors = base.item_vectors(torch.arange(base.num_items + 1, device=device))
     found: FloatArray = vectors.float().cpu().numpy()
     return found
+
+
+_NOT_SERVED: Final = ("cooccurrence", "random")
+#: Names of the baselines that are policies: what a bundle can serve and ``recpo tilt`` can tilt.
+SERVED: Final[tuple[Baseline, ...]] = tuple(name for name in get_args(Baseline) if name not in _NOT_SERVED)
+
+
+class ServedBaseline(NamedTuple):
+    """A baseline as a policy: its name, the policy, and the options that rebuild it."""
+
+    name: str
+    policy: BaselinePolicy
+    options: dict[str, Any]
+
+
+def is_baseline(named: object) -> bool:
+    """Whether this names a baseline or factors instead of a run."""
+    return isinstance(named, Factors) or str(named) in get_args(Baseline) or kind_of(Path(str(named))) == "factors"
+
+
+def served_baseline(
+    named: Factors | Baseline | Path | str,
+    data: Prepared,
+    options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
+    cache: BaselineCache = BaselineCache(),  # noqa: B008  frozen
+) -> ServedBaseline:
+    """A baseline, fitted on the training period of ``data``, or a factor model, as a policy.
+
+    Args:
+        named: name of a baseline, factors, or their directory.
+        data: the prepared data.
+        options: options of the baselines.
+        cache: where fitted ones are kept.
+
+    Raises:
+        RecpoError: a baseline that cannot be served, or factors of other items or feedback.
+    """
+    if str(named) in _NOT_SERVED:
+        raise RecpoError(
+            f"{named} is a yardstick of evaluations and no policy; name one of {', '.join(SERVED)}, factors or a run",
+            code="unsupported",
+            field="run",
+        )
+    if str(named) in SERVED:
+        return _of_name(cast(Baseline, str(named)), data, options, cache)
+    factors = named if isinstance(named, Factors) else Factors.open(named)
+    factors.validate_feedback(data.feedback, data.root)
+    factors.validate_items(data.catalog_checksum, data.root)
+    factors.validate_features(data, ("item", "user"))
+    return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
+
+
+def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache) -> ServedBaseline:
+    made: dict[str, Any]
+    if name not in ("factorization", "implicit_als", "ease"):
+        popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
+        popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
+        return ServedBaseline(name, popular, {})
+    model = fitted_model(name, data, options, cache)
+    if isinstance(model, Factors):
+        return _of_factors(name, model)
+    if isinstance(model, ImplicitALS):
+        made = {one: getattr(model, one) for one in ("unobserved", "ridge", "nu", "max_history")}
+        made["rank"] = model.item_factors.shape[1]
+        implicit = ImplicitPolicy(data.num_items, **made)
+        implicit.item_factors.copy_(model.item_factors)
+        return ServedBaseline(name, implicit, made)
+    assert isinstance(model, EASE)
+    made = {"max_history": model.max_history}
+    ease = EasePolicy(data.num_items, **made)
+    ease.weights.copy_(model.weights)
+    return ServedBaseline(name, ease, made)
+
+
+def _of_factors(name: str, factors: Factors) -> ServedBaseline:
+    policy = FactorPolicy(factors.num_items, factors=factors.options)
+    assign_factors(policy.factors, factors)
+    return ServedBaseline(name, policy, {"factors": asdict(factors.options)})

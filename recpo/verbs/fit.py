@@ -65,6 +65,7 @@ _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _TILTED: Final = "tilted"
+_IMPLICIT: Final = "implicit_als"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 #: What the temperatures of the leaderboard mean.
 TEMPERATURE: Final = (
@@ -311,6 +312,8 @@ class Fit(Verb[Decision]):
             wanted += [GBPO, VALUE_DPO, VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
+        if road.graded:  # who chose what, and the grades
+            names += self._tilted(road, _IMPLICIT)
         road.show_list()
         road.decide_effort(wanted)
         for name in road.plan.recipes:

@@ -295,13 +295,17 @@ class Road:
         return True
 
     def tilt(self, name: str, base: str) -> None:
-        """Tilts a run by the reward model; nothing is written if no temperature is better than the run itself."""
-        out, run, factors = self.root / RUNS / name, self.root / RUNS / base, self.root / FACTORS
-        words = ["tilt", "--run", run, "--factors", factors, "--prepared", self.data.root, "--k", self.options.k]
-        words += ["--lower_bound", _LOWER_BOUND, "--out", out]
+        """Tilts a run or a baseline by the reward model; nothing is written if no temperature is better than it."""
+        out, run, factors = self.root / RUNS / name, self.path_of(base), self.root / FACTORS
+        cache = self.root / BASELINES if base in self.baselines else None
+        words: list[object] = ["tilt", "--run", run, "--factors", factors, "--prepared", self.data.root]
+        words += ["--k", self.options.k, "--lower_bound", _LOWER_BOUND]
+        words += [] if cache is None else ["--baseline_cache", cache]
+        words += ["--out", out]
         if any(shlex.split(one.command)[-1] == str(out) for one in self.plan.steps):
             return  # it was tried, and no temperature is better
-        work = partial(tilt, run, factors, self.data, out=out, k=self.options.k, lower_bound=_LOWER_BOUND)
+        options: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
+        work = partial(tilt, run, factors, self.data, out=out, **options)
         self.step(words, out / FINISHED, work)
 
     def measure(self, name: str) -> Measured:

@@ -1,4 +1,4 @@
-"""The verb ``tilt``: combines a trained policy with factors of grades, at a temperature chosen on held-out users."""
+"""The verb ``tilt``: combines a policy with factors of grades, at a temperature chosen on held-out users."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
@@ -27,6 +28,7 @@ from recpo.training.tilting import (
     Criterion,
     TemperatureChoice,
     TemperatureTrials,
+    TiltBase,
     TiltResult,
     TiltTrial,
     chosen_temperature,
@@ -37,12 +39,13 @@ from recpo.training.tilting import (
     value_setting,
     write_tilted,
 )
+from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
 from recpo.verbs.verb import Verb, compute_device, function_of
 
 
 @dataclass(frozen=True)
 class Tilt(Verb[TiltResult]):
-    """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
+    """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
     run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / temperature)``, the optimum of ``E_pi[grade] -
@@ -58,7 +61,9 @@ class Tilt(Verb[TiltResult]):
     first_day: ClassVar = ("run", "factors", "prepared", "out", "temperature", "lower_bound", "criterion")
 
     run: Run | Path | str
-    """the run to tilt, or its directory"""
+    """the run to tilt, its directory, or the name of a baseline that is a policy: implicit_als, ease, popularity and
+    others (``recpo export``). Tilted implicit ALS, which knows who chose what, is the best policy of sparse logs that
+    we measured (docs/rewards.md)"""
     factors: Factors | Path | str
     """factors that ``recpo factorize`` fitted for the same items, or their directory"""
     prepared: Prepared | Path | str | None = None
@@ -76,8 +81,9 @@ class Tilt(Verb[TiltResult]):
     criterion: Criterion | None = None
     """value of a temperature: grade (mean grade of its lists, as a factorization of the validation period's own events
     predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
-    drawn from it), auc (mean per-user AUC of positives against other exposures) or monitor_reward. null =
-    monitor_reward if it is given, else grade if the period has grades, else auc"""
+    drawn from it), auc (mean per-user AUC of positives against other exposures), auc_mixed (that AUC, with positives
+    against items never shown) or monitor_reward. null = monitor_reward if it is given; else auc_mixed for a baseline,
+    grade if the period has grades, auc otherwise"""
     k: PositiveInt = 10
     """list length"""
     candidates: PositiveInt = 200
@@ -93,6 +99,8 @@ class Tilt(Verb[TiltResult]):
     """scores the lists; prefer a reward that the factors do not use"""
     checkpoint: Checkpoint = "best"
     """which checkpoint of the run"""
+    baseline_cache: Path | str | None = None
+    """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
     batch_size: PositiveInt = 512
     """users scored at once"""
     device: str = "auto"
@@ -123,12 +131,35 @@ class Tilt(Verb[TiltResult]):
 
     def execute(self) -> TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
-        base = Run.open(self.run, self.trust)
         given = self.prepared
         data = Prepared.open(given) if isinstance(given, str | Path) else given
         factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
-        factors.validate_feedback(base.feedback, base.root)
-        factors.validate_items(base.catalog_checksum, base.root)
+        base = self._base(data, factors)
+        used: Criterion | None = None
+        trials: tuple[TiltTrial, ...] = ()
+        if data is not None:
+            shared, device = self._trials(data, of_baseline=base.checkpoint is None), compute_device(self.device)
+            used, options = shared.criterion, (self._temperatures, self.progress)
+            tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
+            trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
+        chosen = chosen_temperature(trials) if self.temperature == "auto" else float(self.temperature)
+        if chosen == math.inf:
+            return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
+        inputs = self._inputs(base, data)
+        with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
+            final = tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
+            how = TemperatureChoice(chosen, used, self.k, trials)
+            write_tilted(target, final, base, factors, how, data)
+        return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
+
+    def _base(self, data: Prepared | None, factors: Factors) -> TiltBase:
+        """What is tilted, after everything that is given was checked."""
+        named = self.run
+        if not isinstance(named, Run) and is_baseline(named):
+            return self._baseline(str(named), data, factors)
+        run = Run.open(named, self.trust)
+        factors.validate_feedback(run.feedback, run.root)
+        factors.validate_items(run.catalog_checksum, run.root)
         if data is None and (self.temperature == "auto" or factors.user_features):
             raise RecpoError(
                 "temperature is auto, and there is no validation period to choose it on: name prepared data, or give a "
@@ -138,45 +169,60 @@ class Tilt(Verb[TiltResult]):
                 code="missing_option",
                 field="prepared",
             )
-        inputs = [base.root, data and data.root, None if isinstance(self.factors, Factors) else self.factors]
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
-        policy = base.policy(self.checkpoint)
-        if isinstance(policy, TiltedPolicy | RerankedPolicy):
+        base = TiltBase.of_run(run, self.checkpoint)
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(base, data))
+        if isinstance(base.policy, TiltedPolicy | RerankedPolicy):
             raise RecpoError(
-                f"{base.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
+                f"{run.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
             )
-        if data is not None and factors.user_features and features_that_differ(policy, base.root, data):
+        if data is not None and factors.user_features and features_that_differ(base.policy, run.root, data):
             raise RecpoError(
-                f"{data.root} has other vocabularies or means of features than those that {base.root} was trained "
+                f"{data.root} has other vocabularies or means of features than those that {run.root} was trained "
                 "with, and the factors read its features of users: train the run on these data, or fit the factors "
                 "with user_features false",
                 code="mismatch",
                 field="user_features",
             )
-        used: Criterion | None = None
-        trials: tuple[TiltTrial, ...] = ()
         if data is not None:
-            base.validate_data(data)
+            run.validate_data(data)
             factors.validate_features(data)
-            if self.monitor_reward is not None:
-                validate_identity(self.monitor_reward, "monitor_reward", data)
-            shared, device = self._trials(data), compute_device(self.device)
-            used, options = shared.criterion, (self._temperatures, self.progress)
-            tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
-            trials = shared.trials(policy.to(device), factors.to(device), tilts, *options)
-        chosen = chosen_temperature(trials) if self.temperature == "auto" else float(self.temperature)
-        if chosen == math.inf:
-            return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
-        with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
-            final = tilted(policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            how = TemperatureChoice(chosen, used, self.k, trials)
-            write_tilted(target, final, base, self.checkpoint, factors, how, data)
-        return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
+        return base
 
-    def _trials(self, data: Prepared) -> TemperatureTrials:
+    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> TiltBase:
+        if named not in SERVED or named == "factorization":
+            raise RecpoError(
+                f"{named} is no policy to tilt by grades: name a run, or one of "
+                f"{', '.join(name for name in SERVED if name != 'factorization')}",
+                code="unsupported",
+                field="run",
+            )
+        if data is None:
+            raise RecpoError(
+                f"{named} is a baseline, which is fitted on prepared data: name them",
+                code="missing_option",
+                field="prepared",
+            )
+        factors.validate_feedback(data.feedback, data.root)
+        factors.validate_items(data.catalog_checksum, data.root)
+        factors.validate_features(data)
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=[data.root, self.factors])
+        kept = None if self.baseline_cache is None else Path(self.baseline_cache)
+        served = served_baseline(named, data, cache=BaselineCache(kept, kept))
+        own = type(served.policy)
+        configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
+        return TiltBase(named, served.policy.eval(), configuration, data, None)
+
+    def _inputs(self, base: TiltBase, data: Prepared | None) -> list[object]:
+        """Directories that the output must not replace."""
+        given = None if isinstance(self.factors, Factors) else self.factors
+        return [base.source.root, data and data.root, given]
+
+    def _trials(self, data: Prepared, *, of_baseline: bool) -> TemperatureTrials:
         """What all temperatures are measured with."""
+        if self.monitor_reward is not None:
+            validate_identity(self.monitor_reward, "monitor_reward", data)
         graded = has_grades(data)
-        criterion = self.criterion or default_criterion(graded, self.monitor_reward)
+        criterion = self.criterion or default_criterion(graded, self.monitor_reward, of_baseline)
         return TemperatureTrials(
             data=data,
             criterion=criterion,

@@ -18,11 +18,13 @@ import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
+from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
 from recpo.verbs import loop_rounds, tilt as verb
+from recpo.verbs.contenders import served_baseline
 from tests.conftest import resealed
 from tests.refusals import refused
 
@@ -305,6 +307,39 @@ def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(roa
     assert found.trials[0].grade == pytest.approx(sum(means) / len(means), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["implicit_als", "popularity"])
+def test_a_baseline_is_tilted(name, road, tmp_path):
+    """Its run needs neither the data nor the baseline, and its probabilities are those of both models."""
+    data, factors = recpo.load(road.prepared), recpo.load(road.root / "factors")
+    cache = tmp_path / "baselines"
+    options = {"temperatures": TEMPERATURES, "baseline_cache": cache}
+    found = recpo.tilt(name, factors, data, out=tmp_path / "run", temperature=0.05, **options)
+    assert found.criterion == "auc_mixed"
+    assert {trial.temperature for trial in found.trials} == {math.inf, 0.05}
+    assert all(0 < trial.auc_mixed < 1 and trial.value == trial.auc_mixed for trial in found.trials)
+    origin = json.loads((tmp_path / "run" / "origin.json").read_text())
+    assert origin["tilted"] == {"baseline": name}
+    assert origin["data"]["item_column"] == data.item_column
+    policy = recpo.load(tmp_path / "run").policy()
+    assert isinstance(policy, TiltedPolicy if name == "implicit_als" else RerankedPolicy)
+    (batch,) = evaluation_batches(data.root, "valid", 200, 512)
+    histories = batch.feedback.histories
+    listed = policy.recommend(histories, data.num_items)
+    base = served_baseline(name, data, cache=BaselineCache(cache, cache)).policy
+    logits = (base.scores(histories) / base.temperature).log_softmax(1)
+    logits = logits + factors.scores(factors.fold_in(histories)) / 0.05
+    assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_tilted_baseline_is_served(road, tmp_path):
+    run = recpo.tilt("implicit_als", road.root / "factors", road.prepared, out=tmp_path / "run", temperature=0.1).run
+    bundle = recpo.export(run, out=tmp_path / "bundle")  # compares every engine with the policy
+    log = road.log[road.log["user_id"].isin(road.log["user_id"].unique()[:5])]
+    one, other = (recpo.recommend(model, log, k=5) for model in (run, bundle))
+    pd.testing.assert_frame_equal(one, other, atol=1e-4)
+
+
 def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_path):
     base, factors, out = road.root / "base", road.root / "factors", tmp_path / "out"
     cases = [
@@ -315,8 +350,11 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
         ({"temperature": "auto", "temperatures": [], "prepared": road.prepared}, ("empty", "temperatures")),
         ({"temperature": 0.1, "k": 0}, ("out_of_range", "k")),
         ({"temperature": 0.1, "factors": base}, ("wrong_file", "manifest.json")),
-        ({"temperature": 0.1, "run": factors}, ("wrong_file", "run.json")),
+        ({"temperature": 0.1, "run": factors}, ("unsupported", "run")),
         ({"temperature": 0.1, "out": base / "inside"}, ("conflicting_options",)),
+        ({"temperature": 0.1, "run": "implicit_als"}, ("missing_option", "prepared")),
+        ({"temperature": 0.1, "run": "random", "prepared": road.prepared}, ("unsupported", "run")),
+        ({"temperature": 0.1, "run": "factorization", "prepared": road.prepared}, ("unsupported", "run")),
     ]
     for changes, refusal in cases:
         with refused(*refusal):

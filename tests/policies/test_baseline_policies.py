@@ -14,7 +14,7 @@ from recpo.log.prepared import Prepared
 from recpo.policies.baseline import PopularityPolicy, distinct_positives
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import EaseOptions, ImplicitOptions, positive_places
-from recpo.verbs.export import SERVED, served_baseline
+from recpo.verbs.contenders import SERVED, served_baseline
 from tests.refusals import refused
 
 OPTIONS = BaselineOptions(

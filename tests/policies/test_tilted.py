@@ -17,6 +17,7 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
+from recpo.policies.baseline import ImplicitPolicy
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
@@ -253,6 +254,26 @@ def test_lists_draws_and_divergence_are_those_of_the_log_probabilities(
         policy.recommend(known, V + 1)
     with refused("out_of_range", "max_history"):
         policy.recommend(histories([H + 1], width=H + 1), 3)
+
+
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_implicit_als_is_tilted_exactly(bound: float) -> None:
+    torch.manual_seed(2)
+    implicit = ImplicitPolicy(V, rank=4, unobserved=0.1, ridge=0.02, nu=0.5, max_history=READS)
+    implicit.item_factors.copy_(torch.randn(V, 4))
+    numbers = replace(OPTIONS, lower_bound=bound)
+    policy = with_factors(TiltedPolicy(V, base=lambda _: implicit, factors=numbers, temperature=TEMPERATURE))
+    known = histories([H, 6, 2, 0])
+    ratio = (policy.log_prob(whole_catalog(known)) - implicit.log_prob(whole_catalog(known)))[..., 0].detach().numpy()
+    grades = expected_grades(policy.factors, known, bound) / TEMPERATURE
+    np.testing.assert_allclose(ratio - ratio.mean(1, keepdims=True), grades - grades.mean(1, keepdims=True), atol=1e-4)
+    assert policy.catalog_log_prob(whole_catalog(known)).exp().sum(1).allclose(torch.ones(4, 1))
+    listed = policy.recommend(known, V)
+    logp = policy.log_prob(whole_catalog(known))[..., 0]
+    assert torch.allclose(logp.gather(1, listed.item_ids - 1), listed.scores, atol=1e-4)
+    seen = torch.tensor([4, 6, 1, 0])  # prefixes, the first two longer than what implicit ALS reads
+    of_prefix = policy.log_prob(whole_catalog(known, seen))
+    assert torch.allclose(of_prefix, policy.log_prob(whole_catalog(known.up_to(seen))), atol=1e-5)
 
 
 def test_beta_goes_from_the_factor_model_to_the_base() -> None:
