@@ -6,7 +6,7 @@ contender runs in a process of its own, so that its peak resident size (torch in
 relative norm of the difference from the gradient in float64. Prints one JSON line per contender.
 
     python benchmarks/catalog_head.py            # the full size; the dense contender takes 12 GiB
-    python benchmarks/catalog_head.py --quick    # V = 20,000
+    python benchmarks/catalog_head.py --quick    # V = 2,000
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def measure(name: str, items: int, dim: int, repeats: int, threads: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="V = 20,000")
+    parser.add_argument("--quick", action="store_true", help="V = 2,000")
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contenders whose name contains this")
     parser.add_argument("--contender", choices=list(CONTENDERS), help="measure this one in this process")
     args = parser.parse_args()
-    items = 20_000 if args.quick else args.items
+    items = 2_000 if args.quick else args.items
     if args.contender:
         print(json.dumps(measure(args.contender, items, args.dim, args.repeats, args.threads)))
         return

@@ -290,7 +290,7 @@ def measure(arguments: argparse.Namespace) -> None:
     quick = arguments.quick
     sizes = arguments.items or ([1000] if quick else [10**4, 10**5])
     seconds, warm = (0.5, 0.2) if quick else (arguments.seconds, arguments.warm)
-    clients = (1, 8) if quick else CLIENTS
+    clients = (2,) if quick else CLIENTS
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for items in sizes:

@@ -84,6 +84,7 @@ def test_thresholds_of_shares_that_fall_on_an_event():
         assert ternary_advantage(labels, None, positive_fraction=tenths / 10).sum() == tenths + 1
 
 
+@pytest.mark.slow
 def test_a_step_may_hold_more_values_than_torch_quantile_takes():
     number = (1 << 24) + 9
     label = torch.zeros(number, dtype=torch.uint8)

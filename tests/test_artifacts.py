@@ -1,8 +1,6 @@
 """Outputs appear complete or not at all, and never replace foreign files."""
 
 import errno
-import importlib.util
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,7 +17,6 @@ from recpo.artifacts.checksums import kind_of, sha256, verify
 from recpo.artifacts.documents import describe_os_error, read_json, write_tensors
 from recpo.artifacts.outputs import directory_of_steps, locked_directory, output_directory, output_file, write_json
 from tests.refusals import refused
-from tests.robustness.crashes import make_inputs, run_verb
 
 HANGING = """
 import signal, sys
@@ -506,57 +503,6 @@ def test_the_umask_decides_who_reads_tensors(tmp_path, umask):
     write_tensors(tmp_path / "old.safetensors", {"x": torch.ones(3)}, {"key": "value"})
     assert permissions(tmp_path) == {"new.safetensors": 0o666 & ~umask, "old.safetensors": 0o600}
     assert torch.equal(load_file(tmp_path / "old.safetensors")["x"], torch.ones(3))
-
-
-def write_every_output(base, configs):
-    make_inputs(base, configs)
-    run, prepared = ["--run", str(base / "run")], ["--prepared", str(base / "prepared")]
-    indexed = ["--index", "{recall: 0.01, lists: 4}"] if importlib.util.find_spec("faiss") else []
-    for arguments in (
-        ["export", *run, "--out", str(base / "indexed"), *indexed],
-        ["tokenize", *prepared, "--out", str(base / "codes"), "--codebook_size", "8"],
-        ["calibrate", "--rewards", str(base / "reward"), *prepared, "--resamples", "5"],
-        ["tilt", *run, "--factors", str(base / "factors"), *prepared, "--out", str(base / "tilted")],
-        ["evaluate", *prepared, "--contenders", "[popularity]", "--out", str(base / "evaluation")],
-        [
-            "recommend",
-            str(base / "run"),
-            "--histories",
-            str(base / "prepared/histories.parquet"),
-            "--out",
-            str(base / "r.csv"),
-        ],
-    ):
-        assert run_verb(arguments).status == 0, arguments
-
-
-@pytest.mark.slow
-def test_the_umask_decides_who_reads_any_output(tmp_path, request):
-    umask = 0o027
-    fresh = multiprocessing.get_context("spawn")  # verbs run in forks, which threads of earlier tests would disturb
-    writer = fresh.Process(target=write_every_output, args=(tmp_path, request.config.rootpath / "configs"))
-    before = os.umask(umask)
-    try:
-        writer.start()
-    finally:
-        os.umask(before)
-    writer.join()
-    assert writer.exitcode == 0
-    found = permissions(tmp_path)
-    kinds = {name.split("/")[0] for name in found}
-    assert kinds >= {
-        "log",
-        "prepared",
-        "factors",
-        "run",
-        "reward",
-        "bundle",
-        "indexed",
-        "codes",
-        "tilted",
-        "evaluation",
-    }
-    assert {name: mode for name, mode in found.items() if mode != 0o666 & ~umask} == {}
 
 
 def test_os_errors_name_path_and_remedy():

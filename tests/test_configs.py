@@ -116,6 +116,7 @@ def rewards(reward_model, factors):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_does_one_step_and_logs_its_health(config, options, pretrained, rewards, tmp_path):
     out = tmp_path / "run"
@@ -175,6 +176,7 @@ def test_every_objective_is_known_by_its_bare_name():
     assert named == set(recpo.objectives.__all__)
 
 
+@pytest.mark.slow
 def test_every_objective_has_a_configuration(prepared):
     parser = parser_of(verb_class("train"))
     configured = set()

@@ -69,6 +69,7 @@ def test_the_entry_shows_its_picture(name):
     assert (DOCS / picture).stat().st_size < 40_000, f"{picture} is large: fewer points or ticks"
 
 
+@pytest.mark.slow
 def test_the_script_draws_the_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     script = [sys.executable, str(DOCS / "plot_objectives.py")]

@@ -93,12 +93,14 @@ def test_serving_uses_only_the_id_map_of_data():
             assert not name.startswith("recpo.log") or name == "recpo.log.id_map", f"{path}: {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["recpo.training.module", "recpo.cli.main", "recpo.serving.bundle"])
 def test_the_core_imports_without_torchrec(module):
     code = f"import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None; import {module}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["evaluate", "export", "tilt", "tokenize", "compare", "calibrate", "factorize"])
 def test_verbs_that_read_runs_import_neither_lightning_nor_the_compiler(verb):
     code = (
@@ -117,6 +119,7 @@ INTEGRATIONS = {
 }
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages():
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES}
     names = {name.removesuffix(".__init__") for name in names}
@@ -147,6 +150,7 @@ def sources_outside():
             yield path, block
 
 
+@pytest.mark.slow
 def test_names_that_sources_outside_the_package_import_exist():
     absent = set()
     for path, source in sources_outside():
@@ -177,6 +181,7 @@ def executed_imports(path):
             pending += ast.iter_child_nodes(node)
 
 
+@pytest.mark.slow
 def test_the_import_graph_has_no_circles():
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}

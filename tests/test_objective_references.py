@@ -81,6 +81,7 @@ TOKEN_LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 @given(seed=SEEDS)

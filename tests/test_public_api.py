@@ -93,6 +93,7 @@ def road(world, tmp_path_factory):
     return SimpleNamespace(log=log, data=data, run=run, out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_prepare_takes_any_frame_and_writes_the_same(road, tmp_path, kind):
     data = recpo.prepare(KINDS[kind](road.log), out=tmp_path / "prepared")
@@ -126,6 +127,7 @@ def test_a_run_scores_candidates_as_its_bundle_does(road, bundle):
     pd.testing.assert_frame_equal(scored, expected, check_exact=False, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_functions_print_nothing(road, tmp_path, capfd):
     data = recpo.prepare(road.log, out=tmp_path / "prepared")
     run = recpo.train(data, objective=recpo.GBPO(), init_from=road.run, out=tmp_path / "aligned", **TINY)
@@ -139,6 +141,7 @@ def test_the_functions_print_nothing(road, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_run_on_another_path_without_its_prepared_data_recommends_and_exports(road, tmp_path, monkeypatch):
     expected = recpo.recommend(road.run, road.log, k=3)
     shutil.copytree(road.out / "run", tmp_path / "elsewhere" / "moved")

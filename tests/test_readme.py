@@ -89,6 +89,7 @@ def _complete(verb, words):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS, *CONFIGS], ids=lambda path: path.name)
 def test_every_command_of_the_documents_is_understood(document, clone, capsys):
     for command in _commands(document):

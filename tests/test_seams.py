@@ -52,6 +52,7 @@ def steps(tmp_path, monkeypatch):
     return documented("training.md", "my_module", tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_metric_from_outside_is_in_tables_report_and_differences(metrics, prepared, tmp_path, capsys):
     words = ["--prepared", str(prepared), "--contenders", "popularity", "random", "--ks", "5", "--off_policy", "null"]
     own = ["--measures", "{class_path: my_metrics.FirstPositive, init_args: {k: 5}}"]
@@ -153,6 +154,7 @@ def trained(prepared, out, **options):
     return recpo.train(prepared, objective=recpo.GBPO(), out=out, **{**SMALL, **options})
 
 
+@pytest.mark.slow
 def test_a_changed_step_is_one_subclass(steps, prepared, tmp_path):
     plain = trained(prepared, tmp_path / "plain")
     milder = trained(prepared, tmp_path / "milder", module=steps.MilderDislikes)
@@ -184,6 +186,7 @@ def test_a_module_that_cannot_train_a_policy_is_refused(prepared, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prepared, tmp_path):
     words = ["--data.prepared", str(prepared), "--data.layout.init_args.history_length", "12", "--allocator", "false"]
     words += ["--policy.init_args.block", "my_block.ConvolutionBlock", "--policy.init_args.block.init_args.width", "3"]
@@ -206,6 +209,7 @@ def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prep
     assert served == run.items.to_external(listed.item_ids[0].numpy()).to_pylist()
 
 
+@pytest.mark.slow
 def test_a_block_in_python_with_options_of_its_own(blocks, prepared, tmp_path):
     wide = partial(recpo.SASRecBlock, expansion=2)
     run = trained(prepared, tmp_path / "wide", policy=partial(recpo.CatalogSoftmaxPolicy, dim=8, block=wide))

@@ -227,6 +227,7 @@ def test_a_missing_client_names_its_extra(client, monkeypatch):
 TINY = {"policy": {"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 8, "layers": 1, "heads": 1}}}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_metrics_by_step_and_the_lineage(prepared, tmp_path):
     trainer = {"max_epochs": 1, "log_every_n_steps": 1, "logger": False}
     with recpo.tracked(f"tensorboard:{tmp_path / 'board'}"):

@@ -56,6 +56,7 @@ def names_of(path):
             yield node.target.id
 
 
+@pytest.mark.slow
 def test_the_text_is_spelled_as_in_the_us():
     wrong = []
     for path in tracked("*.py", "*.md", "*.yaml", "*.toml", "*.ipynb", "Makefile", ".ci/run"):
@@ -81,6 +82,7 @@ def test_documents_have_no_habits_of_translated_text():
     assert not wrong, "say it plainly:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_the_text_in_the_code_has_no_habits_of_translated_text():
     wrong = []
     for path in tracked("recpo/*.py", "benchmarks/*.py"):  # code itself never matches: words in names are not separate
@@ -90,6 +92,7 @@ def test_the_text_in_the_code_has_no_habits_of_translated_text():
     assert not wrong, "say it plainly:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_names_use_the_word_of_the_thing():
     wrong = [
         f"{path.relative_to(ROOT)}: {name}: say {word}"

@@ -166,8 +166,9 @@ def _ranking(step: str, counts: LogCounts) -> Sizes:
 
 
 def _users(counts: LogCounts) -> float:
-    """The users of the whole log, of which only a part may have been inspected."""
-    return max(1, counts.users) * (1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user))
+    """The users of the whole log, at least one; only a part may have been inspected."""
+    share = 1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user)
+    return max(1.0, counts.users * share)
 
 
 def _dropout(step: str, counts: LogCounts) -> float:

@@ -71,6 +71,7 @@ def engine(tmp_path_factory):
         yield engine
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.one_of(st.none(), TEXTS), min_size=1), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_a_vocabulary_is_fitted_by_descending_count_then_value_for_any_order_of_rows(

@@ -154,6 +154,7 @@ def test_command_line_and_python_agree(prepared, world, factors, tmp_path, capsy
     assert {"all", "random", "lists"} == set(table.shown)
 
 
+@pytest.mark.slow
 def test_a_log_without_propensities_has_no_value_from_the_log_and_says_so(world, tmp_path):
     log = pq.read_table(world / "log").drop_columns(["propensity"])
     pq.write_table(log, tmp_path / "log.parquet")

@@ -230,6 +230,7 @@ def test_the_report_stands_alone(evaluated):
     assert len(text) < 600_000
 
 
+@pytest.mark.slow
 def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unasked(evaluated, tmp_path, capsys):
     out = evaluated[0]
     again = ["evaluate", "--config", str(out / "resolved.yaml"), "--out", str(tmp_path / "again")]
@@ -255,6 +256,7 @@ def test_kept_past_items_are_reported_and_change_the_targets(road, tmp_path, cap
     assert contender["segments"] == {}
 
 
+@pytest.mark.slow
 def test_gains_and_bootstrap_intervals_are_options(road, tmp_path):
     common = ("--contenders", "[popularity]", "--segments", "false")
     assert run_on(road, tmp_path / "a", *common, "--bootstrap_resamples", "200", "--gain", "exponential") == 0
@@ -283,6 +285,7 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         assert contender["totals"]["coverage@1000"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -316,6 +319,7 @@ def test_mistakes_are_told_in_one_message(road, tmp_path, capsys, options, messa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_path, capsys, rewritten, monkeypatch):
     run, out = str(road / "run-0"), tmp_path / "evaluation"
     assert run_on(road, out, "--contenders", json.dumps([run, run])) == 1
@@ -340,6 +344,7 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsys):
     runs = [tmp_path / part / "run" for part in "ab"]
     for number, run in enumerate(runs):
@@ -356,6 +361,7 @@ def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsy
     assert proposed == [f"next: recpo export --run {best} --out runs/bundle"] * 2
 
 
+@pytest.mark.slow
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     short = tmp_path / "short"
     export = ["--run", str(road / "run-0"), "--out", str(short), "--k", "7"]

@@ -14,6 +14,7 @@ from recpo.cli.main import main
 from tests.refusals import refused
 
 
+@pytest.mark.slow
 def test_one_file_with_runs_and_a_bundle(road, tmp_path, capsys):
     out = tmp_path / "page.html"
     given = ["explore", str(road / "prepared"), "--static", str(out), "--k", "5"]
@@ -46,6 +47,7 @@ def test_what_is_wrong_is_said_before_it_listens(road, options, code, field, tmp
         recpo.explore(road / "prepared", **{"contenders": "popularity", "static": tmp_path / "p.html", **options})
 
 
+@pytest.mark.slow
 def test_it_listens_until_ctrl_c(road, tmp_path):
     command = [sys.executable, "-m", "recpo.cli.main", "explore", "--source", str(road / "prepared"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

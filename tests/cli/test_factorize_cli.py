@@ -127,6 +127,7 @@ out: {out}
 """
 
 
+@pytest.mark.slow
 def test_a_run_takes_factors_as_its_reward_and_notes_their_checksum(place, prepared, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(YAML.format(prepared=prepared, factors=place, out=tmp_path / "run"), encoding="utf-8")

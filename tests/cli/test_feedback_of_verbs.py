@@ -95,6 +95,7 @@ def test_a_reward_that_reads_levels_reads_those_of_its_definition(road, others, 
     assert trained.feedback == ()
 
 
+@pytest.mark.slow
 def test_an_extension_and_a_longer_log_keep_the_definition(tmp_path, world):
     """An extension keeps the cutoffs of the feedback levels; data that are prepared again have their own."""
     log = pd.read_parquet(world / "log").sort_values("timestamp")

@@ -230,6 +230,7 @@ def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monke
     assert "recpo[search]" in road.plan.failed["the search"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
     def stop(self, out, files, options, callbacks=()):
         raise Interrupted("the run continues with --resume true", 143)
@@ -273,6 +274,7 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
     assert again.plan.effort == effort
 
 
+@pytest.mark.slow
 def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_path, monkeypatch):
     trained = {}
 

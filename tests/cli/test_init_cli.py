@@ -277,6 +277,7 @@ def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.
     return log.assign(thumb=np.where(chance < 0.05, "down", np.where(chance < 0.2, "up", None)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_plays_and_thumbs_as_texts_are_recognized_and_prepared(suffix, tmp_path):
     (tmp_path / "log").mkdir()

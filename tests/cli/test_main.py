@@ -31,6 +31,7 @@ def _start(*arguments, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (15, 143, "terminated")])
 def test_a_signal_ends_a_verb_with_its_status_and_leaves_nothing_unfinished(tmp_path, number, status, word):
     process = _start("simulate", "--out", tmp_path / "deep" / "out", "--users", 20_000, "--events", 20_000_000)
@@ -97,6 +98,7 @@ def test_a_fault_of_recpo_itself_keeps_its_traceback(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_gives_no_traceback(tmp_path):
     process = _start("simulate", "--out", tmp_path / "out", "--users", 20, "--items", 20, "--events", 100)
     process.stdout.close()
@@ -106,6 +108,7 @@ def test_a_reader_that_goes_away_gives_no_traceback(tmp_path):
     assert "BrokenPipe" not in err
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters_of_a_name_prints_escapes(tmp_path):
     out, environment = tmp_path / "😀 שלום", os.environ | {"PYTHONIOENCODING": "ascii"}
     process = _start("simulate", "--out", out, "--users", 20, "--items", 20, "--events", 100, env=environment)
@@ -114,6 +117,7 @@ def test_a_terminal_without_the_letters_of_a_name_prints_escapes(tmp_path):
     assert "\\U0001f600" in printed
 
 
+@pytest.mark.slow
 def test_nothing_prints_through_a_console_that_reads_markup():
     """Under a console that reads none, escaped text would show its backslashes."""
     for file in (ROOT / "recpo").rglob("*.py"):

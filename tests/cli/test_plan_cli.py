@@ -43,6 +43,7 @@ def test_the_catalog_of_a_prepared_directory(prepared, tmp_path):
     assert document["workload"]["num_items"] == manifest["num_items"]
 
 
+@pytest.mark.slow
 def test_semantic_ids_without_item_vectors_do_not_grow_with_the_catalog(tmp_path, capsys):
     plans = []
     for items in (1_000_000, 1_000_000_000):
@@ -96,6 +97,7 @@ def test_the_table_of_the_softmax_may_be_whole_on_every_rank(tmp_path):
     assert document["memory_bytes"]["tables"] == 1001 * 64 * 4
 
 
+@pytest.mark.slow
 def test_without_torchrec_it_says_how_to_mend_it():
     blocked = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None; from recpo.cli.main import main"
     command = [sys.executable, "-c", f"{blocked}; sys.exit(main(['plan', '--num_items=10', '--normalizer=sampled']))"]

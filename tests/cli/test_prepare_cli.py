@@ -22,6 +22,7 @@ def recpo(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_from_a_foreign_log_through_yaml(tmp_path):
     rows = [
         (user, item, 1_700_000_000 + 60 * (7 * user + item), user % 2 == item % 2)
@@ -53,6 +54,7 @@ catalog: log
     assert recpo("--config", tmp_path / "prepare.yaml", "--overwrite", "true").returncode == 0
 
 
+@pytest.mark.slow
 def test_an_extension_is_followed_by_a_warm_start(tmp_path, capsys):
     log = make_log()
     is_new = pc.greater_equal(log["timestamp"], START_MS + 5 * DAY_MS)
@@ -77,6 +79,7 @@ def test_a_list_without_files_is_refused(tmp_path, capsys, option):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_faults_end_without_a_traceback(tmp_path):
     pq.write_table(pa.table({"user": [1, None], "item_id": [1, 2], "timestamp": [1, 2]}), tmp_path / "log.parquet")
     failed = recpo("--log", tmp_path / "log.parquet", "--out", tmp_path / "out", "--label", "EveryEvent")
@@ -87,6 +90,7 @@ def test_faults_end_without_a_traceback(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
     done = recpo("--log", f"file://{SAMPLE}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work")
     assert done.returncode == 0, done.stderr
@@ -116,6 +120,7 @@ def test_spark_from_the_command_line(tmp_path):
     assert not list((tmp_path / "work").iterdir())
 
 
+@pytest.mark.slow
 def test_the_help_explains_every_option():
     text = " ".join(recpo("--help", "all").stdout.split())
     assert "One error lists every fault of the log" in text

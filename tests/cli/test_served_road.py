@@ -23,6 +23,8 @@ from recpo.serving.histories import HistoryReader
 from recpo.training.run import Run, checkpoint_path
 from recpo.verbs.recommend import recommend
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["items.parquet", "feedback.json", "resolved.yaml", "checkpoints/best.ckpt"])
 def test_a_run_that_has_changed_is_not_exported(road, tmp_path, capsys, name):
@@ -215,7 +217,6 @@ def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsy
     assert bundle.manifest.origin["weights"] == sha256(checkpoint_path(road / "run-0", "best"))
 
 
-@pytest.mark.slow
 def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsys):
     pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")
     run, indexed, rounded = str(road / "run-0"), tmp_path / "indexed", tmp_path / "rounded"

@@ -17,6 +17,7 @@ def recpo(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_simulate_writes_a_log_and_says_what_it_is_worth(tmp_path):
     done = recpo("simulate", "--out", tmp_path / "out", "--users", 50, "--items", 40, "--events", 600)
     assert done.returncode == 0, done.stderr
@@ -25,6 +26,7 @@ def test_simulate_writes_a_log_and_says_what_it_is_worth(tmp_path):
     assert pq.read_table(tmp_path / "out" / "log").num_rows == 600
 
 
+@pytest.mark.slow
 def test_an_impossible_argument_is_one_line_without_a_traceback(tmp_path):
     done = recpo("simulate", "--out", tmp_path / "out", "--random_share", 1.5)
     assert done.returncode == 1

@@ -18,6 +18,8 @@ from recpo.verbs.simulate import BundleService
 from recpo.worlds.truth import Truth
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)
 FLAGS = ["--exploration.temperature=0.7", "--exploration.epsilon=0.2", "--exploration.shortlist=20"]
 
@@ -122,7 +124,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_a_policy_that_reads_users_serves_a_living_world(tmp_path):
     """Slates are those that the bundle recommends with the world's table of users, and other ones without it."""
     world = recpo.simulate(tmp_path / "world", world="living", users=30, items=60, events=1500, days=6, births=0.1)

@@ -121,6 +121,7 @@ def changed(word, choose):
     return choose.choice([first + rest, first + 2 * letter + rest, first + rest[:1] + letter + rest[1:]])
 
 
+@pytest.mark.slow
 def test_typing_errors_get_the_right_suggestion(tmp_path):
     choose, file, tried = random.Random(0), tmp_path / "options.yaml", 0
     verbs = {config: verb_of(config) for config in CONFIGS}

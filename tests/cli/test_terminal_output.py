@@ -25,6 +25,7 @@ def _options(verb):
     return {flag for action in actions for flag in action.option_strings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SHOWN, ids=lambda file: file.stem)
 def test_the_next_commands_are_ones_that_recpo_understands(file):
     """The words of every ``command(verb, ...)`` in the source are verbs and flags that exist."""
@@ -66,6 +67,7 @@ def test_a_document_holds_what_json_can():
     }
 
 
+@pytest.mark.slow
 def test_words_documents_and_silence(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
     sample, out = str(ROOT / "data" / "sample.parquet"), tmp_path / "prepared"
@@ -89,6 +91,7 @@ def test_words_documents_and_silence(tmp_path, capfd, monkeypatch):
     assert json.loads(printed.out) == {"verb": "prepare", "status": 1, "error": printed.err.strip()}
 
 
+@pytest.mark.slow
 def test_a_first_word_is_the_value_of_the_first_option(tmp_path, capfd):
     assert main(["prepare", str(ROOT / "data" / "sample.parquet"), "--out", str(tmp_path / "out"), "--quiet"]) == 0
     assert (tmp_path / "out" / "manifest.json").is_file()

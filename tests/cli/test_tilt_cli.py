@@ -28,6 +28,8 @@ from recpo.verbs.contenders import served_baseline
 from tests.conftest import resealed
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
 TINY |= {"data.layout": recpo.SequenceLayout(history_length=10)}
 NARROW = {"dim": 8, "heads": 1, "layers": 1, "max_history": 10}
@@ -151,7 +153,6 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     assert not recpo.recommend(found, road.log, k=5).equals(recpo.recommend(plain.run, road.log, k=5))
 
 
-@pytest.mark.slow
 def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
     expected = recpo.recommend(road.root / "run", road.log, k=3)
     shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")
@@ -331,7 +332,6 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)
 
 
-@pytest.mark.slow
 def test_a_tilted_baseline_is_served(road, tmp_path):
     run = recpo.tilt("implicit_als", road.root / "factors", road.prepared, out=tmp_path / "run", temperature=0.1).run
     bundle = recpo.export(run, out=tmp_path / "bundle")  # compares every engine with the policy
@@ -370,7 +370,6 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
     assert not out.exists()
 
 
-@pytest.mark.slow
 def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
     policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)

@@ -121,6 +121,7 @@ def test_missing_items_are_an_error_or_get_the_vector_that_was_asked_for(prepare
         assert json.loads((tmp_path / missing / "manifest.json").read_text())["items_missing"] == 2
 
 
+@pytest.mark.slow
 def test_vectors_of_a_run(prepared, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     policy = [

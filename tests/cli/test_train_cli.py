@@ -44,6 +44,7 @@ def weights(run, checkpoint):
     return torch.load(checkpoint_path(run, checkpoint), weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_a_run_is_loadable_when_it_is_finished_and_refused_before(tmp_path, prepared, capsys):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config)]) == 0
@@ -59,6 +60,7 @@ def test_a_run_is_loadable_when_it_is_finished_and_refused_before(tmp_path, prep
         Run.open(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
     config = write_config(tmp_path, prepared, "first", epochs=1)
     assert main(["train", "--config", str(config), "--seed", "5"]) == 0
@@ -68,6 +70,7 @@ def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["null", pytest.param("4", marks=pytest.mark.slow)])
 def test_a_run_that_max_steps_ended_continues_within_the_epoch(tmp_path, prepared, every):
     whole, cut = (write_config(tmp_path, prepared, name) for name in ("whole", "cut"))
@@ -81,6 +84,7 @@ def test_a_run_that_max_steps_ended_continues_within_the_epoch(tmp_path, prepare
     assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
 
 
+@pytest.mark.slow
 def test_the_last_state_is_that_of_the_end_however_often_it_is_kept(tmp_path, prepared):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config), "--checkpoint_every", "7"]) == 0
@@ -90,6 +94,7 @@ def test_the_last_state_is_that_of_the_end_however_often_it_is_kept(tmp_path, pr
     assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 1  # the epoch was over
 
 
+@pytest.mark.slow
 def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, prepared):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     sampled = ["--policy.normalizer", "sampled", "--policy.proposal", "popularity", "--policy.num_negatives", "20"]
@@ -148,6 +153,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
@@ -184,6 +190,7 @@ def log_of(items):
     return frame.assign(watch_time=3.0 + frame.index % 7, duration=10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recommended(tmp_path, items):
     data = recpo.prepare(log_of(items), out=tmp_path / "prepared")
@@ -201,6 +208,7 @@ def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recomme
     assert len(recpo.recommend(run, log_of(items).head(0), users=[999])) == items
 
 
+@pytest.mark.slow
 def test_max_steps_below_an_epoch_with_early_stopping_is_a_whole_run(tmp_path, prepared, capsys):
     options = ["--data.prepared", str(prepared), "--out", str(tmp_path / "run"), "--trainer.max_steps", "1"]
     small = ["--policy.dim", "8", "--policy.layers", "1", "--data.batch_size", "8"]

@@ -35,10 +35,6 @@ CASES = {
         "{class_path: SequenceLayout, init_args: {history_length: 12}}",
         "advantage: {class_path: TernaryAdvantage}",
     ),
-    "SoftmaxDPO": (
-        "{class_path: PreferenceListLayout, init_args: {history_length: 12, in_batch: 0, hard: 2}}",
-        "reference: frozen",
-    ),
     "PPO": (
         "{class_path: SequenceLayout, init_args: {history_length: 12}}",
         "advantage: {class_path: GAEAdvantage, init_args: {whiten: true}}\nreward: {class_path: LoggedReward}\n"

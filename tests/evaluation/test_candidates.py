@@ -292,6 +292,7 @@ def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
     assert segments[-1] in ("7 to 30 days", "30 days and more")
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_file_and_repeats_itself(living, tmp_path, capsys):
     world, data = living
     common = ["evaluate", "--prepared", str(data.root), "--ks", "[5]", "--contenders", '["popularity","random"]']

@@ -23,6 +23,7 @@ rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(rows)
 def test_auc_is_scikit_learns_with_ties(users):

@@ -56,6 +56,7 @@ def body(pages, address):
     return found.body.decode()
 
 
+@pytest.mark.slow
 def test_every_link_of_every_page_leads_to_a_page(pages):
     seen, waiting = set(), ["/"]
     while waiting:
@@ -126,6 +127,7 @@ def test_what_is_not_there_is_404(pages):
         assert answer(pages, address).status == 404
 
 
+@pytest.mark.slow
 def test_the_file_stands_alone(pages):
     page = pages.one_file(12)
     read = Read(page)

@@ -48,6 +48,7 @@ def propensities(exploration, k, pool, draws=400):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exploration", "pool"), CASES)
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_propensities_are_those_of_the_enumeration(exploration, pool, k):
@@ -61,6 +62,7 @@ def test_propensities_are_those_of_the_enumeration(exploration, pool, k):
     assert set(found) == {item for item, p in expected.items() if p > 1e-12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exploration", "pool"), CASES)
 def test_the_mean_weighted_reward_of_a_slate_is_the_value_in_expectation(exploration, pool):
     """IPS over rows, exactly: the sum over all slates. Weights have the mean 1, as the diagnostics expect."""
@@ -90,6 +92,7 @@ def test_probabilities_given_what_stands_above_would_be_biased():
     assert value < 0.8 * target @ REWARD[ITEMS]
 
 
+@pytest.mark.slow
 def test_slates_are_drawn_with_their_probabilities():
     exploration, draws = Exploration(temperature=2.0, epsilon=0.2), 20_000
     items, logp = np.tile(ITEMS, (draws, 1)), np.tile(LOGP, (draws, 1))

@@ -75,6 +75,7 @@ def test_formats_that_cannot_be(wrong, code, field):
         CsvFormat(**wrong)
 
 
+@pytest.mark.slow
 def test_ratings_of_movielens_one_million_and_of_recbole_are_prepared(tmp_path):
     events = [
         (user, 1 + (user * step) % 7, 1 + step % 5, 978300000 + 1000 * step) for user in (1, 2, 3) for step in range(6)

@@ -93,6 +93,7 @@ def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(shards
     assert second != rows_of(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, ImpressionLayout(history_length=6, slate_length=4)])
 def test_workers_do_not_change_the_batches(shards, layout):
     alone = list(ResumableLoader(TrainBatches(shards, layout, 3, seed=1, rank=Rank()), num_workers=0))
@@ -143,6 +144,7 @@ def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
     assert loader.state_dict() == state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_epoch_continues_with_the_next_batch(shards, workers):
     def loader():

@@ -185,6 +185,7 @@ def test_extending_by_any_days_equals_preparing_the_whole_log(tmp_path_factory, 
     assert_equal(extended, whole)
 
 
+@pytest.mark.slow
 def test_a_day_more_equals_preparing_the_whole_log(tmp_path):
     log = living_log(3, 6)
     parts = [between(log, 0, 5), between(log, 5, 6)]
@@ -214,6 +215,7 @@ def yesterday(tmp_path_factory):
     return data, between(log, 5, 6)
 
 
+@pytest.mark.slow
 def test_train_shards_are_linked_and_never_read(yesterday, tmp_path):
     data, new = yesterday
     damaged = tmp_path / "damaged"
@@ -230,6 +232,7 @@ def test_train_shards_are_linked_and_never_read(yesterday, tmp_path):
     assert extended.segments == [len(train), extended.num_shards("train") - len(train)]
 
 
+@pytest.mark.slow
 def test_new_labels_are_those_of_the_kept_quantiles(tmp_path):
     """A new user's share is that of all users' watch times of yesterday's train period."""
     log = make_log(users=10, items=6, events=400)
@@ -278,6 +281,7 @@ def test_what_cannot_be_extended_is_refused(yesterday, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_split_or_label_that_cannot_roll_forward_is_refused(yesterday, tmp_path):
     _, new = yesterday
     log = between(living_log(3, 5), 0, 5)
@@ -290,6 +294,7 @@ def test_a_split_or_label_that_cannot_roll_forward_is_refused(yesterday, tmp_pat
         recpo.prepare(new, tmp_path / "out", extends=grouped)
 
 
+@pytest.mark.slow
 def test_retired_items_stay_in_histories_and_are_candidates_no_more(yesterday, tmp_path):
     data, new = yesterday
     ids = data.table("items.parquet", ["item_id"]).column(0).to_pylist()
@@ -311,6 +316,7 @@ def test_retired_items_stay_in_histories_and_are_candidates_no_more(yesterday, t
         recpo.prepare(new, tmp_path / "out", retire=[-5])
 
 
+@pytest.mark.slow
 def test_ids_to_retire_are_read_as_they_stand(yesterday, tmp_path):
     data, new = yesterday
     (tmp_path / "ids.csv").write_text("item_id\n007\n")
@@ -336,6 +342,7 @@ def test_ids_to_retire_are_read_as_they_stand(yesterday, tmp_path):
     assert later.retired_items.tolist() == [3]
 
 
+@pytest.mark.slow
 def test_units_of_the_new_files_are_checked(tmp_path):
     log = make_log()
     is_new = pc.greater_equal(log["timestamp"], START_MS + 5 * DAY_MS)

@@ -175,6 +175,7 @@ def assert_extensions_equal(folder, log, cuts, seed):
     return found
 
 
+@pytest.mark.slow
 def test_an_extension_with_features_equals_preparing_the_whole_log(tmp_path):
     first, extended = assert_extensions_equal(tmp_path, rich_log(4, 6), [5, 6], 1)
     codes = extended.item_features().codes[first.num_items + 1 :, 0]
@@ -201,6 +202,7 @@ def yesterday(tmp_path_factory):
     return data, between(log, 5, 6), tables
 
 
+@pytest.mark.slow
 def test_features_of_known_items_are_as_of_today_and_when_they_were_available_stays(yesterday, tmp_path):
     data, new, tables = yesterday
     kept = data.table("items.parquet").to_pandas()

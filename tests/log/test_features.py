@@ -143,6 +143,7 @@ def queries(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
     counts, sizes = [], []
     for number in (4, 12, 20):
@@ -156,6 +157,7 @@ def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
     assert sizes[2] - sizes[1] < 1.2 * (sizes[1] - sizes[0])
 
 
+@pytest.mark.slow
 def test_the_name_of_the_item_ids_is_remembered(tmp_path):
     log = make_log().rename_columns({"item_id": "song"})
     columns, tracks = Columns(item_id="song"), item_rows().select(["item_id", "kind"]).rename_columns(["track", "kind"])
@@ -168,6 +170,7 @@ def test_the_name_of_the_item_ids_is_remembered(tmp_path):
         assert Prepared.open(out).item_column == expected
 
 
+@pytest.mark.slow
 def test_vocabularies_of_many_columns_are_counted_together(tmp_path, monkeypatch):
     monkeypatch.setattr(feature_files, "_COLUMNS_OF_QUERY", 3)
     table = wide_items(16)
@@ -304,6 +307,7 @@ def test_users_without_an_event_have_the_request_that_is_answered(data):
     assert not histories.context.codes[:, 1].any()
 
 
+@pytest.mark.slow
 def test_the_order_of_rows_and_files_changes_no_byte(data, tmp_path):
     rng = np.random.default_rng(5)
     log, items = rich_log(), item_rows()
@@ -331,6 +335,7 @@ def test_without_tables_context_or_behaviors_there_is_no_file_and_no_column(tmp_
     assert not [name for name in schema.names if name.startswith("context") or name == "behaviors"]
 
 
+@pytest.mark.slow
 def test_ids_of_a_catalog_table_may_be_wider_integers_than_those_of_the_log(tmp_path):
     log = rich_log()
     place = log.schema.get_field_index("item_id")
@@ -341,6 +346,7 @@ def test_ids_of_a_catalog_table_may_be_wider_integers_than_those_of_the_log(tmp_
     assert ids.to_pylist() == expected.to_pylist()
 
 
+@pytest.mark.slow
 def test_a_table_says_its_features_by_its_types_and_can_fill_the_catalog(tmp_path):
     log = rich_log().filter(pa.compute.not_equal(rich_log()["item_id"], 1))
     features = FeatureColumns(context=())
@@ -361,6 +367,7 @@ def test_a_table_says_its_features_by_its_types_and_can_fill_the_catalog(tmp_pat
     assert (counts == 0).sum() >= 6
 
 
+@pytest.mark.slow
 def test_a_table_may_only_say_from_when_on_items_are_candidates(tmp_path):
     columns = FeatureColumns(item=(), available_from="born")
     made = prepare(tmp_path / "data", items=item_rows(), features=columns)
@@ -425,6 +432,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, choice, said):
         Preparation(**choice).run(rich_log(), tmp_path / "out", items=items, engine=ENGINE, progress=False)
 
 
+@pytest.mark.slow
 def test_csv_tables_and_the_movielens_preset(tmp_path):
     rng = np.random.default_rng(0)
     movies = ["movieId,title,genres", '1,"A, B (1995)",Action|Comedy', "2,C,(no genres listed)", "3,D,Comedy"]

@@ -34,6 +34,7 @@ def shards(data):
     return {file.name: file.read_bytes() for file in sorted(data.root.rglob("*.parquet"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "csv"])
 def test_texts_give_the_same_bytes_as_flags(tmp_path, kind):
     texts, flags = rated()
@@ -51,6 +52,7 @@ def test_texts_give_the_same_bytes_as_flags(tmp_path, kind):
     assert one.manifest["config"]["columns"]["dislike"] == {"column": "thumb", "equals": ["down"]}
 
 
+@pytest.mark.slow
 def test_a_label_of_texts_is_unknown_where_the_text_is_missing(tmp_path):
     columns = Columns(dislike=FlagColumn("thumb", "down"), label=FlagColumn("thumb", ("up", "superb")))
     data = recpo.prepare(rated()[0], tmp_path / "out", columns=columns, label=BinaryColumn(), **QUICK)
@@ -59,6 +61,7 @@ def test_a_label_of_texts_is_unknown_where_the_text_is_missing(tmp_path):
     assert counts["unknown"] > counts["positive"] > counts["disliked"]
 
 
+@pytest.mark.slow
 def test_words_for_a_missing_value_and_spaces_in_text_files(tmp_path):
     log, _ = rated()
     thumb = pc.fill_null(pc.binary_join_element_wise(" ", log["thumb"], " ", ""), "null")
@@ -70,6 +73,7 @@ def test_words_for_a_missing_value_and_spaces_in_text_files(tmp_path):
     assert data.manifest["counts"]["splits"]["train"]["disliked"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
 def test_numbers_and_a_column_that_is_also_the_label(tmp_path, suffix):
     log = make_log().drop_columns(["dislike"])
@@ -104,6 +108,7 @@ def test_texts_without_their_meaning_are_one_fault_for_all_files(tmp_path, suffi
     assert "columns.dislike: {column: thumb, equals: VALUE}" in message
 
 
+@pytest.mark.slow
 def test_an_extension_keeps_the_values_and_may_lack_them(tmp_path):
     log, _ = rated(days=8)
     time = log["timestamp"].to_numpy()

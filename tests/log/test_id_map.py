@@ -14,6 +14,7 @@ IDS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(ids=IDS)
 def test_there_and_back(ids):
     ids = sorted(ids)

@@ -52,6 +52,7 @@ def contents(directory):
     return {str(file.inside): hashlib.sha256(file.read_bytes()).hexdigest() for file in locate(directory).files()}
 
 
+@pytest.mark.slow
 def test_a_log_in_a_store_prepares_into_the_store_to_the_same_bytes(store, tmp_path):
     log = make_log()
     half = len(log) // 2
@@ -77,6 +78,7 @@ def test_a_log_in_a_store_prepares_into_the_store_to_the_same_bytes(store, tmp_p
     assert not list(tmp_path.glob("out.*"))
 
 
+@pytest.mark.slow
 def test_csv_in_a_store_and_its_faults(store, tmp_path):
     log = make_log(events=300)
     put(f"{store}/log.csv", log.to_pandas().to_csv(index=False).encode())
@@ -95,6 +97,7 @@ def test_csv_in_a_store_and_its_faults(store, tmp_path):
         run(f"{store}/nothing/*.parquet", tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monkeypatch):
     put_log(store, make_log(seed=1), "log.parquet", tmp_path)
     out = f"{store}/out"
@@ -123,6 +126,7 @@ def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monk
     assert "train/00001.parquet" not in contents(out)
 
 
+@pytest.mark.slow
 def test_training_reads_from_a_store_what_it_reads_from_disk(store, tmp_path):
     put_log(store, make_log(), "log.parquet", tmp_path)
     run(f"{store}/log.parquet", f"{store}/out", rows_per_shard=300)

@@ -208,6 +208,7 @@ def test_impossible_lists_are_refused(options, message):
         PreferenceListLayout(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_neither_ranks_nor_workers_change_a_row(prepared, workers):
     opened, layout = Prepared.open(prepared), PreferenceListLayout(history_length=5)

@@ -57,6 +57,7 @@ def expected_events(log):
     return log.sort_values(["user_index", "timestamp", "request_id", "item_id"]).reset_index(drop=True)
 
 
+@pytest.mark.slow
 def test_the_shards_hold_what_the_contract_says(small):
     log, out, manifest = small
     events = expected_events(log)
@@ -172,6 +173,7 @@ def test_the_levels_of_the_shards_are_those_of_raw_events(small):
     assert len(set(levels.tolist())) == 5
 
 
+@pytest.mark.slow
 def test_preparing_twice_gives_equal_bytes_for_any_order_of_rows_and_files(tmp_path):
     log = make_log(seed=3)
     # Ties in time within a user, told apart by nothing but the watch time.
@@ -189,6 +191,7 @@ def test_preparing_twice_gives_equal_bytes_for_any_order_of_rows_and_files(tmp_p
     assert str(tmp_path) not in (tmp_path / "out-first/manifest.json").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_train_period_depends_on_later_events(tmp_path):
     log = make_log(seed=5)
     other = make_log(users=90, items=70, seed=6)
@@ -207,6 +210,7 @@ def test_nothing_of_the_train_period_depends_on_later_events(tmp_path):
     assert a["test/00000.parquet"] != b["test/00000.parquet"]
 
 
+@pytest.mark.slow
 def test_rare_items_and_idle_users_are_dropped_and_counted(tmp_path):
     log = make_log(users=200, items=300, seed=2)
     path = write_log(tmp_path / "log.parquet", log)
@@ -249,6 +253,7 @@ def test_leave_last_out_without_a_clock(tmp_path):
     assert pq.read_schema(tmp_path / "out/items.parquet").field("item_id").type == pa.int32()
 
 
+@pytest.mark.slow
 def test_the_sample_log_prepares(tmp_path):
     sample = Path(__file__).parents[2] / "data" / "sample.parquet"
     manifest = run(str(sample), tmp_path / "out")
@@ -272,6 +277,7 @@ def test_checksums_find_a_changed_file(small, tmp_path):
         copy.verify()
 
 
+@pytest.mark.slow
 def test_csv_equals_parquet(tmp_path):
     log = make_log()
     log.to_pandas().to_csv(tmp_path / "log.csv", index=False)
@@ -280,6 +286,7 @@ def test_csv_equals_parquet(tmp_path):
     assert csv["shards"] == parquet["shards"]
 
 
+@pytest.mark.slow
 def test_a_word_among_integer_ids_is_a_warning_and_explains_files_of_other_types(tmp_path):
     log = make_log().to_pandas()
     log.to_csv(tmp_path / "good.csv", index=False)
@@ -294,6 +301,7 @@ def test_a_word_among_integer_ids_is_a_warning_and_explains_files_of_other_types
     assert warning in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
     path = write_log(tmp_path / "log.parquet", make_log(users=500, items=300, events=200_000))
     arguments = ["prepare", "--log", path, "--out", str(tmp_path / "out"), "--rows_per_shard", "2000"]

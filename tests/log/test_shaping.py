@@ -84,6 +84,7 @@ def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ti
     np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history, ties), rtol=1e-12)
 
 
+@pytest.mark.slow
 @QUICK
 @given(events=EVENTS, groups=st.integers(1, 5), min_history=st.integers(1, 4), ties=TIES)
 def test_d2q_equals_the_formula(engine, events, groups, min_history, ties):
@@ -92,6 +93,7 @@ def test_d2q_equals_the_formula(engine, events, groups, min_history, ties):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 @QUICK
 @given(events=EVENTS, min_history=st.integers(1, 4), ties=TIES)
 def test_watch_time_gain_equals_the_formula(engine, events, min_history, ties):
@@ -203,6 +205,7 @@ def test_feedback_levels_equal_the_formula(engine, events):
     assert found.tolist() == reference.feedback_levels(*events[1:3], events[4], events[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [WatchQuantiles(min_history=1), D2Q(3, 1), WatchTimeGain(min_history=1)])
 @QUICK
 @given(events=EVENTS, later=EVENTS)
@@ -213,6 +216,7 @@ def test_later_events_change_no_earlier_label(engine, label, events, later):
     np.testing.assert_array_equal(found, labeled(engine, label, *train))
 
 
+@pytest.mark.slow
 @QUICK
 @given(events=EVENTS)
 def test_labels_lie_in_the_unit_interval_and_are_neutral_without_a_duration(engine, events):

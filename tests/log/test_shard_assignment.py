@@ -86,6 +86,7 @@ def rows_of(batches):
     return [batch.context_ids[batch.slates.mask.any(1)].tolist() for batch in batches]
 
 
+@pytest.mark.slow
 @given(
     world_size=st.integers(1, 4),
     size=st.integers(1, 5),
@@ -159,6 +160,7 @@ def test_ranks_go_through_shards_of_one_size_in_different_orders(tmp_path):
     assert len({str(order) for order in places}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [Rank(0, 2), Rank(1, 3, 2), Rank(3, 4)], ids=str)
 @pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
 def test_a_resume_continues_with_the_same_batches_and_reads_no_consumed_shard(shards, rank, phases):
@@ -173,6 +175,7 @@ def test_a_resume_continues_with_the_same_batches_and_reads_no_consumed_shard(sh
             assert len(watched.manifest["loads"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [Rank(0, 3, 2), Rank(2, 3, 2)], ids=str)
 def test_workers_change_nothing(shards, rank):
     def loader(workers):

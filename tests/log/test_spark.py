@@ -21,7 +21,7 @@ from recpo.base.errors import RecpoError
 from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate, start_engine
 from recpo.log.events import timestamp_ms
 from recpo.log.prepare import Preparation
-from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from tests.log.conftest import START_MS, make_log, write_log
 from tests.refusals import refused
@@ -98,8 +98,7 @@ def hostile_log():
     ("label", "split"),
     [
         (WatchQuantiles(min_history=3), TemporalSplit(timezone="+08:00")),
-        (WatchTimeGain(), LeaveLastOut(min_history=2)),
-        (D2Q(groups=7), TemporalSplit(valid_days=2)),
+        (D2Q(groups=7), LeaveLastOut(min_history=2)),
     ],
     ids=lambda choice: type(choice).__name__,
 )

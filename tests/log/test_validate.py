@@ -54,6 +54,7 @@ def test_fatal_values(tmp_path, log, column, values, kind, message):
     assert "clicks.parquet, " + message in found or message in found
 
 
+@pytest.mark.slow
 def test_times_as_strings(tmp_path, log):
     times = [dt.datetime.fromtimestamp(t / 1000, dt.UTC).isoformat() for t in log["timestamp"].to_pylist()]
     table = log.set_column(2, "timestamp", pa.array(times))
@@ -64,6 +65,7 @@ def test_times_as_strings(tmp_path, log):
     assert "1 row: unparseable or impossible time [first: row 7 ('yesterday')]; write ISO times" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["us", "ns"])
 def test_equal_times_in_any_type(tmp_path, log, unit):
     seconds = np.array(log["timestamp"]) // 1000
@@ -80,6 +82,7 @@ def test_equal_times_in_any_type(tmp_path, log, unit):
     assert plain["boundaries"] == zoned["boundaries"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "values", "reason"),
     [
@@ -108,6 +111,7 @@ def test_impossible_values_are_neutralized_and_counted_or_refused(tmp_path, log,
         assert reason.partition(": ")[2] + " [first: row 0" in fault(path, tmp_path, strict=True)
 
 
+@pytest.mark.slow
 def test_a_nan_is_found_for_any_statistics_of_the_file(tmp_path, log):
     label = np.where(np.arange(len(log)) % 10 == 3, np.nan, np.arange(len(log)) % 2)
     path = write_log(tmp_path / "log.parquet", log.append_column("label", pa.array(label)))
@@ -123,6 +127,7 @@ def test_a_nan_is_found_for_any_statistics_of_the_file(tmp_path, log):
     assert sum(split["neutral"] for split in counts.values()) == 0
 
 
+@pytest.mark.slow
 def test_exact_duplicates_are_dropped_and_counted_or_refused(tmp_path, log):
     table = pa.concat_tables([log, log.slice(10, 2), log.slice(10, 1)])
     path = write_log(tmp_path / "log.parquet", table)
@@ -133,6 +138,7 @@ def test_exact_duplicates_are_dropped_and_counted_or_refused(tmp_path, log):
     assert f"3 rows: exact duplicates of an earlier event [first: row {log.num_rows} " in found
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read(tmp_path, log):
     folder = tmp_path / "log"
     folder.mkdir()
@@ -149,6 +155,7 @@ def test_files_that_cannot_be_read(tmp_path, log):
     assert run([whole, whole], tmp_path / "prepared")["counts"]["read"] == log.num_rows, "one file, named twice"
 
 
+@pytest.mark.slow
 def test_empty_logs_and_empty_parts(tmp_path, log):
     empty = write_log(tmp_path / "part-0.parquet", log.slice(0, 0))
     assert "part-0.parquet: the file is empty: it has no rows" in fault(empty, tmp_path)
@@ -157,11 +164,13 @@ def test_empty_logs_and_empty_parts(tmp_path, log):
     assert manifest["counts"]["read"] == log.num_rows
 
 
+@pytest.mark.slow
 def test_nothing_found(tmp_path):
     for name in ("none.parquet", "part-*.parquet", "s3://bucket/log"):
         assert name in fault(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_columns(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log.rename_columns({"user_id": "userId", "watch_time": "watched"}))
     found = fault(path, tmp_path)
@@ -186,6 +195,7 @@ def test_types(tmp_path, log):
     assert "b.parquet, column item_id: type string differs between files" in fault(paths, tmp_path)
 
 
+@pytest.mark.slow
 def test_labels_say_what_they_cannot_read(tmp_path, log):
     table = log.append_column("label", pa.array([0, 1, 2] * (log.num_rows // 3)))
     path = write_log(tmp_path / "log.parquet", table)
@@ -196,6 +206,7 @@ def test_labels_say_what_they_cannot_read(tmp_path, log):
     run(bare, tmp_path / "prepared", label=EveryEvent())
 
 
+@pytest.mark.slow
 def test_a_numeric_label_needs_its_ends_and_counts_values_outside_them(tmp_path, log):
     table = log.append_column("label", pa.array([0.0, 1.0, 2.5, 4.0, None] * (log.num_rows // 5)))
     path = write_log(tmp_path / "log.parquet", table)

@@ -77,6 +77,7 @@ def test_state_index_scores_any_target_of_any_state(n: int, v: int, m: int, keep
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_gradcheck_and_either_gradient_alone() -> None:
     states, table = problem(5, 30, 3)
@@ -213,6 +214,7 @@ def test_the_divergence_survives_extreme_logits_in_float32() -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 def test_the_divergence_never_makes_an_n_by_v_tensor() -> None:
     leaves = problem_of_two(2000, 30_000, torch.float32)
     with _LargestTensor() as largest:

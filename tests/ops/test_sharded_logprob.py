@@ -27,6 +27,8 @@ from recpo.ops.sharded_logprob import (
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -159,7 +161,6 @@ def test_any_cut_gives_values_and_gradients_of_the_whole_table(ranks: Ranks, cas
     ranks.run(check_softmax, case)
 
 
-@pytest.mark.slow
 def test_four_ranks_also_in_two_groups_and_with_fewer_rows_than_ranks() -> None:
     with Ranks(4) as four:
 
@@ -362,13 +363,11 @@ def check_faults() -> None:
         sharded_logprob(torch.zeros(1, 2), shard, torch.tensor([1, 2]))
 
 
-@pytest.mark.slow
 def test_a_mistake_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
     ranks.run(check_faults)
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 def test_on_a_gpu_with_nccl() -> None:
     with Ranks(1, "nccl", timeout=120) as one:
         one.run(check_softmax, Case((0, 40), (9,), 3, device="cuda"))

@@ -91,6 +91,7 @@ def test_a_bundle_of_a_baseline_lists_and_scores_like_it(name, data, held_out, t
     assert lists[["user_id", "item_id"]].equals(again[["user_id", "item_id"]])
 
 
+@pytest.mark.slow
 def test_factors_are_exported_with_their_bound_and_prior(data, tmp_path):
     factors = recpo.factorize(data, ranks=(3,), consumption=(8,), lower_bound=1.0, out=tmp_path / "factors")
     assert factors.history_prior.any()

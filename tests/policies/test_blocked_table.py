@@ -70,6 +70,7 @@ def test_a_rounded_table_is_the_plain_search_of_its_rounded_rows(precision):
     assert torch.equal(found.item_ids, expected.item_ids)
 
 
+@pytest.mark.slow
 def test_an_exported_search_is_the_search_for_any_number_of_users():
     table = BlockedTable(vectors_of(100, 4, seed=1), "int8", block_rows=30)
 

@@ -104,6 +104,7 @@ def _inputs(rows: int, seen: int = 6) -> tuple[Histories, Tensor]:
     return Histories(ids, lengths, ids % 6), torch.randint(0, V + 1, (rows, seen), generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [SASRecBlock, pytest.param(HSTUBlock, marks=pytest.mark.slow)])
 def test_exported_programs_recommend_the_same(block: type[Block], tmp_path: Path) -> None:
     import onnxruntime

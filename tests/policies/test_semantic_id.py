@@ -91,6 +91,7 @@ def test_probabilities_sum_to_one_over_the_trie(codes, options):
     assert logp.std(1).min() > 0.1
 
 
+@pytest.mark.slow
 def test_over_the_codebook_the_rest_of_the_probability_belongs_to_no_item(codes):
     made = policy(codes, normalizer="codebook")
     logp = item_logp(made, histories([0, 4, H]))

@@ -28,6 +28,7 @@ def catalogs(draw: st.DrawFn) -> tuple[Tensor, tuple[int, ...]]:
     return random_codes(draw(st.integers(1, 80)), sizes, draw(st.integers(0, 999)), draw(st.booleans())), sizes
 
 
+@pytest.mark.slow
 @given(catalogs())
 def test_the_trie_is_the_dictionary(catalog: tuple[Tensor, tuple[int, ...]]) -> None:
     codes, sizes = catalog
@@ -96,6 +97,7 @@ def test_codes_that_name_no_catalog_are_refused(
         Trie(codes, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("depth", [3, 4])
 def test_a_million_items_take_less_than_30_megabytes(depth: int, clustered: bool) -> None:

@@ -146,6 +146,7 @@ def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_pa
     validate_identity(FactorReward(tmp_path / "unknown"), "reward", data)
 
 
+@pytest.mark.slow
 def test_runs_calibration_and_tilting_refuse_rewards_of_other_users(model, prepared, tmp_path):
     replace(model, users_checksum="others").save(tmp_path / "strange")
     reward = FactorReward(tmp_path / "strange")

@@ -17,10 +17,10 @@ FAST = ["simulate", "prepare", "tokenize", "factorize"]
 @pytest.mark.parametrize(
     ("options", "verbs"),
     [
-        (["--kills", "4"], FAST),
-        (["--kills", "3"], ["train"]),
-        (["--faults", "4"], FAST),
-        (["--faults", "3"], ["train"]),
+        (["--kills", "3"], FAST),
+        (["--kills", "2"], ["train"]),
+        (["--faults", "3"], FAST),
+        (["--faults", "2"], ["train"]),
     ],
 )
 def test_verbs_that_are_ended_leave_nothing_by_halves(request, tmp_path_factory, options, verbs):

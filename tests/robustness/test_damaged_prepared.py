@@ -74,6 +74,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, "manifest.json", "recpo.json"])
 def test_flipped_bits(original, before, tmp_path_factory, name):
     root = shutil.copytree(original, tmp_path_factory.mktemp("flipped") / "prepared")

@@ -14,6 +14,8 @@ from recpo.evaluation.evaluation import Evaluation
 from tests.cli.conftest import road  # noqa: F401  a fixture
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def place(road, tmp_path):  # noqa: F811
@@ -35,7 +37,6 @@ def said(capsys):
     return error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -108,6 +108,7 @@ def assert_adds_up(table, served):
     assert not lists.duplicated(["user_id", "item_id"]).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(table=frames(), kind=st.sampled_from(sorted(READERS)))
 def test_any_frame_is_answered_or_refused(table, kind):
@@ -118,6 +119,7 @@ def test_any_frame_is_answered_or_refused(table, kind):
     assert_adds_up(table, served)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     histories=columns(("user_id", "item_id", "timestamp")),
@@ -150,6 +152,7 @@ def test_any_candidates_are_scored_or_refused(histories, candidates):
     assert scored.counts.unknown_candidates == frame["score"].isna().sum()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=st.lists(st.dictionaries(st.sampled_from([*fitting, "x"]), scalars, max_size=4), max_size=4),

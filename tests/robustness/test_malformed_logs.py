@@ -116,6 +116,7 @@ def test_missing_columns(tmp_path, capsys, column):
     assert prepare(tmp_path, capsys)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["user_id", "watch_time", "unused"])
 def test_two_columns_of_one_name(tmp_path, capsys, name):
     columns = sound() | {"unused": [0] * ROWS}
@@ -164,6 +165,7 @@ def test_names_of_columns_that_are_not_used_do_not_matter(tmp_path, capsys, name
     assert prepare(tmp_path, capsys) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["file_row_number", "filename", "select", "a b", 'a"b', "ü", "watched.time", "USER", ""]
 )
@@ -266,12 +268,14 @@ def test_a_csv_with_several_faults_names_them_all_with_rows(tmp_path, capsys):
     assert f"column user_id: 1 row: null key [first: row {ROWS + 1} (null)]" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log[1].parquet", "a*b.parquet", "a?.parquet", "ü.parquet", "a'b\".parquet"])
 def test_names_of_files(tmp_path, capsys, name):
     write(tmp_path, sound(), name)
     assert prepare(tmp_path, capsys, name=name) == (0, "")
 
 
+@pytest.mark.slow
 def test_names_of_directories_are_not_columns(tmp_path, capsys):
     (tmp_path / "user_id=77").mkdir()
     write(tmp_path / "user_id=77", sound())
@@ -279,6 +283,7 @@ def test_names_of_directories_are_not_columns(tmp_path, capsys):
     assert Prepared.open(tmp_path / "out").table("users.parquet")["user_id"].to_pylist() == list(range(USERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log.parquet", "log.csv"])
 def test_relative_paths(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -328,6 +333,7 @@ VALUE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(["parquet", "csv"]))
 def test_values_of_any_kind(tmp_path_factory, capsys, data, kind):

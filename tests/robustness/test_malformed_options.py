@@ -75,6 +75,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_an_impossible_option_is_one_message(prepared, tmp_path, capfd, options):
     out = tmp_path / "run"
@@ -125,6 +126,7 @@ OF_OTHER_VERBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", OF_OTHER_VERBS)
 def test_an_impossible_option_of_another_verb_is_one_message(prepared, tmp_path, capfd, line):
     places = {"LOG": str(prepared / "histories.parquet"), "DATA": str(prepared), "OUT": str(tmp_path / "out")}

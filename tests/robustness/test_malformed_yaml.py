@@ -21,6 +21,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "simulate"])
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_one_message(tmp_path, capsys, verb, content):

@@ -25,6 +25,7 @@ def loaded(bundle):
     return LoadedBundle.load(bundle.root, "bundle")
 
 
+@pytest.mark.slow
 def test_frequencies_are_the_propensities_that_are_logged(loaded):
     """5,000 slates of one user: how often an item was shown, against what its rows say."""
     ranker, draws = Ranker(MIXED, seed=1), 5_000

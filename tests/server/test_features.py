@@ -21,6 +21,8 @@ from tests.refusals import refused
 from tests.server.conftest import answers, request
 from tests.serving.test_feature_bundles import ITEM_IDS, KNOWN, OPTIONS, policy_of
 
+pytestmark = pytest.mark.slow
+
 FIRST_MS = 1_700_000_000_000
 
 
@@ -54,7 +56,6 @@ ASKED = {
 }
 
 
-@pytest.mark.slow
 def test_an_answer_is_that_of_the_bundle(featured):
     plain = [
         event(3, like=True, share=False, surface="home", hour=3.0),

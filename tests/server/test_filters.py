@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from recpo.lists.exploration import Exploration
 from recpo.lists.reranking import AttributeCap, RerankOptions
 from recpo.server.bundles import LoadedBundle, Reranking
@@ -9,6 +11,8 @@ from recpo.server.ranking import Query, Ranker
 from tests.refusals import refused
 from tests.server.conftest import answers
 from tests.serving.test_filters import FILTERS, PAST, bundle, fits, table  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.slow
 
 FILMS = {"category": ["film"]}
 

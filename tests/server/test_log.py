@@ -440,6 +440,7 @@ def test_a_failing_disk_is_reported_and_the_server_is_not_ready(bundle, tmp_path
     assert "disk is full" in caplog.text
 
 
+@pytest.mark.slow
 def test_prepare_reads_what_was_served(bundle, tmp_path):
     """A hundred simulated requests, prepared: every row arrives with its feedback and its propensity."""
     generator = np.random.default_rng(0)

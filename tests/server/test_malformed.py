@@ -114,6 +114,7 @@ def cases(description, count):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(300, marks=pytest.mark.slow)])
 def test_schemathesis_finds_no_server_error_and_no_answer_beside_the_page(bundle, tmp_path, count):
     """Requests generated from the OpenAPI page; every answer is one that the page promises."""

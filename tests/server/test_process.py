@@ -58,6 +58,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
     """One process from its start to its end: SIGHUP swaps, SIGTERM ends with what was asked answered and published."""
     log, keys = tmp_path / "log", tmp_path / "keys"
@@ -109,6 +110,7 @@ def test_connections_that_began_arrive_and_no_others_begin():
         assert early.recv(9) == b"answered"
 
 
+@pytest.mark.slow
 def test_faults_of_the_start_are_one_message(bundles, tmp_path):
     def message(*flags):
         command = [sys.executable, "-m", "recpo.cli.main", "serve", *map(str, flags)]

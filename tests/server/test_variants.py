@@ -45,6 +45,7 @@ def test_experiments_assign_independently():
     assert chi2_contingency(table).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_the_assignment_is_the_documented_one_and_stays():
     def documented(user, experiment):
         text = json.dumps([experiment, user], ensure_ascii=False, separators=(",", ":")).encode()

@@ -207,6 +207,7 @@ def test_without_admin_keys_no_swap_is_allowed(versions):
         assert "--admin_keys" in answer.json()["detail"]
 
 
+@pytest.mark.slow
 def test_swaps_and_a_rollback_under_load_lose_nothing(versions, bundles):
     """Every answer is a whole list of the version that it names."""
     body, expected = request(), {}

@@ -14,6 +14,8 @@ from recpo.serving.encoded_histories import EncodedHistories
 from tests.refusals import refused
 from tests.serving.conftest import served_by
 
+pytestmark = pytest.mark.slow
+
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 #: Feedback that has the level of its index, for the cutoffs of conftest.
 WATCHED = (np.nan, np.nan, 1.0, 3.0, 5.0, 8.0)

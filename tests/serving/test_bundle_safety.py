@@ -27,6 +27,8 @@ from recpo.serving.manifest import BundleManifest
 from tests.refusals import refused
 from tests.serving.conftest import served_by
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(recpo.__file__).parent.parent
 HISTORY = {"user_id": [1], "item_id": ["item-3"], "timestamp": [5], "watch_time": [8.0], "duration": [10.0]}
 
@@ -358,7 +360,6 @@ def test_other_files_than_item_tables_are_refused(copy, content):
         Bundle.open(copy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["missing", "reversed", "text", "repeated"])
 def test_altered_codes_are_refused(export_once, tmp_path, change):
     root = Path(shutil.copytree(export_once("semantic")[1], tmp_path / "bundle"))

@@ -28,6 +28,8 @@ from tests.log.test_features import prepare
 from tests.refusals import refused
 from tests.serving.conftest import served_by
 
+pytestmark = pytest.mark.slow
+
 K = 5
 
 
@@ -59,7 +61,6 @@ def compared(bundles, prepared):
     return recpo.compare(bundles / "old", bundles / "new", prepared, k=K).document
 
 
-@pytest.mark.slow
 def test_ranking_and_value_are_those_of_evaluate(compared, bundles, prepared):
     expected = recpo.evaluate(prepared, [bundles / "old", bundles / "new"], ks=[K], segments=False).document
     by_name = {one["name"]: one for one in expected["contenders"]}
@@ -206,7 +207,6 @@ def test_other_directories_than_bundles_are_errors(bundles, prepared, capsys):
         recpo.Comparison.open(bundles / "old")
 
 
-@pytest.mark.slow
 def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(tmp_path):
     """Encoded features of batches and values decoded for a reader lead to the lists of the policy itself."""
     data = prepare(tmp_path / "prepared")

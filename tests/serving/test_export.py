@@ -70,6 +70,7 @@ class Changed(PolicyRuntime):
         return self.change(*(values.copy() for values in super()._recommend(inputs, k)))
 
 
+@pytest.mark.slow
 def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
     export_bundle(
         Counting(), SEVEN, PolicyFacts(FEEDBACK, options={"unknown": "class"}), tmp_path / "bundle", BundleOptions(k=7)
@@ -83,6 +84,7 @@ def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
         Bundle.open(tmp_path / "bundle", engine="torch")
 
 
+@pytest.mark.slow
 def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path):
     with refused("mismatch", "scores"):
         export_bundle(Drifting(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=3))
@@ -131,6 +133,7 @@ def test_options_that_may_be_null_are_kept(tmp_path):
     assert Bundle.open(tmp_path / "b", engine="torch").manifest.options["attention_length"] is None
 
 
+@pytest.mark.slow
 def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_excluded(parts, tmp_path):
     policy, options = parts.policy("sasrec")
     export_bundle(
@@ -151,6 +154,7 @@ def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_exclu
         assert again[:17] == [item for item in listed if item not in (listed[0], listed[3])][:17]
 
 
+@pytest.mark.slow
 def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
     export_bundle(
         CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=3)
@@ -159,6 +163,7 @@ def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
         Bundle.open(tmp_path / "b", engine="torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity):
     """Ranking held the scores of the whole catalog twice, and their sorted, masked and shifted copies."""
@@ -174,6 +179,7 @@ def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity
         assert after.input[0] == before.output[0]
 
 
+@pytest.mark.slow
 def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
     policy = CatalogSoftmaxPolicy(50, dim=4, max_history=3)
     with torch.no_grad():
@@ -183,6 +189,7 @@ def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
     assert [item for item, _ in listed] == [0, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_k_catalog_and_existing_output_are_checked(tmp_path):
     for k in (8, 0, 3.0, True):
         with refused(("out_of_range", "wrong_type"), "k"):

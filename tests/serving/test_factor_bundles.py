@@ -17,6 +17,8 @@ from recpo.rewards.selection import validation_batches
 from recpo.serving.bundle import Bundle
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"users": 200, "items": 300, "events": 6000}
 FEATURES = FeatureColumns(available_from="available_from")
 
@@ -143,7 +145,6 @@ def test_a_new_item_has_the_prior_mean_of_its_features(factors, living, world, b
     )
 
 
-@pytest.mark.slow
 def test_tilting_needs_the_data_of_the_features_and_then_no_more(factors, living, asked, tmp_path):
     histories, people = asked
     run = recpo.train(living, config="configs/pretrain.yaml", out=tmp_path / "run", trainer={"max_steps": 2})

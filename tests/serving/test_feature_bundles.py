@@ -23,7 +23,6 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Histories
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
-from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -32,10 +31,11 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.histories import HistoryReader
-from recpo.serving.item_index import IndexOptions
 from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from tests.refusals import refused
+
+pytestmark = pytest.mark.slow
 
 ITEMS, LENGTH = 30, 5
 USER = of_side(
@@ -196,19 +196,13 @@ def test_frames_and_the_command_line_take_users_and_requests(made, tmp_path, cap
     assert "user_features: land, hobbies, age, taste; context: surface, hour" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tilted", "semantic", "hstu", "int8", "index"])
+@pytest.mark.parametrize("kind", ["tilted", "semantic", "int8"])
 def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch):
     """The export compares every engine with the policy, on random features."""
     options, form = dict(OPTIONS), {}
     if kind == "int8":
         monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=20))
         form["item_precision"] = "int8"
-    if kind == "index":
-        pytest.importorskip("faiss")
-        form["index"] = IndexOptions(lists=1)
-    if kind == "hstu":
-        options["block"] = HSTUBlock
     if kind == "semantic":
         codes = np.stack(np.unravel_index(np.arange(ITEMS), (4, 4, 4)), 1)
         SemanticCodes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})

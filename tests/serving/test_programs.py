@@ -13,6 +13,7 @@ from tests.refusals import refused
 ELEMENT_TYPES = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sasrec", "hstu"])
 def test_the_manifest_has_the_types_and_shapes_of_the_program(kind, export_once):
     _, bundle = export_once(kind)

@@ -19,6 +19,8 @@ from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 ITEMS = 12
 
 

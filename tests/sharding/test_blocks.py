@@ -66,6 +66,7 @@ def check(rows: int, blocks: list[TableBlock], cuts: list[tuple[int, int]]) -> N
     assert all(tensor.data_ptr() == local.data_ptr() for tensor in held)  # not a copy: it is read into
 
 
+@pytest.mark.slow
 @given(layouts(2))
 def test_any_cut_becomes_any_other(two: Ranks, layout: Any) -> None:
     two.run(check, *layout)

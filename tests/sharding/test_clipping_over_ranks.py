@@ -78,6 +78,7 @@ def check(value: float, scale: float) -> None:
     torch.testing.assert_close(whole_gradients(net), halves, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "scale"), [(0.3, 1.0), (5.0, 1e-3), (1e-3, 100.0)])
 def test_gradients_are_clipped_as_on_one_process(two: Ranks, alone: None, value: float, scale: float) -> None:
     two.run(check, value, scale)

@@ -17,6 +17,8 @@ from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import Model, shard
 
+pytestmark = pytest.mark.slow
+
 ROWS, DIM = 23, 8
 KINDS = ["row_wise", "table_wise", "column_wise"]
 
@@ -222,7 +224,6 @@ def test_the_softmax_is_that_of_the_whole_table_before_and_after_a_step(two: Ran
     two.run(check_scores, kind)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:2])  # 8 columns make 2 blocks of 4
 def test_four_ranks_do_the_same(four: Ranks, kind: str) -> None:
     four.run(check_vectors, kind)
@@ -251,7 +252,6 @@ def check_more_ranks_than_rows() -> None:
     torch.testing.assert_close(table(ids).detach(), F.embedding(ids, whole.weight.detach() - step))
 
 
-@pytest.mark.slow
 def test_there_may_be_more_ranks_than_rows(four: Ranks) -> None:
     four.run(check_more_ranks_than_rows)
 

@@ -175,6 +175,7 @@ def test_the_planner_expects_more_lookups_to_take_longer():
     assert 0 < few < many
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_planned():
     found = placed([ITEMS._replace(num_rows=10**9 + 1), CODES], ranks=1024, local_world_size=8, compute_device="cuda")
     assert [len(placement.blocks) for placement in found.values()] == [1024, 1024]
@@ -230,6 +231,7 @@ def looked_up(sharding):
     return torch.equal(vectors, rows[ids]), held
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_plan_of_the_first(ranks):
     first, second = ranks.run(plan_together, None)
     assert first == second

@@ -24,6 +24,8 @@ from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import shard
 
+pytestmark = pytest.mark.slow
+
 ROWS, DIM = 23, 8
 
 
@@ -128,7 +130,6 @@ def saved(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
     return path, two.run(save_run, path, "row_wise", "adagrad")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "data_parallel"])
 def test_two_ranks_continue_in_any_layout(two: Ranks, saved: Any, kind: str) -> None:
     path, expected = saved
@@ -147,7 +148,6 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 def test_four_ranks_continue_and_then_two_again(two: Ranks, four: Ranks, tmp_path: Path, optimizer: str) -> None:
     columns = "table_wise" if optimizer == "rowwise_adagrad" else "column_wise"

@@ -19,6 +19,8 @@ from recpo.sharding import row_tables
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 Cut = tuple[int, ...]
 DRAWS = [
     SamplingOptions(),
@@ -121,7 +123,6 @@ def test_draws_are_those_from_the_whole_table(
     ranks.run(check_draws, cut, contexts, group_size, seed)
 
 
-@pytest.mark.slow
 def test_four_ranks_search_and_draw_alike() -> None:
     with Ranks(4) as four:
 

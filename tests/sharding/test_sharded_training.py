@@ -124,7 +124,7 @@ def started(tmp_path_factory: Any, prepared: Path, policy: dict[str, Any]) -> Pa
     return out
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["full", "semantic", "sampled, own output table, popularity"])
 @pytest.mark.slow
 def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tmp_path, tmp_path_factory, name):
     policy = options_of(name, codes)
@@ -136,7 +136,9 @@ def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tm
         assert_same(tmp_path / "plain", tmp_path / kind)
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [*(("sampled", one) for one in RATES), ("semantic", "adagrad")])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("sampled", "adam"), ("sampled", "rowwise_adagrad"), ("semantic", "adagrad")]
+)
 @pytest.mark.slow
 def test_ranks_and_sharding_do_not_matter_to_any_optimizer(groups, codes, prepared, tmp_path, name, optimizer):
     policy = options_of(name, codes)
@@ -207,8 +209,7 @@ def aligned(kind: str) -> dict[str, Any]:
     return options | {"layout": layout, "rollout": rollout, "old_policy": "snapshot"}
 
 
-@pytest.mark.parametrize("name", ["full, own output table", "semantic"])
-@pytest.mark.parametrize("kind", ["SoftmaxDPO", "PPO"])
+@pytest.mark.parametrize(("name", "kind"), [("full, own output table", "SoftmaxDPO"), ("semantic", "PPO")])
 @pytest.mark.slow
 def test_frozen_copies_are_sharded_like_what_they_copy(groups, codes, prepared, tmp_path, tmp_path_factory, name, kind):
     policy = options_of(name, codes)
@@ -220,7 +221,7 @@ def test_frozen_copies_are_sharded_like_what_they_copy(groups, codes, prepared, 
         assert_same(tmp_path / "data_parallel", tmp_path / sharding, 5e-5)
 
 
-@pytest.mark.parametrize("name", ["full", "semantic"])
+@pytest.mark.parametrize("name", ["semantic"])
 @pytest.mark.slow
 def test_ranks_learn_from_their_own_candidates(groups, codes, prepared, tmp_path, tmp_path_factory, name):
     """Each rank draws its own, so nothing equals one process; but a run repeats itself, and copies follow."""

@@ -256,6 +256,7 @@ def fit(prepared, objective, *, resume=None, callbacks=(), steps=9, rollout=CATA
     return learner, log.values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_resuming_in_the_middle_of_a_phase_equals_not_having_stopped(prepared, tmp_path, epochs):
     rollout = RolloutOptions(candidates="catalog", batches=3, epochs=epochs, max_kl=0.5)

@@ -63,6 +63,7 @@ def fit(prepared, objective, layout, *, resume=None, callbacks=(), trainer=None,
     return learner, lightning_trainer.callback_metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "layout", "module"),
     [

@@ -71,6 +71,7 @@ CASES = [(hook, batch, None) for hook, batch in HOOKS]
 CASES += [("on_train_batch_end", -1, 1), ("on_validation_end", None, 1), ("on_train_epoch_end", None, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hook", "batch", "every"), CASES, ids=str)
 def test_a_run_killed_at_a_hook_resumes_to_the_same_weights(prepared, whole, tmp_path, hook, batch, every):
     options = {"out": tmp_path / "run", "checkpoint_every": every, **OPTIONS}
@@ -84,6 +85,7 @@ def test_a_run_killed_at_a_hook_resumes_to_the_same_weights(prepared, whole, tmp
     assert validated.items() <= run.results.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_run_killed_after_a_checkpoint_of_an_epoch_resumes_to_the_same_weights(
     prepared, whole, tmp_path, monkeypatch, epoch
@@ -127,6 +129,7 @@ def values(run):
     return {name: value for name, value in run.results.items() if name not in clocked}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_that_has_ended_takes_no_further_step_when_it_is_resumed(prepared, tmp_path, end):
     options, steps = ENDS[end]
@@ -140,6 +143,7 @@ def test_a_run_that_has_ended_takes_no_further_step_when_it_is_resumed(prepared,
     assert values(resumed) == values(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["patience", "patience within an epoch", "max_steps"])
 def test_a_run_killed_during_its_last_validation_ends_the_same(prepared, tmp_path, end):
     options, steps = ENDS[end]
@@ -159,6 +163,7 @@ def test_a_run_killed_during_its_last_validation_ends_the_same(prepared, tmp_pat
     assert values(run) == values(whole)
 
 
+@pytest.mark.slow
 def test_a_validation_within_the_epoch_is_not_skipped_by_a_resumed_run(prepared, tmp_path):
     options = {**OPTIONS, "trainer.val_check_interval": 5, "trainer.max_epochs": 2, "checkpoint_every": 1}
     validated = {"whole": [], "run": []}
@@ -179,6 +184,7 @@ def test_a_validation_within_the_epoch_is_not_skipped_by_a_resumed_run(prepared,
         assert_equal(state(tmp_path / "whole", name), state(run.root, name))
 
 
+@pytest.mark.slow
 def test_a_collapsed_run_collapses_again_when_it_is_resumed(prepared, tmp_path, monkeypatch):
     def collapse(self, trainer, module):
         if trainer.global_step == 6:

@@ -20,6 +20,8 @@ from recpo.worlds.truth import Truth
 from tests.conftest import resealed
 from tests.refusals import refused
 
+pytestmark = pytest.mark.slow
+
 HISTORY = 20
 POLICY = {"dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
 COMMON = {

@@ -69,6 +69,7 @@ def test_a_resumed_training_may_have_another_length():
     assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1 - 6 / 20)
 
 
+@pytest.mark.slow
 def test_training_sets_the_length(prepared, tmp_path):
     small = {"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 8, "heads": 1, "layers": 1, "max_history": 50}}
     run = recpo.train(

@@ -57,6 +57,7 @@ def assert_same_weights(one, other, **tolerance):
 TERNARY = {"advantage": TernaryAdvantage()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "module"), [(Likelihood(), {}), (GBPO(), TERNARY)], ids=["likelihood", "gbpo"])
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
 def test_accumulation_only_splits_the_work(prepared, objective, module, clip):
@@ -82,6 +83,7 @@ WHITENED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHITENED)
 def test_whitened_advantages_are_those_of_the_whole_step(prepared, monkeypatch, name):
     (objective, module), dropout = WHITENED[name], 0.3 if name == "critic without a snapshot" else 0.0
@@ -106,6 +108,7 @@ def test_whitened_advantages_are_those_of_the_whole_step(prepared, monkeypatch, 
         assert_same_weights(runs[1], runs[parts], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_naive_mean_of_micro_batches_would_differ(prepared, monkeypatch):
     monkeypatch.setattr(PreferenceModule, "_nominal_denominator", lambda self, count: count.clamp(min=1.0))
     monkeypatch.setattr(PreferenceModule, "on_before_optimizer_step", lambda self, optimizer: None)
@@ -120,6 +123,7 @@ def test_a_naive_mean_of_micro_batches_would_differ(prepared, monkeypatch):
     assert difference > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [5, 13])
 def test_resuming_equals_not_having_stopped(prepared, tmp_path, stop_after):
     options = {"policy": {"dropout": 0.3}, "module": {"optimizer": adam, "seed": 3}, "max_epochs": 2}
@@ -133,6 +137,7 @@ def test_resuming_equals_not_having_stopped(prepared, tmp_path, stop_after):
     assert_same_weights(whole, resumed, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_result(prepared):
     options = {"policy": {"dropout": 0.3}, "module": {"seed": 1}}
     first, second = (fit(prepared, Likelihood(), **options)[0] for _ in range(2))
@@ -141,6 +146,7 @@ def test_one_seed_gives_one_result(prepared):
     assert not torch.equal(first.state_dict()["item_table.weight"], other.state_dict()["item_table.weight"])
 
 
+@pytest.mark.slow
 def test_the_likelihood_falls_and_validation_is_logged(prepared):
     _, trainer = fit(prepared, Likelihood(), module={"optimizer": adam}, max_epochs=8)
     metrics = trainer.callback_metrics
@@ -148,6 +154,7 @@ def test_the_likelihood_falls_and_validation_is_logged(prepared):
     assert {"val/NDCG@10", "val/HitRate@10", "val/disliked@10"} <= metrics.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_sampled_normalizer_with_sparse_tables_clipped(prepared, precision):
     policy = {"normalizer": "sampled", "num_negatives": 16, "sparse": True, "dropout": 0.0}

@@ -200,6 +200,7 @@ LEARNERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_true_value_rises_by_more_than_its_noise(small_world, pretrained, name, seed):
@@ -235,6 +236,7 @@ def gain_over_the_catalog(small_world, pretrained):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ON_CATALOGS)
 def test_graded_factors_raise_the_true_value_over_the_whole_catalog(gain_over_the_catalog, name, seed):
@@ -256,6 +258,7 @@ BYSTANDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", BYSTANDERS)
 def test_objectives_that_do_not_aim_at_the_true_value_gain_less_than_one_that_does(
@@ -290,6 +293,7 @@ def gain_of_head(small_world, pretrained, name, seed):
     return true_value(small_world, of_head(policy, getattr(learner.critic, head))) - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["pairwise_reward", "pointwise_reward"])
 def test_ranking_by_a_reward_model_is_better_than_the_policy_it_started_from(small_world, pretrained, name, seed):
@@ -297,6 +301,7 @@ def test_ranking_by_a_reward_model_is_better_than_the_policy_it_started_from(sma
     assert difference.mean() > noise_of(difference)
 
 
+@pytest.mark.slow
 def test_ranking_by_q_values_is_better_than_the_policies_they_started_from(small_world, pretrained):
     # of one seed the gain is little more than its noise, and which side it falls on hangs on rounding
     difference = torch.cat([gain_of_head(small_world, pretrained, "q_learning", seed) for seed in range(3)])

@@ -136,6 +136,7 @@ def test_clipping_acts_and_clipped_items_have_no_gradient(prepared):
     assert (gradient[~clipped & (advantages != 0)] != 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "rollout", "module"),
     [
@@ -165,6 +166,7 @@ def test_resuming_in_the_middle_of_a_phase_equals_not_having_stopped(
     assert again.of("loss") == log.of("loss")[stop_after:]
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_keep_phases_whole(prepared):
     seen = []
 
@@ -291,6 +293,7 @@ LEARNERS = {
 VARIANTS = {"dr_grpo", "without_replacement", "iterative_pairs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in LEARNERS]
 )
@@ -315,6 +318,7 @@ def test_the_expected_reward_rises(prepared, name):
     assert expected() > before + 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "reward", "both"])
 def test_a_large_penalty_keeps_the_policy_at_the_reference(prepared, where):
     rollout, coef = {"batches": 1, "epochs": 1, "group_size": 32}, 20.0
@@ -335,6 +339,7 @@ def test_a_large_penalty_keeps_the_policy_at_the_reference(prepared, where):
     assert ("kl_reference" in log.steps[0]) == (where != "reward")
 
 
+@pytest.mark.slow
 def test_the_coefficient_in_the_reward_adapts_and_resumes(prepared, tmp_path):
     rollout = RolloutOptions(batches=2, epochs=2, kl_coef=0.1)
     options = {"adaptive_kl": KLTarget(1e-4, 100), **VALUES}

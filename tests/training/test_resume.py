@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "stop"), CASES, ids=lambda part: part if isinstance(part, str) else part[0])
 def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(prepared, tmp_path, options, stop):
     whole, trainer, epochs = fit(prepared, tmp_path / "whole", **OPTIONS[options])
@@ -131,6 +132,7 @@ def accumulated(prepared, tmp_path_factory):
 ACCUMULATED = {"batch_size": 8, "accumulate_grad_batches": 3, "max_epochs": 2, "every": 1, "limit_val_batches": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 4), (4, 5), (7, 8)])
 def test_a_run_killed_twice_between_micro_batches_loses_no_gradient(prepared, tmp_path, accumulated, first, second):
     whole, trainer, _ = accumulated

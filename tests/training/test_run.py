@@ -60,6 +60,7 @@ def content(root):
     return {str(file): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
 
 
+@pytest.mark.slow
 def test_a_run_of_python_is_complete_and_equals_that_of_the_command_line(prepared, base, tmp_path, capfd):
     capfd.readouterr()
     again = ["train", "--config", str(base.root / "resolved.yaml"), "--out", str(tmp_path / "again")]
@@ -73,6 +74,7 @@ def test_a_run_of_python_is_complete_and_equals_that_of_the_command_line(prepare
     assert base.results.keys() >= {"train/loss", "val/NDCG@10", "train/positions_per_second", "train/peak_memory_mib"}
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_policy_without_lightning_and_the_compiler(base):
     code = f"import sys\nfrom recpo.training.run import Run\nRun.open({str(base.root)!r}).policy()\n"
     code += "print(sorted({'lightning', 'torch._dynamo', 'sympy'} & set(sys.modules)))"
@@ -86,11 +88,13 @@ def test_the_groups_of_classes_that_are_not_imported_are_what_their_signatures_s
         assert groups == tuple(one for one in inspect.signature(own).parameters if is_group(own, one))
 
 
+@pytest.mark.slow
 def test_training_from_python_prints_nothing(prepared, tmp_path, capfd):
     train(prepared, out=tmp_path / "run", **OPTIONS)
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_alignment_takes_what_is_not_given_from_the_run_it_starts_from(prepared, base, tmp_path):
     run = train(prepared, objective=GBPO(), init_from=base, out=tmp_path / "gbpo", trainer=QUICK, allocator=False)
     policy = run.configuration["policy"]["init_args"]
@@ -100,6 +104,7 @@ def test_alignment_takes_what_is_not_given_from_the_run_it_starts_from(prepared,
     assert run.configuration["advantage"]["init_args"]["positive_fraction"] == 0.25
 
 
+@pytest.mark.slow
 def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, tmp_path, monkeypatch):
     histories = pd.read_parquet(prepared / "histories.parquet")
     before = recpo.recommend(base, histories, k=3)
@@ -130,6 +135,7 @@ def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
         assert len(lists) == copy.num_items - (not listed)
 
 
+@pytest.mark.slow
 def test_a_run_of_semantic_ids_carries_its_codes(prepared, tmp_path, monkeypatch):
     codes = recpo.tokenize(prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
     sizes = {**SIZES, "codes": codes, "decoder_layers": 1, "kv_groups": 1, "beam_width": 8}
@@ -318,6 +324,7 @@ def test_a_function_for_a_class_is_refused_before_training(prepared, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy):
     before = content(copy.root)
     options = {**OPTIONS, "out": copy.root, "resume": True}
@@ -340,6 +347,7 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_trained_from_the_star
     assert content(copy.root) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -358,6 +366,7 @@ def test_the_last_checkpoint_of_another_run_is_refused(prepared, copy, tmp_path,
     assert content(copy.root) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
@@ -376,6 +385,7 @@ def test_overwrite_destroys_nothing_before_the_first_step(prepared, copy, option
     assert [path.name for path in copy.root.parent.iterdir()] == [copy.root.name]
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_else(prepared, copy, tmp_path):
     (copy.root / "mine.txt").write_text("old")
     train(prepared, **{**OPTIONS, "out": copy.root, "overwrite": True})
@@ -390,6 +400,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(prepared, copy, tmp_path):
     assert (foreign / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.slow
 def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tmp_path):
     explode = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e38}}
     with refused("diverged"):
@@ -406,6 +417,7 @@ def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tm
         train(prepared, init_from=spoiled, out=tmp_path / "next", trainer=QUICK, allocator=False)
 
 
+@pytest.mark.slow
 def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepared, tmp_path):
     stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/NDCG@10"}}
     trainer = {**QUICK, "max_steps": 2, "callbacks": [stopping]}
@@ -416,6 +428,7 @@ def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepar
     assert train(prepared, **{**OPTIONS, "out": tmp_path / "plain", "trainer": unvalidated}).policy("best")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
@@ -460,6 +473,7 @@ def test_trainer_options_build_as_often_as_asked(tmp_path):
     assert [str(tmp_path / "two") in str(logger.log_dir) for logger in two.loggers] == [True, True]
 
 
+@pytest.mark.slow
 def test_training_without_an_end_takes_ten_epochs_and_says_so(prepared, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "trainer"}
     run = train(prepared, out=tmp_path / "run", **options)

@@ -120,6 +120,7 @@ def rewarded(model: Run, policy) -> FeedbackBatch:
     return FeedbackBatch(known, slates, torch.arange(3))
 
 
+@pytest.mark.slow
 def test_what_the_data_does_not_have_is_refused_before_anything_is_written(prepared, featured, tmp_path) -> None:
     with refused("mismatch", "policy.item_features"):
         train(prepared, config=CONFIG, out=tmp_path / "run")

@@ -74,6 +74,7 @@ def builder_of(policy, objective, reward, rollout, advantage=GroupNormalizedAdva
     return InputBuilder(networks, options), networks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "advantage"),
     [

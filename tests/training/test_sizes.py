@@ -53,6 +53,11 @@ def test_policies_that_are_aligned_attend_to_fifty_events():
     assert sizes_of("mpo", replace(DENSE, items=300_000)).batch_size == 32
 
 
+def test_a_part_of_a_log_smaller_than_one_user_still_trains():
+    part = LogCounts(events=1, users=1, items=1, requests=1, events_per_user=100, days=None, is_whole=False)
+    assert sizes_of("ranking", part).steps == sizes_of("ranking", part).epochs
+
+
 @given(counts, st.sampled_from(STEPS))
 def test_sizes_are_bounded(found, step):
     sizes = sizes_of(step, found)

@@ -213,6 +213,7 @@ def test_scores_of_which_nothing_is_known_have_no_metrics(held_out, objective):
     assert metrics.compute(lambda value: value) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("monitor", ["log_likelihood", "AUC_other"])
 def test_no_checkpoint_is_the_best_by_a_metric_that_is_undefined(prepared, tmp_path, monkeypatch, monitor):
     """Otherwise the first one would stay the best: nothing is above a log-likelihood of 0."""
@@ -301,6 +302,7 @@ def test_facts_of_the_held_out_period_are_counts(prepared):
     assert held_out_facts(data.prepared) == HeldOutFacts(known / events, comparing)
 
 
+@pytest.mark.slow
 def test_best_checkpoint_and_patience_follow_the_monitor(prepared, tmp_path):
     run = recpo.train(
         prepared,

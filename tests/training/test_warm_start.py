@@ -56,6 +56,7 @@ def test_known_rows_are_copied_and_new_ones_start_from_their_mean(nights):
         torch.testing.assert_close(policy.encoder.state_dict()[name], weight, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_training_continues_with_the_state_of_the_optimizer(nights, tmp_path):
     _, second, run = nights
     found = {}

@@ -84,6 +84,7 @@ def test_validation_and_checkpoints_have_the_averages(whole):
     assert np.abs(expected[8][name] - weights.steps[8][name]).max() > 1e-4, "an average that is not the weights"
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_averages_of_one_that_was_not(prepared, whole, tmp_path):
     run, _ = whole
     with pytest.raises(KeyError, match="killed"):

@@ -109,6 +109,7 @@ def test_every_request_sees_all_that_came_before_and_no_item_is_shown_twice(stan
     assert log.merge(past, on=["user_id", "item_id"]).empty
 
 
+@pytest.mark.slow
 def test_an_item_comes_back_when_the_time_has_passed_and_the_oracle_is_held_to_the_same(stands, tmp_path):
     show, hours = Taste(stands.truth), 12
     days = serve([stands], tmp_path / "days", show, days=2, repeat_after=hours / 24)
@@ -125,6 +126,7 @@ def test_an_item_comes_back_when_the_time_has_passed_and_the_oracle_is_held_to_t
     assert Simulation.open(days.root).served.repeat_after == hours / 24
 
 
+@pytest.mark.slow
 def test_two_days_at_once_are_one_after_the_other_and_seeds_matter(stands, two_days, tmp_path):
     both = two_days[0]
     first = serve([stands], tmp_path / "first", Taste(stands.truth))

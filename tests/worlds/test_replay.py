@@ -113,6 +113,7 @@ def test_the_logging_policy_knows_a_part_of_the_tastes(world):
     assert values["uniform"] + 0.02 < values["logging policy"] < values["best 10 items"] - 0.05
 
 
+@pytest.mark.slow
 def test_the_log_has_propensities_and_users_with_unknown_rewards_only_train(matrix, world, tmp_path):
     log, truth = world.to_pandas(), world.truth
     assert len(log) == 4_000
@@ -218,6 +219,7 @@ def test_a_changed_matrix_of_a_simulation_is_refused(matrix, tmp_path):
         Simulation.open(out)
 
 
+@pytest.mark.slow
 def test_from_the_command_line_to_true_values(matrix, tmp_path, capsys):
     items = tmp_path / "items.parquet"
     pd.DataFrame({"item_id": 900 - 5 * np.arange(ITEMS), "genre": ["a", "b"] * (ITEMS // 2)}).to_parquet(items)
@@ -237,6 +239,7 @@ def test_from_the_command_line_to_true_values(matrix, tmp_path, capsys):
     assert 0.3 < values["popularity"] < values["oracle"] < 1
 
 
+@pytest.mark.slow
 def test_the_next_days_are_those_of_complete_users(matrix, tmp_path):
     _, rewards = matrix
     world = recpo.simulate(tmp_path / "world", world="replay", matrix=matrix[0], events=4_000)

@@ -46,6 +46,7 @@ def test_time_runs_forward_within_a_user_and_stays_within_the_days(simulated):
     assert (step >= previous - 1).all(), "an exposure began before the one before it was watched"
 
 
+@pytest.mark.slow
 def test_requests_are_short_runs_of_one_user(simulated):
     _, _, log = simulated
     requests = log.groupby("request_id")

@@ -144,6 +144,7 @@ def test_estimates_rank_policies_as_their_true_values_do(world, by_logged_reward
             assert kendalltau(truth, values).statistic > 0.85, (target, estimator)
 
 
+@pytest.mark.slow
 def test_no_interval_of_a_difference_claims_the_wrong_order(world, by_logged_reward):
     claimed = 0
     for one, other in combinations(world.policies, 2):
