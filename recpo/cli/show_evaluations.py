@@ -413,6 +413,8 @@ def print_tilt(found: TiltResult) -> None:
     if found.trials and found.criterion is not None:
         title = f"validation period, lists of {found.k}; value: {_NAMES[found.criterion]}"
         caption = "± half of the 95 % interval; behind: the best less this one ± its standard error, same users"
+        if any(not one.keeps_order for one in found.trials):
+            caption += "; -: not chosen, as its AUC is lower than the highest by more than a standard error"
         headings = ("temp.", "value", "±", "behind", "±", "rows", "grade", "SNIPS", "AUC", "NDCG", "coverage", "KL")
         say(table(title, headings, (_trial_row(one, found.temperature) for one in found.trials), caption=caption))
     if found.run is None:
@@ -432,4 +434,5 @@ def _trial_row(trial: TiltTrial, chosen: float) -> tuple[str, ...]:
     numbers = map(decimals, (trial.value, trial.half_width, trial.loss, trial.loss_error))
     others = map(decimals, (trial.grade, trial.top_k, trial.auc, trial.ndcg, trial.coverage))
     rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
-    return (name + " *" * (trial.temperature == chosen), *numbers, rows, *others, decimals(trial.kl, 2))
+    name += " *" if trial.temperature == chosen else "" if trial.keeps_order else " -"
+    return (name, *numbers, rows, *others, decimals(trial.kl, 2))

@@ -74,6 +74,9 @@ class TiltTrial:
         half_width: half-width of its 95 % interval over users.
         loss: value of the best tilted policy minus this value, on the same users.
         loss_error: standard error of that difference.
+        auc_loss: with the criterion ``auc_mixed``, the highest ``auc`` of all temperatures minus this one, on the same
+            users; else nan.
+        auc_loss_error: standard error of that difference.
         top_k: off-policy value (SNIPS) of an item of the list of k.
         policy: off-policy value (SNIPS) of an item drawn from the policy.
         grade: mean grade of the lists of k, as a factorization of the validation period's own events predicts it.
@@ -91,6 +94,8 @@ class TiltTrial:
     half_width: float
     loss: float
     loss_error: float
+    auc_loss: float
+    auc_loss_error: float
     top_k: float
     policy: float
     grade: float
@@ -101,6 +106,15 @@ class TiltTrial:
     kl: float
     ndcg: float
     coverage: float
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether it ranks a user's own exposures as well as any temperature, within one standard error.
+
+        ``auc_mixed`` also rewards items for being shown, so where exposures say little about taste it would trade the
+        order of what was judged for them.
+        """
+        return not self.auc_loss > self.auc_loss_error
 
 
 @dataclass(frozen=True)
@@ -181,9 +195,15 @@ def assign_factors(module: GradeFactors, factors: Factors) -> None:
     )
 
 
-def chosen_temperature(trials: Sequence[TiltTrial]) -> float:
-    """The largest temperature, inf first, at most one standard error worse than the best; never an unknown value."""
+def chosen_temperature(trials: Sequence[TiltTrial], criterion: Criterion | None = None) -> float:
+    """The largest temperature, inf first, at most one standard error worse than the best; never an unknown value.
+
+    With the criterion ``auc_mixed``, the one with the highest value of those that keep the order of a user's exposures
+    (``keeps_order``): a baseline is no policy that was trained for value, so nothing speaks for staying near it.
+    """
     known = [trial for trial in trials if math.isfinite(trial.value)]
+    if criterion == "auc_mixed":
+        return max((t for t in known if t.keeps_order), key=lambda t: t.value).temperature
     return next(t.temperature for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
 
 
@@ -273,7 +293,9 @@ class TemperatureTrials:
             found = [self._measured(math.inf, base, bar)]
             found += [self._measured(one, tilts(base, factors, one), bar) for one in temperatures]
         values = [self._value(one)[0] for one in found]
-        best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
+        auc_losses = self._auc_losses(found)
+        keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
+        best = max(keeping or [0], key=lambda place: _or_least(values[place]))
         if not math.isfinite(values[best]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a temperature by the criterion "
@@ -281,7 +303,7 @@ class TemperatureTrials:
                 code="empty",
                 field="criterion",
             )
-        return tuple(self._trial(one, found[best]) for one in found)
+        return tuple(self._trial(one, found[best], *loss) for one, loss in zip(found, auc_losses, strict=True))
 
     def _measured(self, temperature: float, policy: Policy, bar: Any) -> _Measured:
         policy = policy.to(self.device).eval()
@@ -334,7 +356,15 @@ class TemperatureTrials:
                 return found.value, found.standard_error
         return math.nan, math.nan
 
-    def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
+    def _auc_losses(self, found: Sequence[_Measured]) -> list[tuple[float, float]]:
+        """``auc_loss`` of every temperature, and its standard error."""
+        if self.criterion != "auc_mixed":
+            return [(math.nan, math.nan)] * len(found)
+        best = max(found, key=lambda one: _or_least(_mean(one.ranking, "AUC_other")))
+        differences = [best.ranking.difference(one.ranking, "AUC_other") for one in found]
+        return [(one.mean, one.half_width / Z95) for one in differences]
+
+    def _trial(self, one: _Measured, best: _Measured, auc_loss: float, auc_loss_error: float) -> TiltTrial:
         shown = ("AUC_other", "AUC_mixed", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
         means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
@@ -342,6 +372,8 @@ class TemperatureTrials:
             one.temperature,
             *self._value(one),
             *self._loss(one, best),
+            auc_loss,
+            auc_loss_error,
             top_k=math.nan if of_list is None else of_list.value,
             policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
             grade=means["grade"],

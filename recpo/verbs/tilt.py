@@ -63,7 +63,7 @@ class Tilt(Verb[TiltResult]):
     run: Run | Path | str
     """the run to tilt, its directory, or the name of a baseline that is a policy: implicit_als, ease, popularity and
     others (``recpo export``). Tilted implicit ALS, which knows who chose what, is the best policy of sparse logs that
-    we measured (docs/rewards.md)"""
+    we measured (docs/evaluation.md)"""
     factors: Factors | Path | str
     """factors that ``recpo factorize`` fitted for the same items, or their directory"""
     prepared: Prepared | Path | str | None = None
@@ -75,7 +75,8 @@ class Tilt(Verb[TiltResult]):
     temperature: float | Literal["auto"] = "auto"
     """difference in grade that moves the log-odds of two items by 1; auto = the largest temperature (the closest to the
     base) whose value is within one standard error of the best; the untilted policy counts as an infinite temperature.
-    The error is that of the difference on the same users. A number is written whatever its value"""
+    The error is that of the difference on the same users. With the criterion auc_mixed, the best one of those that rank
+    a user's own exposures as well as any, within one standard error. A number is written whatever its value"""
     temperatures: Sequence[PositiveFloat] = TEMPERATURES
     """values to try if temperature is auto"""
     criterion: Criterion | None = None
@@ -142,10 +143,10 @@ class Tilt(Verb[TiltResult]):
             used, options = shared.criterion, (self._temperatures, self.progress)
             tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
-        chosen = chosen_temperature(trials) if self.temperature == "auto" else float(self.temperature)
+        chosen = chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
         if chosen == math.inf:
             return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
-        inputs = self._inputs(base, data)
+        inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
             final = tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
             how = TemperatureChoice(chosen, used, self.k, trials)
@@ -170,7 +171,7 @@ class Tilt(Verb[TiltResult]):
                 field="prepared",
             )
         base = TiltBase.of_run(run, self.checkpoint)
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(base, data))
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(run, data))
         if isinstance(base.policy, TiltedPolicy | RerankedPolicy):
             raise RecpoError(
                 f"{run.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
@@ -205,17 +206,17 @@ class Tilt(Verb[TiltResult]):
         factors.validate_feedback(data.feedback, data.root)
         factors.validate_items(data.catalog_checksum, data.root)
         factors.validate_features(data)
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=[data.root, self.factors])
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
         kept = None if self.baseline_cache is None else Path(self.baseline_cache)
         served = served_baseline(named, data, cache=BaselineCache(kept, kept))
         own = type(served.policy)
         configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
         return TiltBase(named, served.policy.eval(), configuration, data, None)
 
-    def _inputs(self, base: TiltBase, data: Prepared | None) -> list[object]:
+    def _inputs(self, source: Run | Prepared, data: Prepared | None) -> list[object]:
         """Directories that the output must not replace."""
         given = None if isinstance(self.factors, Factors) else self.factors
-        return [base.source.root, data and data.root, given]
+        return [source.root, data and data.root, given]
 
     def _trials(self, data: Prepared, *, of_baseline: bool) -> TemperatureTrials:
         """What all temperatures are measured with."""

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -217,6 +218,17 @@ def trial(temperature, value, loss, error):
     )
 
 
+def test_the_mixed_criterion_takes_the_best_temperature_that_ranks_exposures_as_well_as_any():
+    """In a confounded world the mixed AUC alone takes .1, whose lists are worth .780; those of .0125 .831."""
+    numbers = [(math.inf, 0.80), (0.1, 0.84), (0.05, 0.83), (0.0125, 0.835)]
+    trials = [trial(temperature, value, 0.0, 0.0) for temperature, value in numbers]
+    assert tilting.chosen_temperature(trials, "auc_mixed") == 0.1
+    losses = [(0.08, 0.01), (0.012, 0.004), (0.002, 0.003), (0.0, 0.0)]
+    trials = [replace(t, auc_loss=loss, auc_loss_error=e) for t, (loss, e) in zip(trials, losses, strict=True)]
+    assert [t.keeps_order for t in trials] == [False, False, True, True]
+    assert tilting.chosen_temperature(trials, "auc_mixed") == 0.0125
+
+
 @pytest.mark.parametrize(
     ("trials", "expected"),
     [
@@ -318,6 +330,7 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     assert found.criterion == "auc_mixed"
     assert {trial.temperature for trial in found.trials} == {math.inf, 0.05}
     assert all(0 < trial.auc_mixed < 1 and trial.value == trial.auc_mixed for trial in found.trials)
+    assert min(trial.auc_loss for trial in found.trials) == 0.0
     origin = json.loads((tmp_path / "run" / "origin.json").read_text())
     assert origin["tilted"] == {"baseline": name}
     assert origin["data"]["item_column"] == data.item_column
