@@ -8,7 +8,7 @@ its own, so that its peak resident size (libraries and vectors included) is its 
 faiss is skipped where it is not installed.
 
     python benchmarks/semantic_codes.py            # 100,000 and 1,000,000 items
-    python benchmarks/semantic_codes.py --quick    # 1,500 items
+    python benchmarks/semantic_codes.py --quick    # 5,000 items
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def installed(contender: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1,500 items")
+    parser.add_argument("--quick", action="store_true", help="5,000 items")
     parser.add_argument("--items", type=int, nargs="*", default=[100_000, 1_000_000])
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--data", choices=["gaussian", "clusters"], help="measure the only contender in this process")
@@ -125,7 +125,7 @@ def main() -> None:
     if args.data:
         print(json.dumps(measure(args.contenders[0], args.items[0], args.data)))
         return
-    for items in [1_500] if args.quick else args.items:
+    for items in [5_000] if args.quick else args.items:
         for data in ("gaussian", "clusters"):
             for name in args.contenders:
                 if not installed(name):

@@ -219,17 +219,15 @@ def test_evaluation_measures_passes_and_metrics_that_agree_and_skips_absent_peer
         assert line["memory"]
 
 
-def test_scaling_measures_steps_by_catalog_and_epochs_by_log(prepared, one_thread):
-    scaling = benchmark("scaling")
-    for kind in scaling.POLICIES:
-        line = scaling.step(kind, 500, 1)
-        assert (line["policy"], line["items"]) == (kind, 500)
-        assert line["cpu_ms"] > 0
-    for assign in ("batches", "shards"):
-        line = scaling.epoch(prepared, 8, assign, 1)
-        assert line["ranks"] == 8
-        assert line["plan_ns_per_event"] > 0
-        assert line["read_ns_per_event"] > 0
+def test_scaling_measures_steps_by_catalog_and_epochs_by_log(prepared):
+    (step,) = lines_of("scaling.py", "--step", "semantic", "--items", "500", "--repeats", "1")
+    assert (step["policy"], step["items"]) == ("semantic", 500)
+    assert step["cpu_ms"] > 0
+    epoch = ("--epoch", str(prepared), "--ranks", "8", "--assign", "batches", "--repeats", "1")
+    (line,) = lines_of("scaling.py", *epoch)
+    assert (line["ranks"], line["assign"]) == (8, "batches")
+    assert line["plan_ns_per_event"] > 0
+    assert line["read_ns_per_event"] > 0
 
 
 def test_catalog_programs_measures_a_form_of_the_program():
