@@ -20,14 +20,8 @@ from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops.linear_algebra import solve_positive_definite
 from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import (
-    GradeFactors,
-    GradeFactorsOptions,
-    prefixes,
-    recent_feedback,
-    validate_temperature,
-)
-from recpo.policies.sampling import planned_items, scoring_plan, spread
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, recent_feedback, validate_temperature
+from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
 LEAST_POSITIVE_LEVEL = HIGHEST - 1

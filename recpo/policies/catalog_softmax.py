@@ -18,9 +18,8 @@ from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, 
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
-from recpo.policies.grade_factors import prefixes
 from recpo.policies.item_table import ItemTable, TableUse
-from recpo.policies.sampling import planned_items, scoring_plan, spread
+from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

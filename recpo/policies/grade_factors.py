@@ -2,7 +2,7 @@
 
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,6 @@ from recpo.base.feedback import GRADES
 from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.base.types import Features, Histories
 from recpo.ops.linear_algebra import damped_mean, item_forms, normal_equations, solve_positive_definite, user_forms
-
-# Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
-HISTORIES_AT_ONCE = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,9 +302,3 @@ def validate_temperature(temperature: float) -> None:
             code="out_of_range",
             field="temperature",
         )
-
-
-def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
-    """The first ``visible [N]`` events of the histories ``context [N]``, a few histories at a time."""
-    for rows, lengths in zip(context.split(HISTORIES_AT_ONCE), visible.split(HISTORIES_AT_ONCE), strict=True):
-        yield histories.rows(rows).up_to(lengths)

@@ -7,7 +7,8 @@ no plan, or a plan for other positions, the same functions run on the device of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,6 +18,9 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import matmul_transposed
 from recpo.policies import catalog_search
+
+#: Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
+HISTORIES_AT_ONCE: Final = 1 << 10
 
 
 def validate_sampling(group_size: int, options: SamplingOptions) -> None:
@@ -280,3 +284,9 @@ def check_visible(histories: Histories, slates: Slates, wanted: Tensor, readable
             code="out_of_range",
             field="policy.attention_length",
         )
+
+
+def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
+    """The first ``visible [N]`` events of the histories ``context [N]``, a few histories at a time."""
+    for rows, lengths in zip(context.split(HISTORIES_AT_ONCE), visible.split(HISTORIES_AT_ONCE), strict=True):
+        yield histories.rows(rows).up_to(lengths)

@@ -22,14 +22,8 @@ from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.encoder import readable_ids
-from recpo.policies.grade_factors import (
-    HISTORIES_AT_ONCE,
-    GradeFactors,
-    GradeFactorsOptions,
-    prefixes,
-    validate_temperature,
-)
-from recpo.policies.sampling import planned_items, scoring_plan, spread
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, validate_temperature
+from recpo.policies.sampling import HISTORIES_AT_ONCE, planned_items, prefixes, scoring_plan, spread
 
 
 class _OnBase(Policy):

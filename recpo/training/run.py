@@ -285,13 +285,18 @@ def write_start(
     """
     write_text(root / MARKER, marker("run"))
     write_text(root / RESOLVED, resolved)
-    data.item_ids().save(root / ITEMS)
-    write_json(root / FEEDBACK, data.feedback.to_json())
+    write_items(root, data)
     write_features(root, policy, data)
     if codes is not None:
         ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
         shutil.copytree(codes, root / CODES, ignore=ignore, dirs_exist_ok=True)
     write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
+
+
+def write_items(root: Path, data: Prepared) -> None:
+    """Writes the external ids of the items, and how feedback levels are computed."""
+    data.item_ids().save(root / ITEMS)
+    write_json(root / FEEDBACK, data.feedback.to_json())
 
 
 def data_facts(data: Prepared) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import DotProductPolicy, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
-from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import EvaluationBatch, Slates, on_device
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.candidates import Candidates
@@ -52,6 +51,7 @@ from recpo.training.run import (
     data_facts,
     mark_finished,
     write_features,
+    write_items,
     write_text,
 )
 
@@ -480,15 +480,14 @@ class TiltBase:
         return cls(run.root.resolve().name, run.policy(checkpoint), configuration, run, checkpoint)
 
     @property
-    def feedback(self) -> FeedbackDefinition:
-        """Defines the feedback levels that the policy reads."""
-        return self.source.feedback
+    def is_baseline(self) -> bool:
+        """Whether it is a baseline."""
+        return isinstance(self.source, Prepared)
 
     def write_files(self, root: Path) -> None:
         """Writes the files of a run that do not depend on the tilt: items, feedback, codes and features."""
         if isinstance(self.source, Prepared):
-            self.source.item_ids().save(root / ITEMS)
-            write_json(root / FEEDBACK, self.source.feedback.to_json())
+            write_items(root, self.source)
             return
         for name in (ITEMS, FEEDBACK):
             shutil.copy2(self.source.root / name, root / name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
@@ -41,6 +41,9 @@ from recpo.training.tilting import (
 )
 from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
 from recpo.verbs.verb import Verb, compute_device, function_of
+
+#: Baselines that can be tilted: the policies among them that are no grades themselves.
+_TILTED: Final = tuple(name for name in SERVED if name != "factorization")
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Tilt(Verb[TiltResult]):
         used: Criterion | None = None
         trials: tuple[TiltTrial, ...] = ()
         if data is not None:
-            shared, device = self._trials(data, of_baseline=base.checkpoint is None), compute_device(self.device)
+            shared, device = self._trials(data, of_baseline=base.is_baseline), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
             tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
@@ -190,10 +193,9 @@ class Tilt(Verb[TiltResult]):
         return base
 
     def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> TiltBase:
-        if named not in SERVED or named == "factorization":
+        if named not in _TILTED:
             raise RecpoError(
-                f"{named} is no policy to tilt by grades: name a run, or one of "
-                f"{', '.join(name for name in SERVED if name != 'factorization')}",
+                f"{named} is no policy to tilt by grades: name a run, or one of {', '.join(_TILTED)}",
                 code="unsupported",
                 field="run",
             )

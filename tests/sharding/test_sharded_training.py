@@ -124,7 +124,7 @@ def started(tmp_path_factory: Any, prepared: Path, policy: dict[str, Any]) -> Pa
     return out
 
 
-@pytest.mark.parametrize("name", ["full", "semantic", "sampled, own output table, popularity"])
+@pytest.mark.parametrize("name", ["full", "semantic", "semantic, codes only", "sampled, own output table, popularity"])
 @pytest.mark.slow
 def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tmp_path, tmp_path_factory, name):
     policy = options_of(name, codes)
