@@ -24,6 +24,7 @@ from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
+from recpo.serving.program import CatalogSearch
 from tests.refusals import refused
 
 V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, TEMPERATURE, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
@@ -274,6 +275,9 @@ def test_implicit_als_is_tilted_exactly(bound: float) -> None:
     seen = torch.tensor([4, 6, 1, 0])  # prefixes, the first two longer than what implicit ALS reads
     of_prefix = policy.log_prob(whole_catalog(known, seen))
     assert torch.allclose(of_prefix, policy.log_prob(whole_catalog(known.up_to(seen))), atol=1e-5)
+    nothing = torch.zeros(4, 1, dtype=torch.long)
+    in_blocks = CatalogSearch(policy, "float32", block_rows=12).recommend(known, 10, nothing)
+    assert torch.equal(in_blocks.item_ids, listed.item_ids[:, :10])
 
 
 def test_beta_goes_from_the_factor_model_to_the_base() -> None:
