@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 def _validate(value: Any, kind: Any, name: str) -> None:
     try:
-        if not math.isfinite(kind(value)):
+        if isinstance(value, str) or not math.isfinite(kind(value)):
             raise ValueError
     except (ValueError, TypeError, OverflowError) as error:
         whole = "a whole number" if kind._type is int else "a number"

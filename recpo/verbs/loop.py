@@ -18,7 +18,7 @@ from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import locked_directory, output_directory, output_file
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
-from recpo.base.ranges import PositiveInt, validate_ranges
+from recpo.base.ranges import PositiveInt
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
 from recpo.serving.bundle import Bundle
@@ -153,7 +153,6 @@ class Loop(RoundOptions, Verb[LoopResult]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate_ranges(self)
         if self.world not in WORLDS:
             raise RecpoError(
                 f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}",

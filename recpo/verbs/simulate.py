@@ -6,7 +6,6 @@ On those days a bundle serves simulated users in the same way as a server: histo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, validate_ranges
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
@@ -80,7 +80,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """directory of the world that continues; or a list of the world and the days served since, in order"""
     exploration: Exploration | None = None
     """how the policy's slates are drawn; None = the best items in their order"""
-    repeat_after: float | None = None
+    repeat_after: NonNegativeFloat | None = None
     """days after which the policy may show a user an item again (its bundle was exported with ``repeats``); None =
     never. The oracle of the report follows the same rule"""
     overwrite: bool = False
@@ -89,8 +89,8 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
-        validate_seed(self.seed)
-        if self.after is None:  # the other parameters of a world that continues are known to be valid
+        validate_ranges(self)
+        if self.after is None:  # the parameters of a world that continues are known to fit each other
             super().__post_init__()
 
     @classmethod
@@ -168,15 +168,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
             )
         for name, known in dataclasses.asdict(truth.preferences.parameters).items():
             value = getattr(self, name)
-            if name in ("days", "seed"):
-                least = 1 if name == "days" else 0
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise RecpoError(
-                        f"simulate: {name} is {value!r}, expected a whole number from {least} on",
-                        code="out_of_range",
-                        field=name,
-                    )
-            elif value != known:
+            if name not in ("days", "seed") and value != known:
                 raise RecpoError(
                     f"simulate: {name} is {value!r}, {stands.root} has {known!r}: a policy serves an existing world; "
                     "give only days and seed",
@@ -240,12 +232,6 @@ class BundleService:
             )
 
     def _validate_repeats(self, repeat_after: float | None) -> None:
-        if repeat_after is not None and not (math.isfinite(repeat_after) and repeat_after >= 0):
-            raise RecpoError(
-                f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never",
-                code="out_of_range",
-                field="repeat_after",
-            )
         if repeat_after is not None and not self.bundle.manifest.repeats:
             raise RecpoError(
                 f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "

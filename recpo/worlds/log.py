@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -25,15 +26,7 @@ from recpo.artifacts.outputs import output_directory, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.frames import to_pandas
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
-from recpo.worlds.preferences import (
-    ITEM_TABLE,
-    USER_TABLE,
-    FloatArray,
-    IntArray,
-    LoggingPolicy,
-    Preferences,
-    write_side_information,
-)
+from recpo.worlds.preferences import ITEM_TABLE, USER_TABLE, FloatArray, IntArray, Preferences, write_side_information
 from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, SEALED as TRUTH_FILES, Truth
 
 if TYPE_CHECKING:
@@ -259,28 +252,12 @@ def _if_written(file: Path) -> Path | None:
     return file if file.is_file() else None
 
 
-class Tables(NamedTuple):
-    """Tables that a simulation has copies of, as ``items.parquet`` and ``users.parquet``; None = no such table."""
-
-    items: Path | None = None
-    users: Path | None = None
-
-    def copy_to(self, directory: Path) -> None:
-        """Copies them."""
-        for file, name in ((self.items, ITEM_TABLE), (self.users, USER_TABLE)):
-            if file is not None:
-                shutil.copyfile(file, directory / name)
-
-
-NO_TABLES: Final = Tables()
-
-
 def write_simulation(
     preferences: Preferences,
     out: Path,
     *,
     world: World = "default",
-    tables: Tables = NO_TABLES,
+    tables: Mapping[str, Path] = MappingProxyType({}),
     overwrite: bool = False,
     progress: bool = False,
 ) -> Simulation:
@@ -298,18 +275,19 @@ def write_simulation(
         preferences: users, items and all parameters.
         out: output directory.
         world: name of the world that the parameters are based on, for ``truth.json``.
-        tables: tables of the items and the users to copy.
+        tables: files to copy by their names in ``out``, ``items.parquet`` and ``users.parquet``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
 
     Raises:
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
-    truth = Truth(preferences, LoggingPolicy.of(preferences), world)
+    truth = Truth(preferences, world)
     with output_directory(out, kind="simulation", overwrite=overwrite, sealed=Simulation.sealed) as partial:
         truth.save(partial / "truth")
         write_side_information(preferences, partial, preferences.parameters.days - 1)
-        tables.copy_to(partial)
+        for name, file in tables.items():
+            shutil.copyfile(file, partial / name)
         write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
     return Simulation(Path(out), truth)
 

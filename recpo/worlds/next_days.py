@@ -11,6 +11,7 @@ most active user.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -30,14 +31,13 @@ from recpo.worlds.log import (
     DayReport,
     ServedDays,
     Simulation,
-    Tables,
     draw_sessions,
     draw_watch_time,
     write_parts,
 )
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY
 from recpo.worlds.preferences import FloatArray, IntArray, Preferences, write_side_information
-from recpo.worlds.truth import RequestSlates, RequestValues, Truth, request_values
+from recpo.worlds.truth import RequestValues, Truth, request_values
 
 _SERVED_STREAM = 5
 _LOWEST = np.iinfo(np.int64).min
@@ -100,11 +100,6 @@ class Requests(NamedTuple):
     opens_session: NDArray[np.bool_]
     turn: IntArray
 
-    def of(self, places: IntArray) -> Requests:
-        """Selects some of the requests."""
-        due, opens_session, turn = self.due[places], self.opens_session[places], self.turn[places]
-        return Requests(self.user_row[places], self.size[places], due, opens_session, turn)
-
 
 class _Served(NamedTuple):
     """A round of requests: its log rows, the time at which each user is free again, and its true values."""
@@ -161,8 +156,9 @@ def write_next_days(
         )
         truth.save(partial / "truth")
         write_side_information(truth.preferences, partial, numbers[-1])
-        if truth.preferences.replays:
-            Tables(worlds[0].items, worlds[0].users).copy_to(partial)
+        for table in (worlds[0].items, worlds[0].users) if truth.preferences.replays else ():
+            if table is not None:
+                shutil.copyfile(table, partial / table.name)
         write_parts([events], partial / LOG, events.num_rows, progress=False)
         served = dataclasses.replace(how, days=tuple(reports))
         served.save(partial)
@@ -288,7 +284,7 @@ def _serve_day(
         user_rows = requests.user_row[chosen]
         today = [_of_users(one.events, truth.user_ids[user_rows]) for one in rounds]
         histories = pa.concat_tables([past.take(_ranges(offsets[user_rows], offsets[user_rows + 1])), *today])
-        asked = requests.of(chosen)
+        asked = Requests(*(column[chosen] for column in requests))
         begin = np.where(asked.opens_session, np.maximum(asked.due, free[user_rows]), free[user_rows])
         excluded = _excluded(truth, histories, user_rows, begin, repeat_after)
         one = _serve_round(truth, (histories, excluded), show, asked, begin, request_ids[chosen], day, generator)
@@ -346,7 +342,7 @@ def _serve_round(
         order[np.searchsorted(user_ids[order], excluded["user_id"].to_numpy())],
         np.searchsorted(items.item_id, excluded["item_id"].to_numpy()),
     )
-    values, not_shown = request_values(truth, float(day), user_rows, RequestSlates(item_rows, shown.lengths), barred)
+    values, not_shown = request_values(truth, float(day), user_rows, item_rows, barred)
     return _Served(
         pa.table(events, schema=SCHEMA),
         begin + busy.sum(axis=1),

@@ -23,7 +23,16 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import validate_range
+from recpo.base.ranges import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    validate_ranges,
+)
 
 Born = NDArray[np.int32]
 
@@ -36,30 +45,30 @@ class LifeParameters:
     share ``signal / (1 + signal)`` of its variance.
     """
 
-    births: float = 0.0
+    births: ClosedUnitInterval = 0.0
     """growth of the catalog, as a share per day; 0 = all items exist from start to end"""
-    birth_days: int = 0
+    birth_days: NonNegativeInt = 0
     """number of days, from day 0 on, on which items are born; 0 = the days of the log. With more days than the log
     has, the catalog also grows on the days that a policy serves after it"""
-    half_life: float = 7.0
+    half_life: PositiveFloat = 7.0
     """days after which an item has lost half of its freshness"""
-    fading: float = 1.0
+    fading: NonNegativeFloat = 1.0
     """loss in the affinity logit of an item with no freshness left"""
     content_dim: int = 32
     """width of the content vectors"""
-    content_signal: float = 4.0
+    content_signal: PositiveFloat = 4.0
     """signal of every coordinate of the item latents in the content vectors"""
-    quality_signal: float = 0.5
+    quality_signal: PositiveFloat = 0.5
     """signal of the item quality in the content vectors"""
-    tags: int = 48
+    tags: PositiveInt = 48
     """number of different tags"""
-    category_noise: float = 0.15
+    category_noise: ClosedUnitInterval = 0.15
     """probability that an item's category is drawn at random instead of being its topic"""
     author_items: float = 20.0
     """mean number of items of an author, all of one topic"""
-    author_signal: float = 1.0
+    author_signal: PositiveFloat = 1.0
     """signal of the item quality in the order by which items get their authors"""
-    attribute_signal: float = 1.0
+    attribute_signal: PositiveFloat = 1.0
     """signal of the tastes of day 0 in the attributes of the users"""
 
     @property
@@ -144,29 +153,29 @@ class SimulationParameters(LifeParameters):
     It also has the parameters of ``LifeParameters``.
     """
 
-    users: int = 2000
+    users: PositiveInt = 2000
     """number of users"""
-    items: int = 1000
+    items: PositiveInt = 1000
     """number of items, V; for a growing catalog, the final number"""
-    events: int = 200_000
+    events: PositiveInt = 200_000
     """number of rows of the log, exactly"""
-    days: int = 14
+    days: PositiveInt = 14
     """the log covers days 0..days-1; a session that starts before midnight may run past it"""
-    random_share: float = 0.1
+    random_share: ClosedUnitInterval = 0.1
     """probability epsilon that an exposure is drawn uniformly from the catalog"""
-    topics: int = 16
+    topics: PositiveInt = 16
     """number of topics; a topic may be empty when the catalog is small"""
-    drift: float = 0.03
+    drift: NonNegativeFloat = 0.03
     """mean angular speed of a taste, radians per day; 0 = fixed tastes"""
-    dislike_cost: float = 2.0
+    dislike_cost: NonNegativeFloat = 2.0
     """amount that one dislike subtracts from the reward"""
-    seed: int = 0
+    seed: Seed = 0
     """every random number follows from it"""
     latent_dim: int = 8
     """dimension d of tastes and item latents"""
-    start_ms: int = 1_767_571_200_000
+    start_ms: NonNegativeInt = 1_767_571_200_000
     """time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday)"""
-    topic_share: float = 0.5
+    topic_share: ClosedUnitInterval = 0.5
     """share of an item latent's squared length that is its topic's center; the rest is its own"""
     taste_scale: float = 4.0
     """weight of ``<taste, latent>`` in the affinity logit"""
@@ -174,13 +183,13 @@ class SimulationParameters(LifeParameters):
     """weight of the item quality (standard normal) in the affinity logit"""
     affinity_bias: float = -1.5
     """constant of the affinity logit"""
-    clickbait_share: float = 0.08
+    clickbait_share: ClosedUnitInterval = 0.08
     """probability that an item is clickbait"""
     clickbait_boost: float = 0.7
     """amount that clickbait adds to an item's log-popularity"""
-    dislike_base: float = 0.05
+    dislike_base: NonNegativeFloat = 0.05
     """dislike probability of an ordinary item as its affinity goes to 0"""
-    clickbait_dislike: float = 0.25
+    clickbait_dislike: NonNegativeFloat = 0.25
     """amount that clickbait adds to the dislike probability as the affinity goes to 0"""
     popularity_spread: float = 1.0
     """standard deviation of the log-popularity of items of equal quality"""
@@ -188,69 +197,52 @@ class SimulationParameters(LifeParameters):
     """weight of an item's quality in its log-popularity; small, so that popular items are not the best"""
     topic_sharpness: float = 4.0
     """inverse temperature of the logging policy's topic softmax"""
-    topic_noise: float = 0.2
+    topic_noise: NonNegativeFloat = 0.2
     """standard deviation of the logging policy's error about a user's affinity for a topic"""
     activity_spread: float = 0.8
     """standard deviation of the log-activity of users"""
     session_length: float = 12.0
     """mean number of exposures in a session (geometric)"""
-    request_size: int = 6
+    request_size: PositiveInt = 6
     """exposures that share a request; the last request of a session may be shorter"""
-    duration_bias: float = 0.25
+    duration_bias: NonNegativeFloat = 0.25
     """exponent by which the watch ratio falls with duration: ``(duration_median / duration)^bias``"""
-    duration_median: float = 30.0
+    duration_median: PositiveFloat = 30.0
     """median duration, seconds"""
     duration_spread: float = 0.8
     """standard deviation of the log-duration"""
-    skip_share: float = 0.35
+    skip_share: ClosedUnitInterval = 0.35
     """probability of an immediate skip as the affinity goes to 0"""
     watch_noise: float = 0.35
     """standard deviation of the log-watch-ratio of events that are not skipped"""
 
     def __post_init__(self) -> None:
-        self._require_types()
-        for name in ("users", "items", "events", "days", "topics", "request_size"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("latent_dim", self.latent_dim >= 2, "at least 2, or a taste has nowhere to drift to")
-        for name in ("random_share", "topic_share", "clickbait_share", "skip_share"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "a probability between 0 and 1")
-        for name in ("drift", "dislike_cost", "start_ms", "duration_bias", "topic_noise", "dislike_base"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
+        validate_ranges(self)
+        for field in dataclasses.fields(SimulationParameters):
+            value = getattr(self, field.name)
+            self._require(field.name, isinstance(value, int | float) and math.isfinite(value), "be a finite number")
+        self._require("latent_dim", self.latent_dim >= 2, "be at least 2, or a taste has nowhere to drift to")
         for name in ("popularity_spread", "activity_spread", "duration_spread", "watch_noise"):
-            self._require(name, 0 <= getattr(self, name) <= 3, "between 0 and 3")
-        validate_seed(self.seed)
-        self._require("session_length", self.session_length >= 1, "at least 1")
-        self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
+            self._require(name, 0 <= getattr(self, name) <= 3, "be between 0 and 3")
+        self._require("session_length", self.session_length >= 1, "be at least 1")
         total_dislike = self.dislike_base + self.clickbait_dislike
-        self._require("clickbait_dislike", self.clickbait_dislike >= 0 and total_dislike <= 1, "0 .. 1 - dislike_base")
+        self._require("clickbait_dislike", total_dislike <= 1, "be at most 1 - dislike_base")
         limit = MAX_EVENTS_PER_USER_DAY * self.users * self.days
-        self._require(
-            "events",
-            self.events <= limit,
-            f"at most {limit:,} ({MAX_EVENTS_PER_USER_DAY} per user and day): ask for fewer events, more users or days",
-        )
-        self._require_life()
+        most = f"be at most {limit:,} ({MAX_EVENTS_PER_USER_DAY} per user and day): ask for fewer, more users or days"
+        self._require("events", self.events <= limit, most)
+        self._require("author_items", self.author_items >= 1, "be at least 1")
+        if self.lives:
+            first = self.items / (1 + self.births) ** max(0, self.last_birth_day)
+            self._require("births", first >= 1, f"be so small that of {self.items} items one exists on day 0")
+            least = self.latent_dim + 1
+            self._require("content_dim", self.content_dim >= least, f"be at least {least}: latents and quality")
+            return
+        for field in dataclasses.fields(LifeParameters):
+            rule = f"be {field.default!r} where births is 0 and nothing lives: set births above 0, or leave it out"
+            self._require(field.name, getattr(self, field.name) == field.default, rule)
 
-    def _require_life(self) -> None:
-        if not self.lives:
-            for field in dataclasses.fields(LifeParameters):
-                what = f"{field.default!r} where births is 0 and nothing lives: set births above 0, or leave it out"
-                self._require(field.name, getattr(self, field.name) == field.default, what)
-        self._require("births", 0 <= self.births <= 1, "a share a day between 0 and 1")
-        self._require("birth_days", self.birth_days >= 0, "at least 0")
-        first = self.items / (1 + self.births) ** max(0, self.last_birth_day)
-        self._require("births", first >= 1, f"so little growth to {self.items} items that day 0 has one")
-        self._require("tags", self.tags >= 1, "at least 1")
-        least = self.latent_dim + 1
-        self._require(
-            "content_dim", not self.lives or self.content_dim >= least, f"at least {least}: latents and quality"
-        )
-        self._require("half_life", self.half_life > 0, "a positive number of days")
-        self._require("author_items", self.author_items >= 1, "at least 1")
-        self._require("category_noise", 0 <= self.category_noise <= 1, "a probability between 0 and 1")
-        self._require("fading", self.fading >= 0, "at least 0")
-        for name in ("content_signal", "quality_signal", "author_signal", "attribute_signal"):
-            self._require(name, getattr(self, name) > 0, "a positive ratio of variances")
+    def _require(self, name: str, fits: bool, rule: str) -> None:
+        validate_range(fits, name, f"must {rule}", getattr(self, name))
 
     @property
     def last_birth_day(self) -> int:
@@ -261,19 +253,6 @@ class SimulationParameters(LifeParameters):
         """All parameters by name, without those of life if the catalog is fixed."""
         left_out = set() if self.lives else {field.name for field in dataclasses.fields(LifeParameters)}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
-
-    def _require_types(self) -> None:
-        for field in dataclasses.fields(SimulationParameters):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or (field.type == "int" and not isinstance(value, int)):
-                self._require(field.name, False, "a whole number" if field.type == "int" else "a number")
-            self._require(field.name, isinstance(value, int | float) and math.isfinite(value), "a finite number")
-
-    def _require(self, name: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise RecpoError(
-                f"simulate: {name} is {getattr(self, name)!r}, expected {expected}", code="out_of_range", field=name
-            )
 
     def generator(self, *stream: int) -> np.random.Generator:
         """Random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""

@@ -37,9 +37,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.worlds.log import Tables
+from recpo.base.frames import require_columns
 from recpo.worlds.parameters import WORLDS, LifeParameters, SimulationParameters
-from recpo.worlds.preferences import FloatArray, IntArray, Items, Preferences, Users, draw_activity, draw_durations
+from recpo.worlds.preferences import (
+    ITEM_TABLE,
+    USER_TABLE,
+    FloatArray,
+    IntArray,
+    Items,
+    Preferences,
+    Users,
+    draw_activity,
+    draw_durations,
+)
 
 REPLAY: Final = "replay"
 EVENTS_PER_USER: Final = 20
@@ -187,10 +197,10 @@ class Replayed:
         return WORLDS.get(self.world, {})  # type: ignore[call-overload]  # a name that is checked later
 
     @property
-    def tables(self) -> Tables:
-        """The files to copy."""
-        files = (None if file is None else Path(file) for file in (self.item_table, self.user_table))
-        return Tables(*files)
+    def tables(self) -> dict[str, Path]:
+        """The files to copy, by their names in a simulation."""
+        files = {ITEM_TABLE: self.item_table, USER_TABLE: self.user_table}
+        return {name: Path(file) for name, file in files.items() if file is not None}
 
     def validate(self, verb: str) -> None:
         """Checks that the files fit the world and each other.
@@ -235,14 +245,7 @@ def _read(file: Path, option: str) -> pa.Table:
 
 def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     table = _read(file, "matrix")
-    for name in _COLUMNS:
-        if name not in table.column_names:
-            raise RecpoError(
-                f"{file} has no column {name}, only {', '.join(table.column_names)}: a matrix of rewards has "
-                f"{', '.join(_COLUMNS)}",
-                code="missing_column",
-                field=name,
-            )
+    require_columns(table, _COLUMNS, str(file))
     if not table.num_rows:
         raise RecpoError(f"{file} has no rows, expected one per known reward", code="empty", field="matrix")
     kinds = dict.fromkeys(("user_id", "item_id"), pa.types.is_integer) | {"reward": _is_number}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recpo.artifacts.checksums import kind_of, verify_sealed
 from recpo.artifacts.outputs import write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.preferences import FloatArray, IntArray, Items, LoggingPolicy, Preferences, Users
 
@@ -37,17 +38,15 @@ class Truth:
 
     Args:
         preferences: users, items and all parameters.
-        logging_policy: the logging policy; in a living world, that of day 0.
         world: name of the world of ``recpo.worlds.parameters.WORLDS`` that the parameters are based on; ``Truth``
             itself only reads the parameters.
     """
 
-    def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy, world: str = "default") -> None:
+    def __init__(self, preferences: Preferences, world: str = "default") -> None:
         self.preferences = preferences
-        self.logging_policy = logging_policy
         self.world = world
         self._unknown = ~preferences.complete
-        self._policies: dict[int, LoggingPolicy] = {}
+        self._policy_of_day = lru_cache(_DAYS_IN_MEMORY)(partial(LoggingPolicy.of, preferences))
 
     @classmethod
     def load(cls, path: Path) -> Truth:
@@ -91,8 +90,7 @@ class Truth:
             raise RecpoError(
                 f"{directory} is damaged (rows or columns are missing): simulate again", code="damaged", field="rows"
             )
-        preferences = Preferences(parameters, users, items)
-        return cls(preferences, LoggingPolicy.of(preferences), world)
+        return cls(Preferences(parameters, users, items), world)
 
     def save(self, directory: Path) -> None:
         """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
@@ -130,12 +128,7 @@ class Truth:
 
     def policy_on(self, day: float) -> LoggingPolicy:
         """The logging policy of a day; in a living world, it shows the items born by then."""
-        number = int(day) if self.lives else 0
-        if self.lives and number not in self._policies:
-            if len(self._policies) >= _DAYS_IN_MEMORY:
-                self._policies.pop(next(iter(self._policies)))
-            self._policies[number] = LoggingPolicy.of(self.preferences, number)
-        return self._policies.get(number, self.logging_policy)
+        return self._policy_of_day(int(day) if self.lives else 0)
 
     def expected_reward(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """True expected reward ``[N, k]`` of items ``[N, k]`` for users ``[N]``."""
@@ -232,11 +225,9 @@ class Truth:
             RecpoError: ``k`` is larger than the number of items available on the (first) day; invalid ids or days.
         """
         users = _rows(user_ids, self.user_ids, "user_ids")
-        available = self._available_at_least(_days(day, len(users)))
-        if not 1 <= k <= available:
-            raise RecpoError(
-                f"k is {k}, expected 1 to {available}, the number of items", code="out_of_range", field="k"
-            )
+        days = _days(day, len(users))
+        available = int(self.available(days.min(initial=np.inf)).sum())  # items are born and never leave
+        validate_range(1 <= k <= available, "k", f"must be from 1 to {available}, the number of items", k)
         best = np.empty((len(users), k), dtype=np.int64)
         for part, _, reward, there in self._reward_to_all(users, day):
             reward = np.where(there, reward, -np.inf)
@@ -273,10 +264,6 @@ class Truth:
             reward = self.preferences.reward(affinity, self.preferences.items.clickbait)
             reward[self._unknown[users[part]]] = np.nan
             yield part, days[part], reward, self.available(days[part])
-
-    def _available_at_least(self, days: FloatArray) -> int:
-        """Number of items on the first of the days; items are born and never leave."""
-        return int(self.available(days.min()).sum()) if len(days) else len(self.item_ids)
 
     def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
         users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
@@ -321,7 +308,7 @@ def _days(day: ArrayLike, users: int) -> FloatArray:
 def _parts(users: int, cells_per_user: int) -> Iterator[slice]:
     step = max(1, _CELLS_PER_CHUNK // max(1, cells_per_user))
     for begin in range(0, users, step):
-        yield slice(begin, begin + step)
+        yield slice(begin, min(begin + step, users))
 
 
 def _write_arrays(file: Path, arrays: dict[str, NDArray[Any]]) -> None:
@@ -346,9 +333,6 @@ def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-_REQUEST_CELLS = 1 << 20  # size of a requests x items matrix: 8 MiB each
-
-
 class RequestValues(NamedTuple):
     """True values per request ``[R]``, means over the places of its slate; nan if the slate is empty.
 
@@ -368,20 +352,8 @@ class RequestValues(NamedTuple):
     oracle_value: FloatArray
 
 
-class RequestSlates(NamedTuple):
-    """Slates of some requests.
-
-    Attributes:
-        item_rows: ``[R, k]`` rows of the catalog; -1 pads on the right.
-        lengths: ``[R]`` items in each slate.
-    """
-
-    item_rows: IntArray
-    lengths: IntArray
-
-
 def request_values(
-    truth: Truth, day: float, user_rows: IntArray, slates: RequestSlates, excluded: tuple[IntArray, IntArray]
+    truth: Truth, day: float, user_rows: IntArray, slates: IntArray, excluded: tuple[IntArray, IntArray]
 ) -> tuple[RequestValues, FloatArray]:
     """True values of slates that were shown on ``day``.
 
@@ -389,7 +361,7 @@ def request_values(
         truth: truth of the simulation.
         day: the day that determines tastes.
         user_rows: ``[R]`` users of the requests.
-        slates: the slates shown, without excluded items.
+        slates: ``[R, k]`` rows of the items shown, none of them excluded; -1 pads on the right.
         excluded: requests ``[P]``, and rows ``[P]`` of items that must not be shown in them.
 
     Returns:
@@ -401,21 +373,20 @@ def request_values(
     order = np.argsort(excluded[0], kind="stable")
     owner, barred = excluded[0][order], excluded[1][order]
     values, not_shown = RequestValues(*np.full((5, len(user_rows)), np.nan)), np.zeros(len(clickbait))
-    step = max(1, _REQUEST_CELLS // len(clickbait))
-    for begin in range(0, len(user_rows), step):
-        part = slice(begin, min(begin + step, len(user_rows)))
-        users, shown, length = user_rows[part], slates.item_rows[part], slates.lengths[part]
+    for part in _parts(len(user_rows), len(clickbait)):
+        users, shown = user_rows[part], slates[part]
         affinity = preferences.affinity_to_all(users, day)
         reward, dislike = preferences.reward(affinity, clickbait), preferences.dislike_probability(affinity, clickbait)
         probability = policy.propensity_of_all(users)
         filled = shown >= 0
+        length = filled.sum(1)
         places = np.where(length > 0, length, np.nan)
         values.value[part] = (np.take_along_axis(reward, shown, 1) * filled).sum(1) / places
         values.dislikes[part] = (np.take_along_axis(dislike, shown, 1) * filled).sum(1) / places
         values.logging_value[part] = np.einsum("rv,rv->r", probability, reward)
         values.logging_dislikes[part] = np.einsum("rv,rv->r", probability, dislike)
         of_part = slice(*np.searchsorted(owner, [part.start, part.stop]))
-        reward[owner[of_part] - begin, barred[of_part]] = -np.inf
+        reward[owner[of_part] - part.start, barred[of_part]] = -np.inf
         reward[:, absent] = -np.inf
         values.oracle_value[part] = _best(reward, length)
         with np.errstate(divide="ignore"):

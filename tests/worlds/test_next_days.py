@@ -175,7 +175,7 @@ def test_expected_coverage_of_the_logging_policy_is_that_of_its_draws(stands, tw
     truth, log = stands.truth, two_days[0].to_pandas()
     log = log[log["request_id"] < log["request_id"].min() + one.requests]
     users, generator = np.searchsorted(truth.user_ids, log["user_id"]), np.random.default_rng(0)
-    drawn = [len(np.unique(truth.logging_policy.sample(users, generator)[0])) / 900 for _ in range(200)]
+    drawn = [len(np.unique(truth.policy_on(0).sample(users, generator)[0])) / 900 for _ in range(200)]
     assert one.logging_coverage == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / np.sqrt(200))
 
 

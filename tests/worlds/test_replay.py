@@ -58,7 +58,7 @@ def test_the_true_reward_is_the_number_in_the_matrix(matrix, world):
         np.testing.assert_allclose(truth.uniform_value(users, 3), rewards[:COMPLETE].mean(1))
         best = truth.top_k_value(users, truth.oracle_top_k(users, 10, 0), 0)
         np.testing.assert_allclose(best, np.sort(rewards[:COMPLETE])[:, -10:].mean(1))
-        weights = truth.logging_policy.propensity_of_all(np.arange(COMPLETE))
+        weights = truth.policy_on(0).propensity_of_all(np.arange(COMPLETE))
         np.testing.assert_allclose(truth.logging_value(users, 0), (weights * rewards[:COMPLETE]).sum(1))
     assert world.truth.world == "replay"
 
