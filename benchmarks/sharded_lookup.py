@@ -29,22 +29,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpo.policies.item_table import ItemTable, tables_on_meta
 from recpo.sharding.blocks import TableSpec
 from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
-from recpo.sharding.planning import make_collection, plan_tables, table_key
+from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 
 OPTIONS = TableOptions("rowwise_adagrad", lr=0.02)
 
 
-def sharded(spec: TableSpec, kind: Any) -> tuple[Any, list[Any]]:
+def sharded(spec: TableSpec) -> tuple[Any, list[Any]]:
     """A collection of one table over the ranks, and its blocks."""
-    plan = plan_tables(
-        [spec], sharding=kind, optimizer=OPTIONS.optimizer, world_size=dist.get_world_size(), group=dist.group.WORLD
-    )
+    plan = plan_tables([spec], optimizer=OPTIONS.optimizer, world_size=dist.get_world_size(), group=dist.group.WORLD)
     cpu = torch.device("cpu")
     model = DistributedModelParallel(
         nn.ModuleDict({table_key(spec.name): make_collection(spec)}),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=cpu,
-        plan=plan.sharding,
+        plan=collection_plan(plan.sharding),
         sharders=[EmbeddingCollectionSharder(fused_params=OPTIONS.fused_params(cpu, frozen=False))],
         init_data_parallel=False,
     )
@@ -54,8 +52,8 @@ def sharded(spec: TableSpec, kind: Any) -> tuple[Any, list[Any]]:
 class InBackward:
     """torchrec as it is."""
 
-    def __init__(self, spec: TableSpec, kind: Any) -> None:
-        self._key, (self._collection, _) = table_key(spec.name), sharded(spec, kind)
+    def __init__(self, spec: TableSpec) -> None:
+        self._key, (self._collection, _) = table_key(spec.name), sharded(spec)
 
     def step(self, lookups: list[Tensor], gradient: Tensor) -> None:
         """Lookups, gradients, update."""
@@ -70,8 +68,8 @@ class InBackward:
 class Collected:
     """recpo's table and its optimizer."""
 
-    def __init__(self, spec: TableSpec, kind: Any) -> None:
-        collection, blocks = sharded(spec, kind)
+    def __init__(self, spec: TableSpec) -> None:
+        collection, blocks = sharded(spec)
         with tables_on_meta():
             table = ItemTable(spec.num_rows - 1, spec.dim)
         assert dist.group.WORLD is not None
@@ -102,8 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rng = np.random.default_rng(dist.get_rank())
-    spec = TableSpec("item_table", arguments.items + 1, arguments.dim, arguments.ids)
-    contenders = {"torchrec": InBackward(spec, arguments.sharding), "recpo": Collected(spec, arguments.sharding)}
+    spec = TableSpec("item_table", arguments.items + 1, arguments.dim, arguments.ids, arguments.sharding)
+    contenders = {"torchrec": InBackward(spec), "recpo": Collected(spec)}
     gradient = torch.randn(arguments.ids, arguments.dim)
     spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(arguments.rounds):

@@ -316,13 +316,12 @@ def show_plan(verb: Plan, needs: Needs) -> VerbResult:
 def _placement_rows(needs: Needs) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for spec in needs.workload.tables():
-        if spec.copy_of is None:
-            placement = needs.placements[spec.name]
-            blocks = [block for block in placement.blocks if block.num_rows]
-            first, last = blocks[0], blocks[-1].rank
-            on = f"{first.rank}" if len(blocks) == 1 else f"{first.rank}-{last}"
-            held = f"{first.num_rows:,} x {first.num_columns}"
-            lines.append((spec.name, f"{spec.num_rows:,} x {spec.dim}", placement.sharding, on, held))
+        placement = needs.placements[spec.name]
+        blocks = [block for block in placement.blocks if block.num_rows]
+        first, last = blocks[0], blocks[-1].rank
+        on = f"{first.rank}" if len(blocks) == 1 else f"{first.rank}-{last}"
+        held = f"{first.num_rows:,} x {first.num_columns}"
+        lines.append((spec.name, f"{spec.num_rows:,} x {spec.dim}", placement.sharding, on, held))
     return lines
 
 

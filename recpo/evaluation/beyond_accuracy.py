@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.measures import Measure, Observed
-from recpo.items.columns import read_vectors
+from recpo.items.columns import read_rows
 from recpo.lists.reranking import ItemAttributes
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
@@ -331,7 +331,7 @@ def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
     items = data.item_ids()
     vectors = None
     if features.vectors is not None:
-        rows = read_vectors(features.file, features.item_id, [features.vectors], items.to_internal, data.num_items)
+        rows = read_rows(features.file, features.item_id, [features.vectors], items)
         vectors = _with_place_0(torch.from_numpy(rows.values))
     if features.tags is None:
         return facts._replace(vectors=vectors)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +13,7 @@ import pyarrow.compute as pc
 from recpo.base.errors import RecpoError
 from recpo.base.features import is_list
 from recpo.base.frames import require_columns
-
-#: Internal ids (1..V, 0 = not in the catalog) of external ones.
-ToInternal = Callable[[pa.Array], np.ndarray]
+from recpo.log.id_map import IdMap
 
 
 class ItemRows(NamedTuple):
@@ -32,62 +30,40 @@ class ItemRows(NamedTuple):
     ignored: int
 
 
-def read_vectors(
-    source: Path | pa.Table, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int
-) -> ItemRows:
-    """Float32 vectors from one column of lists, or from several columns of numbers.
-
-    Args:
-        source: Parquet file, a directory of such files, or a table.
-        item_id: column of the external ids.
-        columns: a column of lists of equal length, or one column of numbers for each dimension.
-        to_internal: the id map of the catalog.
-        num_items: V.
-
-    Raises:
-        RecpoError: invalid file, column or value; the message names it.
-    """
-    return _collect(source, item_id, columns, to_internal, num_items, _vector_block, np.float32)
-
-
-def read_codes(
-    source: Path | pa.Table, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int
-) -> ItemRows:
-    """Int64 codes, one column for each level: integers from 0, or text with one number in it, such as ``<a_183>``.
-
-    Args:
-        source: Parquet file, a directory of such files, or a table.
-        item_id: column of the external ids.
-        columns: one column for each level.
-        to_internal: the id map of the catalog.
-        num_items: V.
-
-    Raises:
-        RecpoError: invalid file, column or value; the message names it.
-    """
-    return _collect(source, item_id, columns, to_internal, num_items, _code_block, np.int64)
-
-
-def _collect(
+def read_rows(
     source: Path | pa.Table,
     item_id: str,
     columns: Sequence[str],
-    to_internal: ToInternal,
-    num_items: int,
-    block_of: Callable[[pa.RecordBatch, Sequence[str], str], np.ndarray],
-    dtype: type[np.generic],
+    items: IdMap,
+    kind: Literal["vectors", "codes"] = "vectors",
 ) -> ItemRows:
-    file = shown(source)
-    values, found, ignored = np.zeros((num_items, 0), dtype), np.zeros(num_items, dtype=bool), 0
+    """Vectors or codes of the items of a catalog.
+
+    Vectors are float32, from one column of lists of equal length or from one column of numbers for each dimension.
+    Codes are int64, from one column for each level: integers from 0, or text with one number in it, such as
+    ``<a_183>``.
+
+    Args:
+        source: Parquet file, a directory of such files, or a table.
+        item_id: column of the external ids.
+        columns: the columns to read.
+        items: the catalog.
+        kind: what they contain.
+
+    Raises:
+        RecpoError: invalid file, column or value; the message names it.
+    """
+    file, block_of = shown(source), _vector_block if kind == "vectors" else _code_block
+    values, found, ignored = np.zeros((len(items), 0)), np.zeros(len(items), dtype=bool), 0
     for batch in _batches(source, [item_id, *columns]):
         try:
-            index = to_internal(batch.column(item_id))
+            index = items.to_internal(batch.column(item_id))
         except RecpoError as error:
             raise RecpoError(f"{file}, column {item_id}: {error}", code="bad_value", field=item_id) from error
         ignored += int((index == 0).sum())
         batch = batch.filter(pa.array(index > 0))
         rows = index[index > 0] - 1
-        twice = found[rows] | (np.bincount(rows, minlength=num_items)[rows] > 1)
+        twice = found[rows] | (np.bincount(rows, minlength=len(items))[rows] > 1)
         if twice.any():
             first = batch.column(item_id)[int(twice.argmax())]
             raise RecpoError(
@@ -99,11 +75,8 @@ def _collect(
             continue
         block = block_of(batch, columns, file)
         if not values.shape[1]:
-            values = np.zeros((num_items, block.shape[1]), dtype)
-        if block.shape[1] != values.shape[1]:
-            raise RecpoError(
-                _unequal(file, columns[0], values.shape[1], block.shape[1]), code="wrong_shape", field=columns[0]
-            )
+            values = np.zeros((len(items), block.shape[1]), block.dtype)
+        _validate_equal(file, columns[0], values.shape[1], block.shape[1])
         values[rows], found[rows] = block, True
     if not found.any():
         raise RecpoError(
@@ -142,12 +115,7 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> n
     if len(columns) == 1 and is_list(listed.type):
         _validate_no_nulls(listed, columns[0], file)
         lengths = pc.list_value_length(listed).to_numpy()
-        if (lengths != lengths[0]).any():
-            raise RecpoError(
-                _unequal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()]),
-                code="wrong_shape",
-                field=columns[0],
-            )
+        _validate_equal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()])
         if not lengths[0]:
             raise RecpoError(f"{file}, column {columns[0]}: the vectors are empty", code="empty", field=columns[0])
         block = _numbers(listed.flatten(), columns[0], file).reshape(len(batch), lengths[0])
@@ -218,5 +186,7 @@ def _validate_no_nulls(values: pa.Array, column: str, file: str) -> None:
         )
 
 
-def _unequal(file: str, column: str, one: int, other: int) -> str:
-    return f"{file}, column {column}: vectors have unequal lengths, {one} and {other}; all items need the same"
+def _validate_equal(file: str, column: str, one: int, other: int) -> None:
+    if one != other:
+        message = f"{file}, column {column}: vectors have unequal lengths, {one} and {other}; all items need the same"
+        raise RecpoError(message, code="wrong_shape", field=column)

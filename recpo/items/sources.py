@@ -17,7 +17,8 @@ from torch import Tensor
 from recpo.base.errors import RecpoError
 from recpo.base.features import Vector, of_type, read_features
 from recpo.base.frames import Frame, to_arrow
-from recpo.items.columns import ItemRows, read_codes, read_vectors, shown
+from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
+from recpo.items.columns import read_rows, shown
 from recpo.items.residual_kmeans import Codebooks
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared, run_change
@@ -50,16 +51,50 @@ class VectorSource(ABC):
     """A source of item vectors, from which residual k-means makes codes; implementations are frozen dataclasses."""
 
     @abstractmethod
-    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """The vectors of all items."""
+    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+        """The vectors of all items.
 
-    @abstractmethod
-    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """Vectors of the new items in the space of earlier, frozen codebooks; the rows of other items are not used.
+        Args:
+            data: the prepared data.
+            items: the catalog.
+            seed: seed of all random numbers.
+            earlier: only the rows of its new items are used, in the space of its codebooks; the vectors have to come
+                from the model that made those of the codebooks.
 
         Raises:
-            RecpoError: this source cannot make such vectors.
+            RecpoError: an item has no vector, or this source cannot make vectors in the space of earlier codebooks.
         """
+
+
+Missing = Literal["error", "mean", "zero"]
+
+
+def _substituted(
+    values: np.ndarray,
+    absent: np.ndarray,
+    how: Missing,
+    items: IdMap,
+    earlier: EarlierCodes | None,
+    shown: str,
+    field: str,
+) -> int:
+    """Gives the ``absent [V]`` items the mean or the zero vector, in place; the number of those that are needed.
+
+    Raises:
+        RecpoError: ``how`` is "error", and a needed item has no vector.
+    """
+    needed = np.ones(len(absent), bool) if earlier is None else earlier.is_new.numpy()
+    lacking = absent & needed
+    if lacking.any() and how == "error":
+        first = items.to_external([int(lacking.argmax()) + 1])[0]
+        raise RecpoError(
+            f"{shown} has no vector for {int(lacking.sum())} of {int(needed.sum())} items, the first is {first}: add "
+            "them, or give them the mean or the zero vector (missing: mean, missing: zero)",
+            code="missing_value",
+            field=field,
+        )
+    values[absent] = values[~absent].mean(0, dtype=np.float64) if how == "mean" and not absent.all() else 0.0
+    return int(lacking.sum())
 
 
 class _GivenVectors(VectorSource):
@@ -67,39 +102,17 @@ class _GivenVectors(VectorSource):
 
     item_id: str
     vector: str | list[str]
-    missing: Literal["error", "mean", "zero"]
+    missing: Missing
 
     @abstractmethod
     def _source(self) -> Path | pa.Table: ...
 
-    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """See ``VectorSource.read``."""
-        return self._read(items, np.ones(len(items), dtype=bool))
-
-    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``. The vectors must come from the model that made those of the codebooks."""
-        return self._read(items, earlier.is_new.numpy())
-
-    def _read(self, items: IdMap, needed: np.ndarray) -> ItemVectors:
-        """Vectors of all items, with a substitute for the ``needed [V]`` items that have none.
-
-        Raises:
-            RecpoError: ``missing`` is "error", and a needed item has no vector.
-        """
+    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+        """See ``VectorSource``."""
         source, columns = self._source(), [self.vector] if isinstance(self.vector, str) else self.vector
-        rows = read_vectors(source, self.item_id, columns, items.to_internal, len(items))
-        absent = needed & ~rows.found
-        if absent.any() and self.missing == "error":
-            first = items.to_external([int(absent.argmax()) + 1])[0]
-            raise RecpoError(
-                f"{shown(source)} has no vector for {int(absent.sum())} of {int(needed.sum())} items, the first is "
-                f"{first}: add them, or give them the mean or the zero vector (missing: mean, missing: zero)",
-                code="missing_value",
-                field="vectors",
-            )
-        if self.missing == "mean":
-            rows.values[absent] = rows.values[rows.found].mean(0, dtype=np.float64)
-        return ItemVectors(rows.values, _file_facts(rows, absent))
+        rows = read_rows(source, self.item_id, columns, items)
+        lacking = _substituted(rows.values, ~rows.found, self.missing, items, earlier, shown(source), "vectors")
+        return ItemVectors(rows.values, {"items_missing": lacking, "rows_of_other_items": rows.ignored})
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class VectorsFromParquet(_GivenVectors):
     file: Path
     item_id: str = "item_id"
     vector: str | list[str] = "vector"
-    missing: Literal["error", "mean", "zero"] = "error"
+    missing: Missing = "error"
 
     def _source(self) -> Path:
         return self.file
@@ -137,7 +150,7 @@ class VectorsFromFrame(_GivenVectors):
     frame: Frame
     item_id: str = "item_id"
     vector: str | list[str] = "vector"
-    missing: Literal["error", "mean", "zero"] = "error"
+    missing: Missing = "error"
 
     def _source(self) -> pa.Table:
         return to_arrow(self.frame, "vectors")
@@ -166,7 +179,7 @@ class CodesFromFile:
         Raises:
             RecpoError: items without codes, or codes outside the codebook.
         """
-        rows = read_codes(self.file, self.item_id, self.codes, items.to_internal, len(items))
+        rows = read_rows(self.file, self.item_id, self.codes, items, "codes")
         if not rows.found.all():
             first = items.to_external([int((~rows.found).argmax()) + 1])[0]
             raise RecpoError(
@@ -190,11 +203,7 @@ class CodesFromFile:
                 field="codebook_size",
             )
         sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
-        return rows.values, sizes, _file_facts(rows, ~rows.found)
-
-
-def _file_facts(rows: ItemRows, absent: np.ndarray) -> dict[str, Any]:
-    return {"items_missing": int(absent.sum()), "rows_of_other_items": rows.ignored}
+        return rows.values, sizes, {"items_missing": 0, "rows_of_other_items": rows.ignored}
 
 
 class Sequences(NamedTuple):
@@ -236,34 +245,25 @@ class VectorsFromCooccurrence(VectorSource):
             dropped and counted.
     """
 
-    dim: int = 64
-    window: int = 5
-    shift: float = 1.0
-    max_pairs: int = 50_000_000
+    dim: PositiveInt = 64
+    window: PositiveInt = 5
+    shift: PositiveFloat = 1.0
+    max_pairs: PositiveInt = 50_000_000
 
     def __post_init__(self) -> None:
         """Refuses invalid options."""
-        for name in ("dim", "window", "max_pairs"):
-            if getattr(self, name) < 1:
-                raise RecpoError(
-                    f"{name} must be at least 1, got {getattr(self, name)}", code="out_of_range", field=name
-                )
-        if not self.shift > 0:
-            raise RecpoError(f"shift must be positive, got {self.shift}", code="out_of_range", field="shift")
+        validate_ranges(self)
 
-    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """See ``VectorSource.read``."""
-        pairs = self.count(_sequences(data), data.num_items)
-        vectors = self.vectors(pairs, seed)
-        return ItemVectors(vectors, _facts(pairs, vectors))
+    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+        """See ``VectorSource``.
 
-    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``.
-
-        Another factorization has other axes. A new item therefore gets the mean of the points that the codes of its
-        close items represent, weighted by mutual information.
+        Another factorization has other axes. With earlier codebooks, a new item therefore gets the mean of the points
+        that the codes of its close items represent, weighted by mutual information.
         """
         pairs = self.count(_sequences(data), data.num_items)
+        if earlier is None:
+            vectors = self.vectors(pairs, seed)
+            return ItemVectors(vectors, _facts(pairs, vectors))
         given = earlier.codebooks.reconstruct(earlier.codes.clamp_min(0)).numpy()
         is_new = earlier.is_new.numpy()
         points = self.fold_in(pairs, given, is_new)
@@ -367,38 +367,19 @@ class VectorsFromFeatures(VectorSource):
     """
 
     feature: str | None = None
-    missing: Literal["error", "mean", "zero"] = "error"
+    missing: Missing = "error"
 
-    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """See ``VectorSource.read``."""
-        return self._read(data, items, np.ones(len(items), dtype=bool))
-
-    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``. The vectors must come from the model that made those of the codebooks."""
-        return self._read(data, items, earlier.is_new.numpy())
-
-    def _read(self, data: Prepared, items: IdMap, needed: np.ndarray) -> ItemVectors:
-        """Vectors ``[V, w]``; items without a vector get zero or the mean.
+    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+        """See ``VectorSource``.
 
         Raises:
-            RecpoError: the data have no such feature, or ``missing`` is "error" and some of the ``needed [V]`` items
-                have none.
+            RecpoError: the data have no such feature, or ``missing`` is "error" and a needed item has none.
         """
         feature = self._found(data)
         values = read_features([feature], data.table(ITEM_FEATURES, [feature.name])).vectors[0]
-        absent = np.isnan(values).any(1)
-        if (absent & needed).any() and self.missing == "error":
-            first = items.to_external([int((absent & needed).argmax()) + 1])[0]
-            raise RecpoError(
-                f"{data.root}: {int((absent & needed).sum())} of {int(needed.sum())} items have no {feature.name}, the "
-                f"first is {first}: add them to the table of items, or give them the mean or the zero vector (missing: "
-                "mean, missing: zero)",
-                code="missing_value",
-                field=feature.name,
-            )
-        known = ~absent if self.missing == "mean" else np.zeros_like(absent)
-        values[absent] = values[known].mean(0, dtype=np.float64) if known.any() else 0.0
-        return ItemVectors(values, {"feature": feature.name, "items_missing": int((absent & needed).sum())})
+        absent, shown_as = np.isnan(values).any(1), f"{data.root}: {feature.name}"
+        lacking = _substituted(values, absent, self.missing, items, earlier, shown_as, feature.name)
+        return ItemVectors(values, {"feature": feature.name, "items_missing": lacking})
 
     def _found(self, data: Prepared) -> Vector:
         vectors = of_type(data.feature_schema.item, Vector)

@@ -292,11 +292,11 @@ def make_codes(
     items: IdMap,
     quantizer: ResidualKMeans,
     *,
-    collisions: Collisions | None = None,
-    codebooks: Path | None = None,
+    collisions: Collisions | None,
+    codebooks: Path | None,
     device: torch.device,
-    seed: int = 0,
-    finished: Callable[[], object] = lambda: None,
+    seed: int,
+    finished: Callable[[], object],
 ) -> Tokenization:
     """Codes of the items 1..V of ``data``, all different; see ``recpo.verbs.tokenize.Tokenize`` for the options.
 
@@ -305,9 +305,24 @@ def make_codes(
     """
     if isinstance(source, CodesFromFile):
         return _ready_made(source, items, quantizer, collisions, codebooks)
-    if codebooks is None:
-        return _fitted(source, data, items, quantizer, collisions, device, seed, finished)
-    return _frozen(source, data, items, quantizer, collisions, codebooks)
+    if collisions == "first_free":
+        raise RecpoError(
+            "collisions: first_free is for codes without vectors; with vectors, use nearest or extra",
+            code="unsupported",
+            field="collisions",
+        )
+    if codebooks is not None:
+        return _frozen(source, data, items, quantizer, collisions, codebooks, seed)
+    read = source.read(data, items, seed)
+    finished()
+    vectors = torch.from_numpy(read.values).to(device)
+    fitted, wanted = quantizer.fit(vectors, seed, finished)
+    points = fitted.normalize(vectors)
+    result = Tokenization(wanted, wanted, fitted.codebook_sizes, read.facts, fitted, points)
+    if collisions == "extra":
+        return _with_extra_code(result)
+    codes = nearest_free(points, fitted, wanted)
+    return result._replace(codes=codes, facts=read.facts | {"collisions": "nearest"})
 
 
 def _ready_made(
@@ -337,29 +352,6 @@ def _ready_made(
     return _with_extra_code(Tokenization(wanted, wanted, sizes, facts))
 
 
-def _fitted(
-    source: VectorSource,
-    data: Prepared,
-    items: IdMap,
-    quantizer: ResidualKMeans,
-    collisions: Collisions | None,
-    device: torch.device,
-    seed: int,
-    finished: Callable[[], object],
-) -> Tokenization:
-    _validate_collisions(collisions)
-    read = source.read(data, items, seed)
-    finished()
-    vectors = torch.from_numpy(read.values).to(device)
-    codebooks, wanted = quantizer.fit(vectors, seed, finished)
-    points = codebooks.normalize(vectors)
-    result = Tokenization(wanted, wanted, codebooks.codebook_sizes, read.facts, codebooks, points)
-    if collisions == "extra":
-        return _with_extra_code(result)
-    codes = nearest_free(points, codebooks, wanted)
-    return result._replace(codes=codes, facts=read.facts | {"collisions": "nearest"})
-
-
 def _frozen(
     source: VectorSource,
     data: Prepared,
@@ -367,12 +359,12 @@ def _frozen(
     quantizer: ResidualKMeans,
     collisions: Collisions | None,
     root: Path,
+    seed: int,
 ) -> Tokenization:
     """Codes by the codebooks of an earlier catalog. Its items, matched by external id, keep their codes."""
     _validate_no_options(quantizer, "codebooks bring the options of k-means along")
     earlier, codebooks = SemanticCodes.open(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
-    _validate_collisions(collisions)
     if collisions is not None and (collisions == "extra") != has_extra:
         raise RecpoError(
             f"{root / MANIFEST}: its collisions were resolved the other way, leave collisions out",
@@ -382,7 +374,7 @@ def _frozen(
     given, gone = _carried_over(earlier, root, items)
     is_new = given[:, 0] < 0
     wanted = given[:, : codebooks.levels].clone()
-    read = source.read_new(data, items, EarlierCodes(codebooks, wanted, is_new))
+    read = source.read(data, items, seed, EarlierCodes(codebooks, wanted, is_new))
     facts = read.facts | {"items_kept": int((~is_new).sum()), "items_gone": gone}
     points = codebooks.normalize(torch.from_numpy(read.values))
     wanted[is_new] = codebooks.encode(points[is_new])
@@ -406,15 +398,6 @@ def _validate_no_options(quantizer: ResidualKMeans, reason: str) -> None:
         raise RecpoError(
             f"{reason}: leave out levels, codebook_size, normalize, capacity_slack, iterations and sample",
             code="unused_option",
-        )
-
-
-def _validate_collisions(collisions: Collisions | None) -> None:
-    if collisions == "first_free":
-        raise RecpoError(
-            "collisions: first_free is for codes without vectors; with vectors, use nearest or extra",
-            code="unsupported",
-            field="collisions",
         )
 
 

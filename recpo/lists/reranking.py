@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from recpo.base.errors import RecpoError
 from recpo.base.features import is_list
 from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
-from recpo.items.columns import read_vectors
+from recpo.items.columns import read_rows
 from recpo.log.id_map import IdMap
 
 FloatArray = NDArray[np.floating]
@@ -98,7 +98,7 @@ class ItemAttributes:
         tags = {name: _tags(table.column(name).combine_chunks(), index, len(items)) for name in names}
         if vectors is None:
             return cls(tags)
-        rows = read_vectors(table.select([item_id, vectors]), item_id, [vectors], items.to_internal, len(items))
+        rows = read_rows(table.select([item_id, vectors]), item_id, [vectors], items)
         return cls(tags).with_vectors(np.concatenate([np.zeros_like(rows.values[:1]), rows.values]))
 
     def with_vectors(self, vectors: FloatArray) -> ItemAttributes:

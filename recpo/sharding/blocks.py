@@ -6,7 +6,7 @@ mixed precision. Symbols: ``W`` ranks, ``d`` the width of vectors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from recpo.base.errors import RecpoError
 
 Sharding = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
 TableOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
@@ -34,16 +36,18 @@ class TableSpec(NamedTuple):
         num_rows: rows, including the padding row (V + 1).
         dim: d.
         lookups: ids that a rank looks up per step; the planner weights communication with this number.
+        sharding: how it is sharded.
         frozen: it has no gradient and no optimizer state.
-        copy_of: name of the table that this table copies; both are placed on the same ranks.
+        copies: number of frozen copies (old policy, reference), which are placed with it and looked up as often.
     """
 
     name: str
     num_rows: int
     dim: int
     lookups: int
+    sharding: Sharding = "auto"
     frozen: bool = False
-    copy_of: str | None = None
+    copies: int = 0
 
 
 class TableBlock(NamedTuple):
@@ -63,9 +67,20 @@ class Placement(NamedTuple):
     blocks: list[TableBlock]
 
 
-def columns_can_be_split(dim: int, ranks: int) -> bool:
-    """Whether ``d`` columns can be split into ``W`` equal blocks whose width is a multiple of 4."""
-    return dim % (COLUMN_MULTIPLE * ranks) == 0
+def sharding_by_table(sharding: Sharding | dict[str, Sharding], tables: Iterable[str]) -> dict[str, Sharding]:
+    """The sharding of all tables, or by name, for each of ``tables``; those that are not named are ``auto``.
+
+    Raises:
+        RecpoError: ``sharding`` names another table.
+    """
+    named = sharding if isinstance(sharding, dict) else dict.fromkeys(tables, sharding)
+    if unknown := sorted(named.keys() - set(tables)):
+        raise RecpoError(
+            f"sharding names {', '.join(unknown)}; the tables are {', '.join(sorted(tables))}",
+            code="unknown_name",
+            field="sharding",
+        )
+    return {name: named.get(name, "auto") for name in tables}
 
 
 def row_blocks(num_rows: int, ranks: int) -> list[tuple[int, int]]:
@@ -81,16 +96,12 @@ def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
     return Placement("row_wise", [TableBlock(rank, first, rows, 0, dim) for rank, (first, rows) in cuts])
 
 
-def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
-    """Optimizer state of a block in float32: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``."""
-    floats = {"sgd": 0, "rowwise_adagrad": rows, "adagrad": rows * columns, "adam": 2 * rows * columns}
-    return FLOAT * floats[optimizer]
-
-
 def block_bytes(
     rows: int, columns: int, optimizer: TableOptimizerName, *, copies: int = 0, frozen: bool = False, gradients: int = 0
-) -> int:
-    """Bytes of a block of a table: ``4 rows d (1 + copies)`` for weights, plus optimizer state and dense gradients.
+) -> dict[str, int]:
+    """Bytes of a block of a table in float32, by part.
+
+    The state of the optimizer: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``.
 
     Args:
         rows: rows of the block.
@@ -102,8 +113,14 @@ def block_bytes(
             the exact softmax multiplies with it, 2 if it is looked up as well (the two are then added). 2 if it is
             data-parallel (the second is the all-reduced bucket).
     """
-    size = FLOAT * rows * columns * (1 + copies)
-    return size if frozen else size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
+    weights = FLOAT * rows * columns
+    state = {"sgd": 0, "rowwise_adagrad": FLOAT * rows, "adagrad": weights, "adam": 2 * weights}[optimizer]
+    return {
+        "tables": weights,
+        "state of their optimizer": 0 if frozen else state,
+        "their dense gradients": 0 if frozen else gradients * weights,
+        "frozen copies of tables": copies * weights,
+    }
 
 
 def sharded_tensor(

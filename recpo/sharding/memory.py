@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -42,8 +43,9 @@ from recpo.sharding.blocks import (
     TableBlock,
     TableOptimizerName,
     TableSpec,
+    block_bytes,
     row_wise_placement,
-    state_bytes,
+    sharding_by_table,
 )
 
 NOT_COUNTED: Final = (
@@ -184,17 +186,13 @@ class Workload(WorkloadOptions):
         return sum(parameter.numel() for parameter in self.network.parameters()) - of_tables
 
     def tables(self) -> list[TableSpec]:
-        """The tables of the policy and of its frozen copies."""
-        specs = [
-            TableSpec(name, table.num_items + 1, table.dim, self._lookups(name, table.num_items + 1))
+        """The tables of the policy, with its frozen copies."""
+        return [
+            TableSpec(
+                name, table.num_items + 1, table.dim, self._lookups(name, table.num_items + 1), copies=self.copies
+            )
             for name, table in self.item_tables.items()
         ]
-        copied = [
-            spec._replace(name=f"copy_{number}.{spec.name}", frozen=True, copy_of=spec.name)
-            for number in range(1, self.copies + 1)
-            for spec in specs
-        ]
-        return specs + copied
 
     def _lookups(self, name: str, rows: int) -> int:
         """The most different ids that the lookups of a step request: fewer, if items repeat."""
@@ -211,26 +209,19 @@ class Workload(WorkloadOptions):
 
     def table_memory(self, placements: dict[str, Placement]) -> dict[str, int]:
         """Bytes of the placed tables on the rank that holds most of them."""
-        parts = ("tables", "state of their optimizer", "their dense gradients", "frozen copies of tables")
-        of_rank = [[0] * len(parts) for _ in range(self.ranks)]
-        for spec in self.tables():
-            if spec.name not in placements:
-                continue
-            sharding, blocks = placements[spec.name]
-            of_softmax = spec.name == self.softmax_table
+        of_rank = [Counter[str]() for _ in range(self.ranks)]
+        for name, (sharding, blocks) in placements.items():
+            of_softmax = name == self.softmax_table
             # replicated: its gradient and the all-reduced bucket; softmax: its own, and that of lookups in it
             gradients = 2 if sharding == "data_parallel" else of_softmax * (2 if self.tie_weights else 1)
+            # Adam updates the table of an exact softmax, like the dense parameters
+            optimizer: TableOptimizerName = "adam" if of_softmax else self.table_optimizer
             for block in blocks:
-                weights, held = FLOAT * block.num_rows * block.num_columns, of_rank[block.rank]
-                if spec.frozen:
-                    held[3] += weights
-                    continue
-                held[0] += weights
-                # Adam updates the table of an exact softmax, like the dense parameters
-                optimizer = "adam" if of_softmax else self.table_optimizer
-                held[1] += state_bytes(block.num_rows, block.num_columns, optimizer)
-                held[2] += weights * gradients
-        return dict(zip(parts, max(of_rank, key=sum), strict=True))
+                held = block_bytes(
+                    block.num_rows, block.num_columns, optimizer, copies=self.copies, gradients=gradients
+                )
+                of_rank[block.rank].update(held)
+        return dict(max(of_rank, key=Counter.total))
 
     def other_memory(self) -> dict[str, int]:
         """Bytes of everything else that is counted."""
@@ -239,7 +230,8 @@ class Workload(WorkloadOptions):
         parts["activations"] = self._activations()
         parts["softmax"] = self._softmax()
         # ids; vectors on their own rank and on the requesting rank; and the gradients of both
-        parts["looked-up vectors"] = sum(spec.lookups for spec in self.tables()) * (BYTES_PER_ID + 4 * FLOAT * self.dim)
+        lookups = (1 + self.copies) * sum(spec.lookups for spec in self.tables())
+        parts["looked-up vectors"] = lookups * (BYTES_PER_ID + 4 * FLOAT * self.dim)
         if self.policy == "semantic":
             parts["trie and codes"] = _trie_bytes(self.num_items, self.codebooks)
         featured = [name for name, table in self.item_tables.items() if table.features is not None]
@@ -341,11 +333,13 @@ class Needs:
     def document(self) -> dict[str, Any]:
         """All results, as JSON values."""
         tables = {
-            spec.name: {
-                **{"rows": spec.num_rows, "dim": spec.dim, "lookups": spec.lookups, "copy_of": spec.copy_of},
+            f"copy_{number}.{spec.name}" if number else spec.name: {
+                **{"rows": spec.num_rows, "dim": spec.dim, "lookups": spec.lookups},
+                "copy_of": spec.name if number else None,
                 "sharding": self.placements[spec.name].sharding,
                 "blocks": [block._asdict() for block in self.placements[spec.name].blocks],
             }
+            for number in range(self.workload.copies + 1)
             for spec in self.workload.tables()
         }
         return {
@@ -383,18 +377,16 @@ def needs_of(
             code="out_of_range",
             field="ranks_per_node",
         )
-    of_softmax = sharding.get(workload.softmax_table or "", "auto") if isinstance(sharding, dict) else sharding
-    if isinstance(sharding, dict):
-        sharding = {name: kind for name, kind in sharding.items() if name != workload.softmax_table}
-    fixed = softmax_placements(workload, replicated=of_softmax == "data_parallel")
-    specs = [spec for spec in workload.tables() if spec.name not in fixed]
+    kinds = sharding_by_table(sharding, workload.item_tables)
+    specs = [spec._replace(sharding=kinds[spec.name]) for spec in workload.tables()]
+    fixed = softmax_placement(workload, specs)
+    specs = [spec for spec in specs if spec.name not in fixed]
 
     def shard(memory: int | None) -> tuple[dict[str, Placement], float | None]:
         if not specs:
             return fixed, None
         plan = _planner().plan_tables(
             specs,
-            sharding=sharding,
             optimizer=workload.table_optimizer,
             world_size=workload.ranks,
             local_world_size=ranks_per_node,
@@ -424,14 +416,14 @@ def needs_of(
     return Needs(workload, placements, memory, milliseconds, fault)
 
 
-def softmax_placements(workload: Workload, *, replicated: bool) -> dict[str, Placement]:
-    """Placement of the exact softmax's table and its copies: cut into rows, or complete on every rank."""
+def softmax_placement(workload: Workload, specs: Sequence[TableSpec]) -> dict[str, Placement]:
+    """Placement of the exact softmax's table, by its name: cut into rows, or complete on every rank."""
     placed = {}
-    for spec in workload.tables():
-        if (spec.copy_of or spec.name) == workload.softmax_table:
+    for spec in specs:
+        if spec.name == workload.softmax_table:
             everywhere = [TableBlock(rank, 0, spec.num_rows, 0, spec.dim) for rank in range(workload.ranks)]
             in_rows = row_wise_placement(spec.num_rows, spec.dim, workload.ranks)
-            placed[spec.name] = Placement("data_parallel", everywhere) if replicated else in_rows
+            placed[spec.name] = Placement("data_parallel", everywhere) if spec.sharding == "data_parallel" else in_rows
     return placed
 
 

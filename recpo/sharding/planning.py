@@ -8,8 +8,9 @@ dots in names; inside torchrec a table is called ``table_key(name)``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -43,12 +44,10 @@ from recpo.sharding.blocks import (
     FLOAT,
     GIB,
     Placement,
-    Sharding,
     TableBlock,
     TableOptimizerName,
     TableSpec,
     block_bytes,
-    columns_can_be_split,
 )
 
 _META = torch.device("meta")
@@ -56,15 +55,15 @@ _UNLIMITED = 1 << 50
 
 
 class TablePlan(NamedTuple):
-    """How tables are sharded.
+    """How tables are sharded, by name; frozen copies like the table that they copy.
 
     Attributes:
-        sharding: for torchrec: the module paths are the tables' names, each with the single table ``table_key(name)``.
-        placements: the blocks of every table on every rank, by table name.
+        sharding: for torchrec.
+        placements: the blocks of every table on every rank.
         milliseconds: torchrec's estimate for the lookups and updates of a step on the slowest rank, exchange included.
     """
 
-    sharding: ShardingPlan
+    sharding: dict[str, ParameterSharding]
     placements: dict[str, Placement]
     milliseconds: float
 
@@ -86,10 +85,15 @@ def make_collection(spec: TableSpec, device: torch.device = _META) -> EmbeddingC
     return EmbeddingCollection(tables=[config], device=device)
 
 
+def collection_plan(sharding: Mapping[str, ParameterSharding]) -> ShardingPlan:
+    """Torchrec's plan for collections of one table each, by the name of the table."""
+    by_key = {table_key(name): one for name, one in sharding.items()}
+    return ShardingPlan({key: EmbeddingModuleShardingPlan({key: one}) for key, one in by_key.items()})
+
+
 def plan_tables(
     specs: Sequence[TableSpec],
     *,
-    sharding: Sharding | dict[str, Sharding],
     optimizer: TableOptimizerName,
     world_size: int,
     local_world_size: int | None = None,
@@ -103,9 +107,7 @@ def plan_tables(
     one per rank. ``auto`` chooses the option that torchrec's planner expects to be fastest among those that fit.
 
     Args:
-        specs: the tables, including copies.
-        sharding: one type for all tables, or types by name. Tables that are not named are ``auto``; copies follow their
-            original.
+        specs: the tables.
         optimizer: the optimizer of the tables. Its state counts toward the memory, and ``rowwise_adagrad`` rules out
             column-wise blocks.
         world_size: number of ranks; without a ``group`` they need not exist.
@@ -116,93 +118,47 @@ def plan_tables(
             reaches every rank.
 
     Raises:
-        RecpoError: on all ranks of the group: tables that do not fit, columns that cannot be split, unknown names, or a
-            copy whose shape differs.
+        RecpoError: on all ranks of the group: tables that do not fit, or columns that cannot be split.
     """
-
-    def plan() -> TablePlan:
-        _check_specs(specs, sharding)
-        if world_size < 1 or world_size % (local_world_size or world_size):
-            raise RecpoError(
-                f"{world_size} ranks cannot be split into nodes of {local_world_size} ranks each",
-                code="out_of_range",
-                field="local_world_size",
-            )
-        topology = _topology(world_size, local_world_size or world_size, compute_device, memory_per_rank)
-        return _plan(specs, sharding, optimizer, topology, memory_per_rank)
-
+    capacity = _UNLIMITED if memory_per_rank is None else memory_per_rank
+    trainer = TrainerConfig(
+        world_size=world_size,
+        local_world_size=local_world_size or world_size,
+        hbm_cap_bytes=capacity,
+        ddr_cap_bytes=capacity,
+    )
+    topology = TopologyFactory.create_topology(trainer, HardwareConfig(), KernelConfig(compute_device=compute_device))
+    plan = partial(_plan, specs, optimizer, topology, memory_per_rank)
     return plan() if group is None else _on_first_rank(plan, group)
 
 
-def _placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Placement]:
-    placed = {}
-    for spec in specs:
-        of_table = plan.plan[spec.name][table_key(spec.name)]
-        if of_table.sharding_spec is None:
-            blocks = [TableBlock(rank, 0, spec.num_rows, 0, spec.dim) for rank in of_table.ranks or []]
-        else:
-            blocks = [
-                TableBlock(shard.placement.rank(), shard.shard_offsets[0], shard.shard_sizes[0], *columns)
-                for shard in of_table.sharding_spec.shards
-                for columns in [(shard.shard_offsets[1], shard.shard_sizes[1])]
-            ]
-        placed[spec.name] = Placement(of_table.sharding_type, blocks)
-    return placed
-
-
-def _check_specs(specs: Sequence[TableSpec], sharding: Sharding | dict[str, Sharding]) -> None:
-    by_name = {spec.name: spec for spec in specs}
-    if isinstance(sharding, dict):
-        originals = sorted(spec.name for spec in specs if spec.copy_of is None)
-        unknown = sorted(set(sharding) - set(originals))
-        if unknown:
-            raise RecpoError(
-                f"sharding names {', '.join(unknown)}, the tables are {', '.join(originals)}",
-                code="unknown_name",
-                field="sharding",
-            )
-    for spec in specs:
-        if spec.copy_of is None:
-            continue
-        original = by_name.get(spec.copy_of)
-        if original is None or original.copy_of is not None or original[1:3] != spec[1:3]:
-            raise RecpoError(
-                f"table {spec.name} ({spec.num_rows} x {spec.dim}) is declared a copy of {spec.copy_of}, which is "
-                + ("no original table" if original is None or original.copy_of else "of another shape"),
-                code="mismatch",
-                field=spec.name,
-            )
-
-
-def _topology(world_size: int, local_size: int, device: str, memory: int | None) -> Topology:
-    capacity = _UNLIMITED if memory is None else memory
-    trainer = TrainerConfig(
-        world_size=world_size, local_world_size=local_size, hbm_cap_bytes=capacity, ddr_cap_bytes=capacity
-    )
-    return TopologyFactory.create_topology(trainer, HardwareConfig(), KernelConfig(compute_device=device))
+def _placement(planned: ParameterSharding, spec: TableSpec) -> Placement:
+    if planned.sharding_spec is None:
+        blocks = [TableBlock(rank, 0, spec.num_rows, 0, spec.dim) for rank in planned.ranks or []]
+    else:
+        blocks = [
+            TableBlock(shard.placement.rank(), shard.shard_offsets[0], shard.shard_sizes[0], *columns)
+            for shard in planned.sharding_spec.shards
+            for columns in [(shard.shard_offsets[1], shard.shard_sizes[1])]
+        ]
+    return Placement(planned.sharding_type, blocks)
 
 
 def _plan(
-    specs: Sequence[TableSpec],
-    sharding: Sharding | dict[str, Sharding],
-    optimizer: TableOptimizerName,
-    topology: Topology,
-    memory: int | None,
+    specs: Sequence[TableSpec], optimizer: TableOptimizerName, topology: Topology, memory: int | None
 ) -> TablePlan:
-    originals = {table_key(spec.name): spec for spec in specs if spec.copy_of is None}
     ranks = topology.world_size
-    allowed = {spec.name: _allowed(spec, _wanted(spec, sharding), optimizer, ranks) for spec in originals.values()}
+    allowed = {spec.name: _allowed(spec, optimizer, ranks) for spec in specs}
     constraints = {
-        key: ParameterConstraints(
+        table_key(spec.name): ParameterConstraints(
             sharding_types=allowed[spec.name],
             compute_kernels=["fused", "dense"],  # dense is what data_parallel means
             min_partition=max(COLUMN_MULTIPLE, spec.dim // ranks),
-            pooling_factors=[float(_lookups(spec, specs))],
+            pooling_factors=[float(max(1, spec.lookups * (1 + spec.copies)))],
         )
-        for key, spec in originals.items()
+        for spec in specs
     }
-    copies = {key: _copies(spec, specs) for key, spec in originals.items()}
-    storage = _TableStorage(topology, originals, copies, optimizer)
+    storage = _TableStorage({table_key(spec.name): spec for spec in specs}, optimizer, topology.compute_device)
     speed = EmbeddingPerfEstimatorFactory.create(DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints)
     estimate = _SlowestRank()
     planner = EmbeddingShardingPlanner(
@@ -214,23 +170,20 @@ def _plan(
         callbacks=[_one_column_block_per_rank],
         stats=[estimate],
     )
-    tables = nn.ModuleDict({key: make_collection(spec) for key, spec in originals.items()})
+    tables = nn.ModuleDict({table_key(spec.name): make_collection(spec) for spec in specs})
     try:
         with _without_needless_warnings():
-            made = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
+            made: Any = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
     except PlannerError as error:
         raise _does_not_fit(specs, allowed, optimizer, memory, error) from error
-    plan = ShardingPlan({spec.name: _renamed(made[table_key(spec.copy_of or spec.name)], spec) for spec in specs})
-    return TablePlan(plan, _placements(plan, specs), estimate.milliseconds)
+    sharding = {spec.name: made[key][key] for spec in specs for key in [table_key(spec.name)]}
+    placements = {spec.name: _placement(sharding[spec.name], spec) for spec in specs}
+    return TablePlan(sharding, placements, estimate.milliseconds)
 
 
-def _wanted(spec: TableSpec, sharding: Sharding | dict[str, Sharding]) -> Sharding:
-    return sharding.get(spec.name, "auto") if isinstance(sharding, dict) else sharding
-
-
-def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, world_size: int) -> list[str]:
+def _allowed(spec: TableSpec, optimizer: TableOptimizerName, world_size: int) -> list[str]:
     """The sharding types among which the planner may choose."""
-    splittable = columns_can_be_split(spec.dim, world_size)
+    wanted, splittable = spec.sharding, spec.dim % (COLUMN_MULTIPLE * world_size) == 0
     if spec.dim % COLUMN_MULTIPLE:
         if wanted in ("auto", "data_parallel"):
             return ["data_parallel"]
@@ -261,14 +214,6 @@ def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, w
     return [wanted]
 
 
-def _copies(spec: TableSpec, specs: Sequence[TableSpec]) -> int:
-    return sum(other.copy_of == spec.name for other in specs)
-
-
-def _lookups(spec: TableSpec, specs: Sequence[TableSpec]) -> int:
-    return max(1, spec.lookups + sum(other.lookups for other in specs if other.copy_of == spec.name))
-
-
 def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOption]:
     """Equal blocks are dealt out to the ranks here: the planner could give one rank two blocks and another none."""
     for option in options:
@@ -291,11 +236,6 @@ def _without_needless_warnings() -> Iterator[None]:
         yield
     finally:
         root.removeFilter(needed)
-
-
-def _renamed(made: Any, spec: TableSpec) -> EmbeddingModuleShardingPlan:
-    (of_table,) = made.values()
-    return EmbeddingModuleShardingPlan({table_key(spec.name): of_table})
 
 
 def _on_first_rank(plan: Callable[[], TablePlan], group: dist.ProcessGroup) -> TablePlan:
@@ -322,28 +262,20 @@ def _on_first_rank(plan: Callable[[], TablePlan], group: dist.ProcessGroup) -> T
 class _TableStorage(ShardEstimator):
     """Bytes of every block: weights, optimizer state, copies, and the ids and vectors of a step's lookups."""
 
-    def __init__(
-        self, topology: Topology, specs: dict[str, TableSpec], copies: dict[str, int], optimizer: TableOptimizerName
-    ) -> None:
-        self._on_cpu = topology.compute_device == "cpu"
-        self._copies, self._specs, self._optimizer = copies, specs, optimizer
+    def __init__(self, specs: dict[str, TableSpec], optimizer: TableOptimizerName, device: str) -> None:
+        self._specs, self._optimizer, self._device = specs, optimizer, device
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any = None) -> None:
         """Sets the storage of every shard of every option."""
         for option in sharding_options:
-            spec = self._specs[option.name]
+            spec, gradients = self._specs[option.name], 2 if option.sharding_type == "data_parallel" else 0
             for shard in option.shards:
                 rows, columns = shard.size
-                size = block_bytes(
-                    rows,
-                    columns,
-                    self._optimizer,
-                    copies=self._copies[option.name],
-                    frozen=spec.frozen,
-                    gradients=2 if option.sharding_type == "data_parallel" else 0,
+                held = block_bytes(
+                    rows, columns, self._optimizer, copies=spec.copies, frozen=spec.frozen, gradients=gradients
                 )
-                size += round(option.input_lengths[0]) * (BYTES_PER_ID + 2 * FLOAT * columns)
-                shard.storage = Storage(hbm=0 if self._on_cpu else size, ddr=size if self._on_cpu else 0)
+                size = sum(held.values()) + round(option.input_lengths[0]) * (BYTES_PER_ID + 2 * FLOAT * columns)
+                shard.storage = Storage(hbm=0, ddr=size) if self._device == "cpu" else Storage(hbm=size, ddr=0)
 
 
 class _SlowestRank(Stats):
@@ -368,22 +300,19 @@ def _does_not_fit(
     memory: int | None,
     error: Exception,
 ) -> RecpoError:
-    """The memory of each table, and possible remedies. Copies follow the sharding types of their originals."""
+    """The memory of each table with its copies, and possible remedies."""
     if memory is None:
         return RecpoError(f"no way to shard the tables was found: {error}", code="failed")
-    sizes = {
-        spec: block_bytes(spec.num_rows, spec.dim, optimizer, frozen=spec.frozen or spec.copy_of is not None)
-        for spec in specs
-    }
-    tables = [
-        f"{spec.name} {spec.num_rows:,} x {spec.dim} {size / GIB:,.2f} GiB "
-        + " or ".join(allowed[spec.copy_of or spec.name])
-        for spec, size in sizes.items()
-    ]
+    total, tables = 0, []
+    for spec in specs:
+        held = block_bytes(spec.num_rows, spec.dim, optimizer, copies=spec.copies, frozen=spec.frozen)
+        total += (size := sum(held.values()))
+        kinds, copies = " or ".join(allowed[spec.name]), f" with {spec.copies} copies" if spec.copies else ""
+        tables.append(f"{spec.name} {spec.num_rows:,} x {spec.dim}{copies} {size / GIB:,.2f} GiB {kinds}")
     return RecpoError(
         f"the tables do not fit into {memory / GIB:,.2f} GiB per rank: with the state of {optimizer} "
         f"{', '.join(tables)}, and the vectors that are looked up; split evenly all of it takes "
-        f"{-(-sum(sizes.values()) // max(1, memory))} ranks or a few more. Take more ranks and row_wise, semantic ids "
+        f"{-(-total // max(1, memory))} ranks or a few more. Take more ranks and row_wise, semantic ids "
         "without item vectors, a smaller dim, rowwise_adagrad or fewer frozen copies",
         code="resources",
     )

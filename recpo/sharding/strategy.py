@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
 from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
-from recpo.sharding.blocks import Sharding, TableSpec
+from recpo.sharding.blocks import Sharding, TableSpec, sharding_by_table
 from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
-from recpo.sharding.planning import make_collection, plan_tables, table_key
+from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 from recpo.sharding.row_tables import ReplicatedTable, RowTable, whole_weight
 
 # torchrec checks in every lookup whether it is being traced, and torch.fx warns about that check
@@ -153,36 +153,37 @@ class ShardedStrategy(DDPStrategy):
                 table.initial = SavedRows(table.weight.detach())
         of_softmax = {name: table for name, table in tables.items() if table.use == "softmax"}
         looked_up = {name: table for name, table in tables.items() if table.use == "lookup"}
-        self._check(tables, of_softmax)
+        originals = {name: _original(name, tables) or name for name in tables}
+        kinds = sharding_by_table(self._sharding, set(originals.values()))
+        kinds = {name: kinds[original] for name, original in originals.items()}
+        self._validate_softmax(of_softmax)
         # a separate group: its exchanges in the backward pass must not interleave with those of DDP
         group = dist.new_group(timeout=self._timeout) if of_softmax else None
         mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
         for name, table in of_softmax.items():
-            if mesh is None or self._sharding_of(_original(name, tables) or name) == "data_parallel":
+            if mesh is None or kinds[name] == "data_parallel":
                 table.weight, table.initial = whole_weight(table, self.root_device), None
             else:
                 self._replace(module, name, RowTable(table, mesh))
         if looked_up:
-            self._shard_lookups(module, looked_up)
+            self._shard_lookups(module, looked_up, kinds)
 
-    def _shard_lookups(self, module: LightningModule, tables: dict[str, ItemTable]) -> None:
-        specs = [
-            TableSpec(
+    def _shard_lookups(self, module: LightningModule, tables: dict[str, ItemTable], kinds: dict[str, Sharding]) -> None:
+        originals = {name: _original(name, tables) or name for name in tables}
+        specs = {
+            name: TableSpec(
                 name,
                 table.num_items + 1,
                 table.dim,
                 self._lookups,
+                kinds[name],
                 frozen=not table.weight.requires_grad,
-                copy_of=_original(name, tables),
+                copies=list(originals.values()).count(name) - 1,
             )
             for name, table in tables.items()
-        ]
-        sharding = self._sharding
-        if isinstance(sharding, dict):
-            sharding = {name: kind for name, kind in sharding.items() if name in tables}
+        }
         plan = plan_tables(
-            specs,
-            sharding=sharding,
+            [spec for name, spec in specs.items() if originals[name] == name],
             optimizer=self._options.optimizer,
             world_size=dist.get_world_size(),
             local_world_size=self.num_processes,
@@ -190,25 +191,25 @@ class ShardedStrategy(DDPStrategy):
             memory_per_rank=self._memory,
             group=dist.group.WORLD,
         )
-        placed = plan.placements
-        learning: dict[str, PlacedTable] = {}
+        placed = {name: plan.placements[original] for name, original in originals.items()}
+        placed_tables: dict[str, PlacedTable] = {}
         for frozen in (False, True):
-            some = [s for s in specs if s.frozen == frozen and placed[s.name].sharding != "data_parallel"]
-            collections = self._collections(some, plan.sharding, frozen=frozen) if some else {}
+            some = [s for s in specs.values() if s.frozen == frozen and placed[s.name].sharding != "data_parallel"]
+            planned = {spec.name: plan.sharding[originals[spec.name]] for spec in some}
+            collections = self._collections(some, planned, frozen=frozen) if some else {}
             for spec in some:
                 key = table_key(spec.name)
                 blocks = placed[spec.name].blocks
                 assert dist.group.WORLD is not None
-                sharded = LookupTable(tables[spec.name], key, collections[key], blocks, dist.group.WORLD)
-                self._replace(module, spec.name, sharded)
-                if not frozen:
-                    learning[spec.name] = sharded
-        for spec in specs:
-            if placed[spec.name].sharding == "data_parallel":
-                replicated = ReplicatedTable(tables[spec.name], self.root_device)
-                self._replace(module, spec.name, replicated)
-                if not spec.frozen:
-                    learning[spec.name] = replicated
+                placed_tables[spec.name] = LookupTable(
+                    tables[spec.name], key, collections[key], blocks, dist.group.WORLD
+                )
+        for name, table in tables.items():
+            if placed[name].sharding == "data_parallel":
+                placed_tables[name] = ReplicatedTable(table, self.root_device)
+        for name, one in placed_tables.items():
+            self._replace(module, name, one)
+        learning = {name: one for name, one in placed_tables.items() if not specs[name].frozen}
         if self.is_global_zero:
             kinds = ", ".join(f"{name} {placement.sharding}" for name, placement in placed.items())
             print(f"tables over {self.world_size} ranks: {kinds}", flush=True)
@@ -216,7 +217,9 @@ class ShardedStrategy(DDPStrategy):
         for table in learning.values():
             table.optimizer = optimizer
 
-    def _collections(self, specs: list[TableSpec], plan: ShardingPlan, *, frozen: bool) -> dict[str, Any]:
+    def _collections(
+        self, specs: list[TableSpec], planned: dict[str, ParameterSharding], *, frozen: bool
+    ) -> dict[str, Any]:
         """Sharded collections by key."""
         collections = nn.ModuleDict({table_key(spec.name): make_collection(spec) for spec in specs})
         sharder = EmbeddingCollectionSharder(fused_params=self._options.fused_params(self.root_device, frozen=frozen))
@@ -224,7 +227,7 @@ class ShardedStrategy(DDPStrategy):
             collections,
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=self.root_device,
-            plan=ShardingPlan({table_key(spec.name): plan.plan[spec.name] for spec in specs}),
+            plan=collection_plan(planned),
             sharders=[sharder],
             init_data_parallel=False,
         )
@@ -238,25 +241,13 @@ class ShardedStrategy(DDPStrategy):
         if isinstance(table, LookupTable):
             self._tables.append(table)
 
-    def _sharding_of(self, name: str) -> Sharding:
-        return self._sharding.get(name, "auto") if isinstance(self._sharding, dict) else self._sharding
-
-    def _check(self, tables: dict[str, ItemTable], of_softmax: dict[str, ItemTable]) -> None:
-        if not isinstance(self._sharding, dict):
-            return
-        originals = sorted(name for name in tables if _original(name, tables) is None)
-        unknown = sorted(set(self._sharding) - set(originals))
-        if unknown:
-            raise RecpoError(
-                f"sharding names {', '.join(unknown)}; the tables are {', '.join(originals)}",
-                code="unknown_name",
-                field="sharding",
-            )
-        for name in of_softmax.keys() & self._sharding.keys():
-            if self._sharding[name] not in ("auto", "row_wise", "data_parallel"):
+    def _validate_softmax(self, of_softmax: dict[str, ItemTable]) -> None:
+        named = self._sharding if isinstance(self._sharding, dict) else {}
+        for name in of_softmax.keys() & named.keys():
+            if named[name] not in ("auto", "row_wise", "data_parallel"):
                 raise RecpoError(
                     f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
-                    f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up",
+                    f"{named[name]}; with policy.normalizer sampled it is only looked up",
                     code="conflicting_options",
                     field=name,
                 )

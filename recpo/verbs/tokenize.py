@@ -58,12 +58,21 @@ class VectorsFromRun(VectorSource):
     checkpoint: Literal["best", "last"] = "best"
     trust: tuple[str, ...] = ()
 
-    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """See ``VectorSource.read``.
+    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+        """See ``VectorSource``.
 
         Raises:
-            RecpoError: the run has other items, or its policy has no item table.
+            RecpoError: the run has other items, or its policy has no item table; or there are earlier codebooks,
+                because the vectors of every run have their own space.
         """
+        if earlier is not None:
+            raise RecpoError(
+                "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
+                "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes "
+                "again",
+                code="conflicting_options",
+                field="codebooks",
+            )
         run = Run.open(self.run, self.trust)
         run.validate_items(data)
         table = getattr(run.policy(self.checkpoint), "item_table", None)
@@ -74,15 +83,6 @@ class VectorsFromRun(VectorSource):
                 field="vectors.run",
             )
         return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
-
-    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``: not supported, because the vectors of every run have their own space."""
-        raise RecpoError(
-            "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
-            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes again",
-            code="conflicting_options",
-            field="codebooks",
-        )
 
 
 @dataclass(frozen=True)

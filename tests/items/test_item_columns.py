@@ -5,18 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.base.errors import RecpoError
-from recpo.items.columns import read_codes, read_vectors
+from recpo.items.columns import read_rows
+from recpo.log.id_map import IdMap
 from tests.refusals import refused
 
-ITEMS = {10: 1, 20: 2, 30: 3}
+ITEMS = IdMap(pa.array([10, 20, 30]))
 NUMBERS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
-
-
-def to_internal(values):
-    if not pa.types.is_integer(values.type):
-        raise RecpoError(f"item ids of this catalog are int64, got {values.type}: cast them")
-    return np.array([ITEMS.get(value, 0) for value in values.to_pylist()], dtype=np.int64)
 
 
 def write(folder, **columns):
@@ -25,7 +19,7 @@ def write(folder, **columns):
 
 
 def vectors(file, columns=("vector",), item_id="item"):
-    return read_vectors(file, item_id, columns, to_internal, 3)
+    return read_rows(file, item_id, columns, ITEMS)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +80,7 @@ def test_files_that_are_none(tmp_path):
 
 
 def codes(file, columns=("a", "b")):
-    return read_codes(file, "item", columns, to_internal, 3)
+    return read_rows(file, "item", columns, ITEMS, "codes")
 
 
 def test_codes_are_integers_or_text_with_one_number(tmp_path):

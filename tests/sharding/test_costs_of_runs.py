@@ -27,7 +27,7 @@ from recpo.objectives import GBPO, Likelihood
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import ItemTable
 from recpo.sharding.blocks import row_blocks, row_wise_placement
-from recpo.sharding.memory import Workload, softmax_placements
+from recpo.sharding.memory import Workload, softmax_placement
 from recpo.sharding.planning import plan_tables
 from recpo.verbs.train import train
 from tests.sharding.ranks import Ranks
@@ -225,11 +225,12 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
 
 
 def placements_of(workload, sharding):
-    specs = [spec for spec in workload.tables() if (spec.copy_of or spec.name) != workload.softmax_table]
-    fixed = softmax_placements(workload, replicated=sharding == "data_parallel")
+    specs = [spec._replace(sharding=sharding) for spec in workload.tables()]
+    fixed = softmax_placement(workload, specs)
+    specs = [spec for spec in specs if spec.name not in fixed]
     if not specs:
         return fixed
-    plan = plan_tables(specs, sharding=sharding, optimizer=workload.table_optimizer, world_size=2)
+    plan = plan_tables(specs, optimizer=workload.table_optimizer, world_size=2)
     return fixed | plan.placements
 
 

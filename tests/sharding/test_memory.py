@@ -19,7 +19,7 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_search import Trie
 from recpo.sharding.blocks import TableBlock, block_bytes, row_wise_placement
-from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_placements
+from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_placement
 from recpo.verbs.plan import plan
 from tests.refusals import refused
 
@@ -51,13 +51,17 @@ def in_rows(workload):
     return {spec.name: row_wise_placement(spec.num_rows, spec.dim, workload.ranks) for spec in workload.tables()}
 
 
+def total(*arguments, **options):
+    return sum(block_bytes(*arguments, **options).values())
+
+
 # ---------------------------------------------------------------- tables
 def test_bytes_of_a_block():
-    assert block_bytes(10, 8, "sgd") == 320
-    assert block_bytes(10, 8, "rowwise_adagrad") == 320 + 40
-    assert block_bytes(10, 8, "adagrad", copies=2) == 320 * 3 + 320
-    assert block_bytes(10, 8, "adam", gradients=2) == 320 * (1 + 2 + 2)
-    assert block_bytes(10, 8, "adam", frozen=True, gradients=2) == 320
+    assert total(10, 8, "sgd") == 320
+    assert total(10, 8, "rowwise_adagrad") == 320 + 40
+    assert total(10, 8, "adagrad", copies=2) == 320 * 3 + 320
+    assert total(10, 8, "adam", gradients=2) == 320 * (1 + 2 + 2)
+    assert total(10, 8, "adam", frozen=True, gradients=2) == 320
 
 
 @given(rows=st.integers(1, 10_000), ranks=st.integers(1, 70))
@@ -76,8 +80,12 @@ def test_the_tables_of_policies():
     assert [spec[:3] for spec in full.tables()] == [
         ("policy.item_table", 1001, 64),
         ("policy.output_table", 1001, 64),
-        ("copy_1.policy.item_table", 1001, 64),
-        ("copy_1.policy.output_table", 1001, 64),
+    ]
+    assert list(needs_of(full).document["tables"]) == [
+        "policy.item_table",
+        "policy.output_table",
+        "copy_1.policy.item_table",
+        "copy_1.policy.output_table",
     ]
     assert full.softmax_table == "policy.output_table"
     assert [spec.lookups for spec in full.tables()[:2]] == [200, 0]
@@ -104,7 +112,8 @@ def test_memory_of_the_tables_of_the_fullest_rank():
     whole = TableBlock(1, 0, 1000, 0, 64)
     placements["policy.item_table"] = placements["policy.item_table"]._replace(blocks=[whole])
     assert workload.table_memory(placements)["tables"] == block + 1000 * 64 * 4
-    everywhere = softmax_placements(workload, replicated=True)
+    specs = [spec._replace(sharding="data_parallel") for spec in workload.tables()]
+    everywhere = softmax_placement(workload, specs)
     assert workload.table_memory(everywhere)["their dense gradients"] == 2 * 1000 * 64 * 4
 
 
@@ -250,9 +259,9 @@ def test_what_does_not_fit_is_said_and_all_is_counted_nevertheless():
     needs = needs_of(run, memory_gib=1.0)
     assert needs.fault is not None
     assert (needs.fault.code, needs.fault.field) == ("resources", "memory_gib")
-    total = sum(needs.memory.values()) / (1 << 30)
-    assert total > 1.0
-    assert needs_of(run, memory_gib=total + 0.01).fault is None
+    needed = sum(needs.memory.values()) / (1 << 30)
+    assert needed > 1.0
+    assert needs_of(run, memory_gib=needed + 0.01).fault is None
     assert needs.milliseconds is None  # no table is only looked up
 
 

@@ -11,24 +11,33 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.base.errors import RecpoError
 from recpo.sharding import planning
-from recpo.sharding.blocks import GIB, Placement, TableBlock, TableSpec, block_bytes
-from recpo.sharding.planning import make_collection, plan_tables, table_key
+from recpo.sharding.blocks import GIB, Placement, TableBlock, TableSpec, block_bytes, sharding_by_table
+from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
 ITEMS = TableSpec("policy.item_table", 1_000_001, 64, 6400)
 CODES = TableSpec("policy.code_table", 769, 64, 600)
-OLD = TableSpec("old.policy.item_table", 1_000_001, 64, 6400, frozen=True, copy_of=ITEMS.name)
-REFERENCE = OLD._replace(name="reference.policy.item_table")
+WITH_COPIES = ITEMS._replace(copies=2)
 
 
-def placed(specs, sharding="auto", optimizer="adagrad", ranks=2, **options):
-    return plan_tables(specs, sharding=sharding, optimizer=optimizer, world_size=ranks, **options).placements
+def plan(specs, sharding="auto", optimizer="adagrad", ranks=2, **options):
+    kinds = sharding_by_table(sharding, [spec.name for spec in specs])
+    specs = [spec._replace(sharding=kinds[spec.name]) for spec in specs]
+    return plan_tables(specs, optimizer=optimizer, world_size=ranks, **options)
+
+
+def placed(specs, sharding="auto", **options):
+    return plan(specs, sharding, **options).placements
+
+
+def bytes_of(rows, optimizer, **options):
+    return sum(block_bytes(rows, 64, optimizer, **options).values())
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,7 @@ def test_whole_tables():
 @pytest.mark.parametrize("sharding", ["auto", "row_wise", "table_wise", "column_wise", "data_parallel"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_one_rank_holds_everything(sharding, device):
-    for placement in placed([ITEMS, CODES, OLD], sharding, ranks=1, compute_device=device).values():
+    for placement in placed([WITH_COPIES, CODES], sharding, ranks=1, compute_device=device).values():
         assert sharding in ("auto", placement.sharding)
         assert [block[:3] for block in placement.blocks] == [(0, 0, placement.blocks[0].num_rows)]
 
@@ -102,16 +111,7 @@ def test_column_wise_is_never_chosen_where_its_result_would_depend_on_the_ranks(
             found = placed([ITEMS._replace(lookups=lookups)], optimizer=optimizer, ranks=4)[ITEMS.name]
             assert optimizer == "adagrad" or found.sharding != "column_wise"
     with refused("conflicting_options", ITEMS.name):
-        placed([ITEMS], "column_wise", "rowwise_adagrad")
-
-
-def test_copies_lie_where_their_table_lies():
-    for sharding in ("auto", "row_wise", "table_wise", "column_wise", "data_parallel"):
-        specs = [CODES._replace(num_rows=900_000), ITEMS, OLD, REFERENCE]
-        plan = plan_tables(specs, sharding=sharding, optimizer="adagrad", world_size=4)
-        found = plan.placements
-        assert found[OLD.name] == found[REFERENCE.name] == found[ITEMS.name]
-        assert list(plan.sharding.plan[OLD.name]) == [table_key(OLD.name)] == ["old/policy/item_table"]
+        placed([ITEMS], "column_wise", optimizer="rowwise_adagrad")
 
 
 def test_a_collection_is_named_as_the_plan_names_it():
@@ -124,9 +124,9 @@ def test_a_collection_is_named_as_the_plan_names_it():
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_fits_is_counted_with_state_copies_and_lookups(optimizer, device):
-    specs = [ITEMS, OLD, REFERENCE]
+    specs = [WITH_COPIES]
     lookups = 3 * 6400 * (8 + 2 * 4 * 64)
-    needed = block_bytes(500_001, 64, optimizer, copies=2) + lookups
+    needed = bytes_of(500_001, optimizer, copies=2) + lookups
     options = {"sharding": "row_wise", "optimizer": optimizer, "compute_device": device}
     placed(specs, **options, memory_per_rank=needed)
     with refused("resources"):
@@ -136,7 +136,7 @@ def test_what_fits_is_counted_with_state_copies_and_lookups(optimizer, device):
 def test_the_planner_falls_back_to_what_fits():
     busy, lookups = CODES._replace(lookups=100_000), 100_000 * (8 + 2 * 4 * 64)
     options = {"ranks": 64, "local_world_size": 8, "compute_device": "cuda"}
-    whole = block_bytes(769, 64, "adagrad", gradients=2)
+    whole = bytes_of(769, "adagrad", gradients=2)
     assert placed([busy], **options, memory_per_rank=lookups + whole)[busy.name].sharding == "data_parallel"
     assert placed([busy], **options, memory_per_rank=lookups + whole - 1)[busy.name].sharding == "row_wise"
 
@@ -156,10 +156,6 @@ def test_what_does_not_fit_is_reported_with_numbers_and_a_remedy():
         ([ITEMS], {"sharding": "column_wise", "ranks": 3}, "out_of_range", ITEMS.name),
         ([ITEMS], {"sharding": "column_wise", "ranks": 32}, "out_of_range", ITEMS.name),
         ([ITEMS], {"sharding": {"item_table": "row_wise"}}, "unknown_name", "sharding"),
-        ([ITEMS, OLD], {"sharding": {OLD.name: "row_wise"}}, "unknown_name", "sharding"),
-        ([OLD], {}, "mismatch", OLD.name),
-        ([ITEMS, OLD._replace(dim=32)], {}, "mismatch", OLD.name),
-        ([ITEMS], {"ranks": 6, "local_world_size": 4}, "out_of_range", "local_world_size"),
     ],
 )
 def test_mistakes(specs, options, code, field):
@@ -169,7 +165,7 @@ def test_mistakes(specs, options, code, field):
 
 def test_the_planner_expects_more_lookups_to_take_longer():
     few, many = (
-        plan_tables([ITEMS._replace(lookups=lookups)], sharding="row_wise", optimizer="sgd", world_size=8).milliseconds
+        plan([ITEMS._replace(lookups=lookups)], "row_wise", optimizer="sgd", ranks=8).milliseconds
         for lookups in (1_000, 1_000_000)
     )
     assert 0 < few < many
@@ -184,8 +180,7 @@ def test_a_thousand_ranks_are_planned():
 # ---------------------------------------------------------------- two ranks
 def plan_together(memory):
     return plan_tables(
-        [ITEMS, OLD],
-        sharding="auto",
+        [WITH_COPIES],
         optimizer="adagrad",
         world_size=2,
         memory_per_rank=memory,
@@ -209,10 +204,10 @@ def fault_of(memory, broken=False):
 
 def looked_up(sharding):
     """Rows of a table that is sharded as planned, and the shape of what this rank holds of it."""
-    specs = [TableSpec("policy.item_table", 11, 8, 4)]
-    plan = plan_tables(specs, sharding=sharding, optimizer="sgd", world_size=2, group=dist.group.WORLD)
-    key = table_key(specs[0].name)
-    tables = nn.ModuleDict({key: make_collection(specs[0], torch.device("cpu"))})
+    spec = TableSpec("policy.item_table", 11, 8, 4, sharding)
+    plan = plan_tables([spec], optimizer="sgd", world_size=2, group=dist.group.WORLD)
+    key = table_key(spec.name)
+    tables = nn.ModuleDict({key: make_collection(spec, torch.device("cpu"))})
     rows = torch.arange(88.0).view(11, 8)
     with torch.no_grad():
         next(tables.parameters()).copy_(rows)
@@ -220,7 +215,7 @@ def looked_up(sharding):
         tables,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device("cpu"),
-        plan=ShardingPlan({key: plan.sharding.plan[specs[0].name]}),
+        plan=collection_plan(plan.sharding),
         sharders=[EmbeddingCollectionSharder()],
         init_data_parallel=False,
     )
@@ -235,7 +230,6 @@ def looked_up(sharding):
 def test_all_ranks_get_the_plan_of_the_first(ranks):
     first, second = ranks.run(plan_together, None)
     assert first == second
-    assert first[OLD.name] == first[ITEMS.name]
 
 
 def test_all_ranks_hear_of_what_went_wrong_on_the_first(ranks):
