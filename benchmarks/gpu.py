@@ -46,7 +46,8 @@ from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.sharding import lookup_tables
+from recpo.sharding.blocks import TableOptimizerName
+from recpo.sharding.lookup_tables import TableOptions
 
 Line = dict[str, object]
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
@@ -180,25 +181,20 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
     ids = torch.randperm(items, device=device)[:lookups] + 1
     rows, gradient = ids.sort().values, torch.randn(len(ids), dim, device=device)
     weight, of_rows = table.weight.detach(), FLOAT * len(ids) * dim
-    state = lookup_tables.empty_state(weight, ["first", "second"], per_row=False)
-    first, second = state.values()
 
     def looked_up() -> Tensor:
         with torch.no_grad():
             return table(ids)
 
-    def adam() -> None:
-        options = {"betas": (0.9, 0.999), "eps": 1e-8, "step": 1}
-        lookup_tables.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
-
-    def rowwise() -> None:
-        lookup_tables.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
+    def by(optimizer: TableOptimizerName) -> Callable[[], None]:
+        options = TableOptions(optimizer)
+        return partial(options.update, weight, options.empty_state(weight), rows, gradient, 1e-3, 1)
 
     return [
         Part("lookup", looked_up, 2 * of_rows + 8 * len(ids), 0.0),
-        Part("sgd", lambda: lookup_tables.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
-        Part("rowwise_adagrad", rowwise, 3 * of_rows + (8 + 2 * FLOAT) * len(ids), 0.0),
-        Part("adam", adam, 7 * of_rows + 8 * len(ids), 0.0),
+        Part("sgd", by("sgd"), 3 * of_rows + 8 * len(ids), 0.0),
+        Part("rowwise_adagrad", by("rowwise_adagrad"), 3 * of_rows + (8 + 2 * FLOAT) * len(ids), 0.0),
+        Part("adam", by("adam"), 7 * of_rows + 8 * len(ids), 0.0),
     ]
 
 

@@ -37,7 +37,7 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.runtimes import PolicyRuntime, Runtime
-from recpo.sharding import lookup_tables
+from recpo.sharding.lookup_tables import TableOptions
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
@@ -235,14 +235,12 @@ def rows(device: str, small: bool) -> Iterator[Line]:
     weight = torch.empty(count, DIM, device=device)
     for part in weight.split(1 << 20):
         part.normal_(std=0.02)
-    total = torch.zeros(count, device=device)
     ids = torch.randint(1, count, (lookups,), device=device).unique()
     gradient = torch.randn(len(ids), DIM, device=device)
-    runs = {
-        "lookup": lambda: F.embedding(ids, weight),
-        "sgd": lambda: lookup_tables.sgd(weight, ids, gradient, 1e-3),
-        "rowwise_adagrad": lambda: lookup_tables.rowwise_adagrad(weight, total, ids, gradient, 1e-3, 1e-8),
-    }
+    runs = {"lookup": lambda: F.embedding(ids, weight)}
+    for options in (TableOptions("sgd"), TableOptions("rowwise_adagrad")):
+        state = options.empty_state(weight)
+        runs[options.optimizer] = partial(options.update, weight, state, ids, gradient, 1e-3, 1)
     for name, run in runs.items():
         each = milliseconds(device, run)
         line = {"case": name, "rows": count, "gib": round(weight.nbytes / 2**30, 2), "ms": each}

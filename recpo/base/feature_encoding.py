@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from recpo.base.features import (
     Side,
     Vector,
     expected_type,
+    missing_features,
     of_type,
     plain_column,
     read_features,
@@ -130,7 +132,7 @@ class FittedFeatures:
         """
         columns = [self._plain(one, table, name, one.name if by_name else one.source) for one in self.features]
         plain = pa.table(columns, names=[feature.name for feature in self.features]) if columns else pa.table({})
-        return read_features(self.features, self.encode(plain)) if columns else _nothing(len(table))
+        return read_features(self.features, self.encode(plain)) if columns else missing_features((), (len(table),))
 
     def _plain(self, feature: Feature, table: pa.Table, name: str, source: str) -> pa.Array:
         wanted = self._plain_type(feature)
@@ -187,7 +189,7 @@ class FittedFeatures:
         if isinstance(feature, Categories):
             return _lists(self.vocabularies[feature.name], column, feature.length)
         if isinstance(feature, Number):
-            return pa.array(standardized(feature, _floats(column)))
+            return pa.array(standardized(feature, column.cast(pa.float64()).to_numpy(zero_copy_only=False)))
         assert isinstance(feature, Vector)
         width = feature.width or 0
         rows = np.full((len(column), width), np.nan, np.float32)
@@ -270,17 +272,8 @@ def _lists(vocabulary: Vocabulary, column: pa.Array, length: int) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes))
 
 
-def _floats(column: pa.Array) -> np.ndarray:
-    values: np.ndarray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return values
-
-
 def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-
-
-def _nothing(rows: int) -> FeatureArrays:
-    return read_features((), pa.table({"rows": np.zeros(rows)}))
 
 
 @dataclass(frozen=True)
@@ -416,11 +409,5 @@ def _strange(vocabulary: Vocabulary) -> Any:
     """A value that is not in the vocabulary."""
     known = set(vocabulary.values.to_pylist())
     if pa.types.is_string(vocabulary.values.type):
-        value = "?"
-        while value in known:
-            value += "?"
-        return value
-    number = -(2**62)
-    while number in known:
-        number += 1
-    return number
+        return next(value for size in count(1) if (value := "?" * size) not in known)
+    return next(value for value in count(-(2**62)) if value not in known)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
@@ -470,34 +470,33 @@ class FeatureArrays(NamedTuple):
     numbers: np.ndarray
     vectors: tuple[np.ndarray, ...]
 
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> FeatureArrays:
+        """Applies ``change`` to every array."""
+        return FeatureArrays(
+            change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
+        )
+
     def rows(self, index: np.ndarray) -> FeatureArrays:
         """The rows ``index``, of any shape."""
-        return FeatureArrays(
-            self.codes[index],
-            tuple(one[index] for one in self.lists),
-            self.numbers[index],
-            tuple(one[index] for one in self.vectors),
-        )
+        return self.map(lambda column: column[index])
 
     def where(self, kept: np.ndarray) -> FeatureArrays:
         """Keeps the rows where ``kept`` (bool, of the leading shape) is true. Other rows have only missing features."""
-        by_row = kept[..., None]
-        return FeatureArrays(
-            np.where(by_row, self.codes, 0),
-            tuple(np.where(by_row, one, 0) for one in self.lists),
-            np.where(by_row, self.numbers, np.float32(np.nan)),
-            tuple(np.where(by_row, one, np.float32(np.nan)) for one in self.vectors),
-        )
+
+        def masked(column: np.ndarray) -> np.ndarray:
+            missing = np.nan if column.dtype.kind == "f" else 0
+            return np.where(kept[..., None], column, column.dtype.type(missing))
+
+        return self.map(masked)
 
     def joined(self, *others: FeatureArrays) -> FeatureArrays:
         """These rows, followed by the rows of ``others``."""
-        every = (self, *others)
-        return FeatureArrays(
-            np.concatenate([one.codes for one in every]),
-            tuple(map(np.concatenate, zip(*(one.lists for one in every), strict=True))),
-            np.concatenate([one.numbers for one in every]),
-            tuple(map(np.concatenate, zip(*(one.vectors for one in every), strict=True))),
-        )
+        codes, lists, numbers, vectors = zip(self, *others, strict=True)
+
+        def each(parts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+            return tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+        return FeatureArrays(np.concatenate(codes), each(lists), np.concatenate(numbers), each(vectors))
 
     def tensors(self) -> Features:
         """Tensors that share the memory of the arrays."""
@@ -505,12 +504,7 @@ class FeatureArrays(NamedTuple):
 
         from recpo.base.types import Features
 
-        return Features(
-            torch.from_numpy(self.codes),
-            tuple(map(torch.from_numpy, self.lists)),
-            torch.from_numpy(self.numbers),
-            tuple(map(torch.from_numpy, self.vectors)),
-        )
+        return Features(*self.map(torch.from_numpy))  # type: ignore[arg-type]  # tensors instead of arrays
 
 
 def missing_features(features: Sequence[Feature], shape: tuple[int, ...]) -> FeatureArrays:

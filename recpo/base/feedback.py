@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
 """Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
@@ -54,19 +54,10 @@ class FeedbackRule:
     skip_threshold: float = 0.25
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.positive_threshold <= 1.0:
-            raise RecpoError(
-                f"feedback.positive_threshold must lie in (0, 1], got {self.positive_threshold}",
-                code="out_of_range",
-                field="feedback.positive_threshold",
-            )
-        if not 0.0 <= self.skip_threshold <= self.positive_threshold:
-            raise RecpoError(
-                f"feedback.skip_threshold must lie between 0 and positive_threshold ({self.positive_threshold}); "
-                f"otherwise an event could be both positive and skipped; got {self.skip_threshold}",
-                code="out_of_range",
-                field="feedback.skip_threshold",
-            )
+        positive, skipped = self.positive_threshold, self.skip_threshold
+        validate_range(0.0 < positive <= 1.0, "feedback.positive_threshold", "must lie in (0, 1]", positive)
+        rule = f"must lie between 0 and positive_threshold ({positive}), or an event could be both positive and skipped"
+        validate_range(0.0 <= skipped <= positive, "feedback.skip_threshold", rule, skipped)
 
     def positive(self, label: _Column, dislike: _Column) -> _Column:
         """Whether the label is at least ``positive_threshold`` without a dislike; bool, same shape as ``label``."""
@@ -210,28 +201,14 @@ class FeedbackDefinition:
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
             label = str(content["label"])
+            if not (1.0 < base < math.inf and longest > 0.0):
+                raise ValueError(f"duration_base {base}, max_watch_time {longest}")
+            for low, middle, high in cutoffs.values():
+                if not 0.0 <= low <= middle <= high < math.inf:
+                    raise ValueError(f"cutoffs {low}, {middle}, {high}: expected ascending times in seconds")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
-        if not (math.isfinite(base) and base > 1.0):
-            raise RecpoError(
-                f"{source}: duration_base {base} must be a number above 1: {_HINT}",
-                code="damaged",
-                field="duration_base",
-            )
-        if not longest > 0.0:
-            raise RecpoError(
-                f"{source}: max_watch_time {longest} must be above 0: {_HINT}", code="damaged", field="max_watch_time"
-            )
-        for bucket, limits in cutoffs.items():
-            ascending = all(math.isfinite(limit) and limit >= 0 for limit in limits) and list(limits) == sorted(limits)
-            if len(limits) != 3 or not ascending:
-                raise RecpoError(
-                    f"{source}: cutoffs of bucket {bucket} are {list(limits)}, expected three ascending times in "
-                    f"seconds: {_HINT}",
-                    code="damaged",
-                    field="cutoffs",
-                )
-        return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as checked
+        return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as unpacked
 
 
 UNKNOWN_BUCKET: Final = -1001

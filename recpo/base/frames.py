@@ -68,7 +68,9 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
         raise RecpoError(
             f"{name}: its columns do not form an Arrow table ({_one_line(error)})", code="wrong_type", field=name
         ) from error
-    table = table.select([index for index, column in enumerate(table.column_names) if not _is_index(column)])
+    table = table.select(
+        [index for index, column in enumerate(table.column_names) if not _UNNAMED_INDEX.fullmatch(str(column))]
+    )
     twice = sorted(column for column, count in Counter(table.column_names).items() if count > 1)
     if twice:
         raise RecpoError(f"{name}: two columns are called {twice[0]!r}: rename one", code="duplicate", field=twice[0])
@@ -137,7 +139,9 @@ def number_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarr
     if column not in table.column_names:
         return None
     values, kind = table.column(column), table.schema.field(column).type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or _is_null(kind)):
+    if not (
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)
+    ):
         raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers", code="wrong_type", field=column)
     return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # large integers are rounded
 
@@ -171,7 +175,7 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
     values, kind = table.column(column), table.schema.field(column).type
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         values = values.cast(pa.timestamp("ms", getattr(kind, "tz", None)), safe=False).cast(pa.int64())
-    elif not (pa.types.is_integer(kind) or (_is_null(kind) and not len(values))):
+    elif not (pa.types.is_integer(kind) or (pa.types.is_null(kind) and not len(values))):
         raise RecpoError(
             f"{name}: column {column!r} is {kind}, expected times, or integer milliseconds since 1970",
             code="wrong_type",
@@ -226,14 +230,6 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
         if holds(kind):
             return _plain(pc.cast(column, target(kind)))
     return column
-
-
-def _is_index(column: str) -> bool:
-    return _UNNAMED_INDEX.fullmatch(str(column)) is not None
-
-
-def _is_null(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_null(kind))
 
 
 def _to_numpy(values: pa.ChunkedArray, fill: object) -> np.ndarray:

@@ -20,7 +20,7 @@ from torch import Tensor
 from recpo.artifacts.checksums import verify_sealed
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.semantic_codes import CODEBOOKS
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import PositiveInt, validate_ranges
 
 Normalization = Literal["l2", "standardize", "none"]
@@ -255,10 +255,6 @@ _LARGEST = 1e15
 _MOST_LEVELS = 64
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResidualKMeans:
     """Level t clusters the residuals ``x - centroid_0[code_0] - ... - centroid_{t-1}[code_{t-1}]`` by Lloyd's k-means.
@@ -285,18 +281,13 @@ class ResidualKMeans:
     def __post_init__(self) -> None:
         """Refuses invalid options."""
         validate_ranges(self)
-        if self.levels > _MOST_LEVELS:
-            raise RecpoError(
-                f"levels must be at most {_MOST_LEVELS}, got {self.levels}", code="out_of_range", field="levels"
-            )
-        if self.capacity_slack is not None and not self.capacity_slack >= 1:
-            raise RecpoError(
-                f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}",
-                code="out_of_range",
-                field="capacity_slack",
-            )
+        validate_range(self.levels <= _MOST_LEVELS, "levels", f"must be at most {_MOST_LEVELS}", self.levels)
+        fits = self.capacity_slack is None or self.capacity_slack >= 1
+        validate_range(fits, "capacity_slack", "must be at least 1 (1 = all codes equally full)", self.capacity_slack)
 
-    def fit(self, vectors: Tensor, seed: int, finished: Callable[[], object] = _nothing) -> tuple[Codebooks, Tensor]:
+    def fit(
+        self, vectors: Tensor, seed: int, finished: Callable[[], object] = lambda: None
+    ) -> tuple[Codebooks, Tensor]:
         """Fits the codebooks on the device of the vectors.
 
         Args:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import gammaincc, gammainccinv, gammaincinv
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import ClosedUnitInterval, PositiveInt, validate_ranges
 
 IntArray = NDArray[np.int64]
 
@@ -168,7 +169,7 @@ def _integrated(logits: FloatArray, k: int, columns: IntArray) -> FloatArray:
         w = np.take_along_axis(weights, columns, 1)[:, :, None]
         t = times.t[:, None, :]
         survival = _fewer_than_k_others(weights, times.t, k, columns)
-        reference = _poisson_cdf(times.rate[:, None] * times.t, k)
+        reference = gammaincc(k, times.rate[:, None] * times.t)  # P(N < k) of a Poisson number N
         rest = (w * t * np.exp(-w * t) * (survival - reference[:, None, :])).sum(2) * times.step[:, None]
         found = -np.expm1(-k * np.log1p(w[:, :, 0] / times.rate[:, None])) + rest
     return np.clip(found, 0.0, 1.0)
@@ -191,11 +192,12 @@ class _Times(NamedTuple):
 def _times(weights: FloatArray, later: FloatArray, k: int) -> _Times:
     """Points that leave out no more than ``_TAIL`` at each end.
 
-    Before the first point fewer than k have arrived: by Chernoff's bound for the expected number of arrivals, or
-    because one of the items from the k-th on would have to, whose weights sum to ``later [B]``. After the last one at
-    least k have: by Chernoff's bound, or because each of the k first (of weight 1 or more) has.
+    Before the first point fewer than k have arrived: because few are expected, or because one of the items from the
+    k-th on would have to, whose weights sum to ``later [B]``. After the last one at least k have: because many are
+    expected, or because each of the k first (of weight 1 or more) has. A Poisson number with the same expectation
+    exceeds both bounds more often (Hoeffding 1956; Anderson and Samuels 1967), and its quantiles are known.
     """
-    few, many = _chernoff(k)
+    few, many = gammaincinv(k, _TAIL), gammainccinv(k, _TAIL)
     earliest, latest = np.log(_TAIL / later), math.log(math.log(k / _TAIL))
     low = np.repeat(earliest[:, None], 3, 1)
     high = np.full_like(low, latest)
@@ -219,29 +221,6 @@ def _spacing(k: int) -> float:
     ``2 |Gamma(k + 2 pi i / h)| / Gamma(k)``; unequal weights and few items make it wider and smoother.
     """
     return 2 * math.pi / (12 + 5.5 * math.sqrt(k))
-
-
-@lru_cache(maxsize=256)
-def _chernoff(k: int) -> tuple[float, float]:
-    """Expected arrivals with which k or more, and fewer than k, arrive with a probability of at most ``_TAIL``."""
-
-    def log_bound(count: float, mean: float) -> float:
-        return (count * (1 + math.log(mean / count)) if count else 0.0) - mean
-
-    few, many = (1e-12, float(k)), (float(max(k - 1, 1e-12)), 10.0 * k + 100)
-    for _ in range(60):
-        middle = (few[0] + few[1]) / 2
-        few = (middle, few[1]) if log_bound(k, middle) < math.log(_TAIL) else (few[0], middle)
-        middle = (many[0] + many[1]) / 2
-        many = (many[0], middle) if log_bound(k - 1, middle) < math.log(_TAIL) else (middle, many[1])
-    return few[0], many[1]
-
-
-def _poisson_cdf(mean: FloatArray, k: int) -> FloatArray:
-    """``P(N <= k - 1)`` of Poisson numbers with the means ``[B, Q]``."""
-    n = np.arange(k)
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, k)))])
-    return np.asarray(np.exp(n * np.log(mean)[..., None] - log_factorial - mean[..., None]).sum(-1))
 
 
 def _fewer_than_k_others(weights: FloatArray, t: FloatArray, k: int, columns: IntArray) -> FloatArray:
@@ -365,28 +344,20 @@ class Exploration:
     """
 
     temperature: float = 1.0
-    epsilon: float = 0.0
-    shortlist: int = 100
+    epsilon: ClosedUnitInterval = 0.0
+    shortlist: PositiveInt = 100
     uniform_over: Literal["catalog", "shortlist"] = "catalog"
 
     def __post_init__(self) -> None:
-        temperature, epsilon = self.temperature, self.epsilon
-        checks = {
-            "temperature": (
-                temperature == 0 or _COLDEST <= temperature < math.inf,
-                f"0 (the best items), or from {_COLDEST:g} on",
-            ),
-            "epsilon": (0 <= epsilon <= 1, "a probability between 0 and 1"),
-            "shortlist": (isinstance(self.shortlist, int) and self.shortlist >= 1, "a whole number from 1 on"),
-            "uniform_over": (self.uniform_over in ("catalog", "shortlist"), "catalog or shortlist"),
-        }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise RecpoError(
-                    f"exploration: {name} is {getattr(self, name)!r}, expected {expected}",
-                    code="unknown_name" if name == "uniform_over" else "out_of_range",
-                    field=name,
-                )
+        validate_ranges(self)
+        fits = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
+        validate_range(fits, "temperature", f"must be 0 (the best items), or from {_COLDEST:g} on", self.temperature)
+        if self.uniform_over not in ("catalog", "shortlist"):
+            raise RecpoError(
+                f"exploration: uniform_over is {self.uniform_over!r}, expected catalog or shortlist",
+                code="unknown_name",
+                field="uniform_over",
+            )
 
     def sample(
         self, items: ArrayLike, logp: ArrayLike, k: int, generator: np.random.Generator, allowed: Pool | None = None
@@ -435,7 +406,7 @@ class Exploration:
             positions[row, :n] = _places(ids[row], listed[row, :n])
         propensity = self._propensities(scores, best, positions, lengths, pools)
         explored = shown & ~(positions[:, :, None] == np.where(shown, best, -2)[:, None, :]).any(2)
-        return _padded(SlateBatch(listed, propensity, explored, is_random, positions, lengths), k)
+        return SlateBatch(listed, propensity, explored, is_random, positions, lengths)
 
     def probabilities(
         self,
@@ -466,7 +437,7 @@ class Exploration:
             place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
             included = (place < lengths[:, None]).astype(np.float64)
         else:
-            included = inclusion_probabilities(self._logits(scores), min(k, scores.shape[1]))
+            included = inclusion_probabilities(self._logits(scores), k)
         wanted = np.asarray(asked, np.int64)
         found = np.zeros(wanted.shape)
         for row in np.flatnonzero(lengths).tolist():
@@ -527,6 +498,7 @@ class Exploration:
 
 
 def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, FloatArray]:
+    """The shortlists ``[B, M]`` and their scores, with empty places if there are fewer than ``k``."""
     ids, scores = np.asarray(items), np.asarray(logp, np.float64)
     if ids.ndim != 2 or ids.shape != scores.shape or not np.issubdtype(ids.dtype, np.integer):
         raise RecpoError(
@@ -535,8 +507,7 @@ def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, Flo
             code="wrong_shape",
             field="items",
         )
-    if k < 1:
-        raise RecpoError(f"exploration: k is {k}, expected at least 1", code="out_of_range", field="k")
+    validate_range(k >= 1, "k", "must be at least 1", k)
     if np.isnan(scores).any() or np.isposinf(scores).any():
         raise RecpoError(
             "exploration: a log-probability is nan or +inf, expected finite numbers, or -inf",
@@ -549,14 +520,14 @@ def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, Flo
         raise RecpoError(
             "exploration: an item occurs twice in a shortlist, expected distinct items", code="duplicate", field="items"
         )
-    return ids.astype(np.int64), scores
+    missing = ((0, 0), (0, max(0, k - ids.shape[1])))
+    return np.pad(ids.astype(np.int64), missing), np.pad(scores, missing, constant_values=-np.inf)
 
 
 def _gumbel_top(logits: FloatArray, k: int, generator: np.random.Generator) -> IntArray:
-    """Columns ``[B, min(k, M)]`` of the largest logits after Gumbel noise, largest first."""
+    """Columns ``[B, k]`` of the largest logits after Gumbel noise, largest first."""
     noisy = logits + generator.gumbel(size=logits.shape)
-    k = min(k, logits.shape[1])
-    top = np.argpartition(-noisy, k - 1, axis=1)[:, :k] if k < logits.shape[1] else np.argsort(-noisy, axis=1)
+    top = np.argpartition(-noisy, k - 1, axis=1)[:, :k]
     return np.take_along_axis(top, np.argsort(-np.take_along_axis(noisy, top, 1), axis=1, kind="stable"), 1)
 
 
@@ -574,15 +545,3 @@ def _distinct(positions: IntArray, width: int) -> IntArray:
         free = np.setdiff1d(np.arange(width), positions[row])
         found[row, missing] = free[: missing.sum()]
     return found
-
-
-def _padded(slates: SlateBatch, k: int) -> SlateBatch:
-    missing = ((0, 0), (0, k - slates.items.shape[1]))
-    if not missing[1][1]:
-        return slates
-    return slates._replace(
-        items=np.pad(slates.items, missing),
-        propensity=np.pad(slates.propensity, missing, constant_values=np.nan),
-        explored=np.pad(slates.explored, missing),
-        positions=np.pad(slates.positions, missing, constant_values=-1),
-    )

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 FloatArray = NDArray[np.float64]
 Interleaving = Literal["team_draft", "probabilistic"]
@@ -114,8 +114,13 @@ def probabilistic(
 
     At every place a fair coin chooses a ranking, which draws an item that is not in the list with probability
     proportional to ``rank^-tau``. So every order is possible. The credit sums over all coins that could have made
-    the list (``probabilistic_credit``). The probability that an item is in the list has no closed form: the propensity
-    is None.
+    the list:
+
+        credit_j = (P_2(j | before j) - P_1(j | before j)) / (P_2(j | before j) + P_1(j | before j))
+
+    Given the list, the coins of different places are independent, so the ``2^n`` assignments factorize. A ranking whose
+    items are all in the list before j leaves the place to the other one. The probability that an item is in the list
+    has no closed form: the propensity is None.
 
     Args:
         first: items of the first ranking, best first, distinct.
@@ -141,32 +146,11 @@ def probabilistic(
     return Interleaved(items, np.array(teams, np.int64), np.array(credit, np.float64), None)
 
 
-def probabilistic_credit(
-    first: Sequence[Any], second: Sequence[Any], items: Sequence[Any], tau: float = TAU
-) -> FloatArray:
-    """Expected team of each item given the list, ``[n]`` in [-1, 1]: exact, by summing over all coins.
-
-        credit_j = (P_2(j | before j) - P_1(j | before j)) / (P_2(j | before j) + P_1(j | before j))
-
-    Given the list, the coins of different places are independent, so the ``2^n`` assignments factorize. A ranking whose
-    items are all in the list before j leaves the place to the other one.
-
-    Raises:
-        RecpoError: a ranking lists an item twice, an item is in neither ranking, or ``tau`` is negative.
-    """
-    _validated(first, second, 1)
-    left = _Left(first, second, tau)
-    if strange := [item for item in items if item not in left.items]:
-        raise RecpoError(f"item {strange[0]!r:.80} is in neither ranking", code="mismatch", field="items")
-    return np.array([left.take(item) for item in items], np.float64)
-
-
 class _Left:
     """The weights of both rankings for the items that are not in the list yet."""
 
     def __init__(self, first: Sequence[Any], second: Sequence[Any], tau: float) -> None:
-        if not 0 <= tau < np.inf:
-            raise RecpoError(f"tau is {tau}, expected a number of at least 0", code="out_of_range", field="tau")
+        validate_range(0 <= tau < np.inf, "tau", "must be a number of at least 0", tau)
         self._weights = [np.arange(1, len(one) + 1, dtype=np.float64) ** -tau for one in (first, second)]
         self._places = [{item: place for place, item in enumerate(one)} for one in (first, second)]
         self.items = {*first, *second}
@@ -195,6 +179,5 @@ def _validated(first: Sequence[Any], second: Sequence[Any], k: int) -> tuple[Seq
     for name, ranking in (("first", first), ("second", second)):
         if len(set(ranking)) < len(ranking):
             raise RecpoError(f"interleaving: the {name} ranking lists an item twice", code="duplicate", field=name)
-    if k < 1:
-        raise RecpoError(f"interleaving: k is {k}, expected at least 1", code="out_of_range", field="k")
+    validate_range(k >= 1, "k", "must be at least 1", k)
     return first, second

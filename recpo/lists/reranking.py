@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from recpo.base.errors import RecpoError
 from recpo.base.features import is_list
 from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
+from recpo.base.ranges import ClosedUnitInterval, PositiveInt, validate_ranges
 from recpo.items.columns import read_rows
 from recpo.log.id_map import IdMap
 
@@ -135,18 +136,13 @@ class RerankOptions:
         vectors: its column with lists of numbers; null = the item vectors of the policy itself.
     """
 
-    shortlist: int = 100
+    shortlist: PositiveInt = 100
     attributes: Path | None = None
     item_id: str = "item_id"
     vectors: str | None = None
 
     def __post_init__(self) -> None:
-        if self.shortlist < 1:
-            raise RecpoError(
-                f"re-ranking: shortlist is {self.shortlist}, expected at least 1",
-                code="out_of_range",
-                field="shortlist",
-            )
+        validate_ranges(self)
         if self.vectors is not None and self.attributes is None:
             raise RecpoError(
                 f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)",
@@ -180,7 +176,16 @@ def _tags(column: pa.Array, index: IntArray, num_items: int) -> Tags:
 
 
 class Reranker(ABC):
-    """Chooses a slate from a shortlist, one item after the other; implementations are frozen dataclasses."""
+    """Chooses a slate from a shortlist, one item after the other; implementations are frozen dataclasses.
+
+    Attributes:
+        reads_vectors: it reads item vectors.
+    """
+
+    reads_vectors: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
 
     @property
     @abstractmethod
@@ -191,11 +196,6 @@ class Reranker(ABC):
     def attributes(self) -> tuple[str, ...]:
         """Names of the item attributes that it reads."""
         return ()
-
-    @property
-    def reads_vectors(self) -> bool:
-        """It reads item vectors."""
-        return False
 
     @abstractmethod
     def order(
@@ -296,21 +296,23 @@ def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
     return np.asarray(known.vectors[items], np.float64)
 
 
-def validate_weight(value: float) -> None:
-    """Raises ``RecpoError`` unless ``value`` is a relevance weight."""
-    if not 0 <= value <= 1:
-        raise RecpoError(
-            f"re-ranking: relevance_weight is {value!r}, expected 0 to 1 (1 = relevance alone)",
-            code="out_of_range",
-            field="relevance_weight",
-        )
+@dataclass(frozen=True)
+class _ByAttribute(Reranker):
+    """A method that reads one attribute of the items."""
+
+    attribute: str
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """See ``Reranker``."""
+        return (self.attribute,)
 
 
 SMOOTHING = 0.01  # of the shares in the slate, so that the divergence is finite; that of the metric `miscalibration`
 
 
 @dataclass(frozen=True)
-class Calibration(Reranker):
+class Calibration(_ByAttribute):
     """A slate whose categories have the shares that they have in the user's history.
 
     Greedily the largest
@@ -327,20 +329,12 @@ class Calibration(Reranker):
     """
 
     attribute: str
-    relevance_weight: float = 0.5
-
-    def __post_init__(self) -> None:
-        validate_weight(self.relevance_weight)
+    relevance_weight: ClosedUnitInterval = 0.5
 
     @property
     def label(self) -> str:
         """See ``Reranker``."""
         return f"calibrated {self.attribute} {self.relevance_weight:g}"
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """See ``Reranker``."""
-        return (self.attribute,)
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -383,7 +377,7 @@ def _equal(owner: IntArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class AttributeCap(Reranker):
+class AttributeCap(_ByAttribute):
     """The most relevant items such that at most ``at_most`` of them share a value of an attribute.
 
     An item with several values counts for each of them. An item without a value is never capped. If the shortlist has
@@ -395,23 +389,12 @@ class AttributeCap(Reranker):
     """
 
     attribute: str
-    at_most: int = 2
-
-    def __post_init__(self) -> None:
-        if self.at_most < 1:
-            raise RecpoError(
-                f"re-ranking: at_most is {self.at_most}, expected at least 1", code="out_of_range", field="at_most"
-            )
+    at_most: PositiveInt = 2
 
     @property
     def label(self) -> str:
         """See ``Reranker``."""
         return f"{self.attribute} at most {self.at_most}"
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """See ``Reranker``."""
-        return (self.attribute,)
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -441,15 +424,9 @@ class _BySimilarity(Reranker):
         relevance_weight: w in [0, 1]; 1 = only relevance.
     """
 
-    relevance_weight: float = 0.7
+    reads_vectors: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        validate_weight(self.relevance_weight)
-
-    @property
-    def reads_vectors(self) -> bool:
-        """See ``Reranker``."""
-        return True
+    relevance_weight: ClosedUnitInterval = 0.7
 
 
 _DEPENDENT = 1e-10  # squared distance below which an item lies in the span of those above

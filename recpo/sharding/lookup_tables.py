@@ -5,9 +5,8 @@ become an ordinary sparse gradient of the rank's own block. Clipping, rescaling,
 therefore work as for any other parameter, and a step may look up several times. (Inside torchrec, every lookup's
 backward pass updates the table at once, before any of these.) A single update per step follows.
 
-``TableOptimizer`` updates all tables: by FBGEMM's fused kernels, or by ``sgd``, ``adagrad``, ``rowwise_adagrad`` and
-``adam`` with the same results where there is no kernel: for replicated tables, and Adam on a CPU. These functions
-change ``weight`` and the state in place; ``rows [n]`` are distinct row numbers, ``gradient [n, d]`` their gradients.
+``TableOptimizer`` updates all tables: by FBGEMM's fused kernels, or by ``TableOptions.update`` with the same results
+where there is no kernel: for replicated tables, and Adam on a CPU.
 """
 
 from __future__ import annotations
@@ -230,58 +229,6 @@ def _length(ids: Tensor) -> Tensor:
     return torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
 
 
-def sgd(weight: Tensor, rows: Tensor, gradient: Tensor, lr: float) -> None:
-    """``w <- w - lr g``."""
-    weight.index_add_(0, rows, gradient, alpha=-lr)
-
-
-def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
-    """``s <- s + g^2; w <- w - lr g / (sqrt(s) + eps)`` (Duchi et al. 2011); ``total`` is ``s [V + 1, d]``."""
-    total.index_add_(0, rows, gradient.square())
-    weight.index_add_(0, rows, gradient / (total[rows].sqrt() + eps), alpha=-lr)
-
-
-def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
-    """``s_v <- s_v + mean_j g_vj^2; w_v <- w_v - lr g_v / (sqrt(s_v) + eps)``: one number per row, ``total [V + 1]``.
-
-    Gupta et al. 2014; Mudigere et al., arXiv 2104.05158.
-    """
-    total.index_add_(0, rows, gradient.square().mean(1))
-    weight.index_add_(0, rows, gradient / (total[rows, None].sqrt() + eps), alpha=-lr)
-
-
-def adam(
-    weight: Tensor,
-    moments: tuple[Tensor, Tensor],
-    rows: Tensor,
-    gradient: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-) -> None:
-    """Adam (arXiv 1412.6980) for the rows in the batch. The moments of other rows do not change.
-
-    ``m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``.
-
-    Args:
-        weight: ``[V + 1, d]``.
-        moments: ``m`` and ``v``, each ``[V + 1, d]``.
-        rows: ``[n]``.
-        gradient: ``[n, d]``.
-        lr: learning rate.
-        betas: ``b1``, ``b2``.
-        eps: added to the denominator.
-        step: ``t``, from 1.
-    """
-    first = moments[0][rows].lerp_(gradient, 1 - betas[0])
-    second = moments[1][rows].lerp_(gradient.square(), 1 - betas[1])
-    moments[0][rows], moments[1][rows] = first, second
-    denominator = (second / (1 - betas[1] ** step)).sqrt_().add_(eps)
-    weight.index_add_(0, rows, first.div_(1 - betas[0] ** step).div_(denominator), alpha=-lr)
-
-
 def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of a sparse or dense gradient that are not 0, and their values.
 
@@ -294,12 +241,6 @@ def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
         return rows[kept], values[kept]
     rows = gradient.any(1).nonzero().squeeze(1)
     return rows, gradient[rows]
-
-
-def empty_state(weight: Tensor, names: list[str], *, per_row: bool) -> dict[str, Tensor]:
-    """The state before the first step."""
-    shape = weight.shape[:1] if per_row else weight.shape
-    return {name: torch.zeros(shape, dtype=weight.dtype, device=weight.device) for name in names}
 
 
 STATE_NAMES: Final[dict[TableOptimizerName, list[str]]] = {
@@ -339,6 +280,48 @@ class TableOptions:
             message = f"table_optimizer.betas are {self.betas}, expected numbers in [0, 1)"
             raise RecpoError(message, code="out_of_range", field="table_optimizer.betas")
 
+    @property
+    def is_per_row(self) -> bool:
+        """Whether the state has one number per row."""
+        return self.optimizer == "rowwise_adagrad"
+
+    def empty_state(self, weight: Tensor) -> dict[str, Tensor]:
+        """The state before the first step, by name: ``[V + 1]`` if it is per row, else ``[V + 1, d]``."""
+        shape = weight.shape[:1] if self.is_per_row else weight.shape
+        return {name: weight.new_zeros(shape) for name in STATE_NAMES[self.optimizer]}
+
+    def update(
+        self, weight: Tensor, state: Mapping[str, Tensor], rows: Tensor, gradient: Tensor, lr: float, step: int
+    ) -> None:
+        """Updates the rows of a table that a batch has, and their state, in place; other rows do not change.
+
+        ``sgd``: ``w <- w - lr g``. ``adagrad`` (Duchi et al. 2011): ``s <- s + g^2; w <- w - lr g / (sqrt(s) + eps)``.
+        ``rowwise_adagrad`` (Gupta et al. 2014; Mudigere et al., arXiv 2104.05158): the same with one number per row,
+        ``s_v <- s_v + mean_j g_vj^2``. ``adam`` (arXiv 1412.6980): ``m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2;
+        w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``.
+
+        Args:
+            weight: ``[V + 1, d]``.
+            state: see ``empty_state``.
+            rows: ``[n]``, distinct.
+            gradient: ``[n, d]``.
+            lr: learning rate.
+            step: ``t``, from 1.
+        """
+        moments, change = list(state.values()), gradient
+        if self.optimizer == "adam":
+            first = moments[0][rows].lerp_(gradient, 1 - self.betas[0])
+            second = moments[1][rows].lerp_(gradient.square(), 1 - self.betas[1])
+            moments[0][rows], moments[1][rows] = first, second
+            denominator = (second / (1 - self.betas[1] ** step)).sqrt_().add_(self.eps)
+            change = first.div_(1 - self.betas[0] ** step).div_(denominator)
+        elif self.optimizer != "sgd":
+            squared = gradient.square()
+            moments[0].index_add_(0, rows, squared.mean(1) if self.is_per_row else squared)
+            root = moments[0][rows].sqrt()
+            change = gradient / ((root[:, None] if self.is_per_row else root) + self.eps)
+        weight.index_add_(0, rows, change, alpha=-lr)
+
     def is_fused(self, device: torch.device) -> bool:
         """Whether FBGEMM has a fused kernel for it. FBGEMM has no fused Adam on CPUs."""
         return self.optimizer != "adam" or device.type == "cuda"
@@ -360,20 +343,19 @@ class _Table:
 
     def __init__(self, table: ItemTable, options: TableOptions) -> None:
         self.table, self._options = table, options
-        self._names, self._per_row = STATE_NAMES[options.optimizer], options.optimizer == "rowwise_adagrad"
-        weight = table.weight
+        weight, self._names = table.weight, STATE_NAMES[options.optimizer]
         self._fused: LookupTable | None = None
         if isinstance(table, LookupTable) and options.is_fused(weight.device):
             self._fused = table
             self._state = table.fused_state(self._names)
         else:
-            self._state = empty_state(weight.detach(), self._names, per_row=self._per_row)
+            self._state = options.empty_state(weight.detach())
 
     def state(self) -> dict[str, Any]:
         """The states by name: sharded like the table, and without copying."""
         if not isinstance(self.table, LookupTable):
             return dict(self._state)
-        return {name: self.table.whole(self._state.get(name), per_row=self._per_row) for name in self._names}
+        return {name: self.table.whole(self._state.get(name), per_row=self._options.is_per_row) for name in self._names}
 
     @torch.no_grad()
     def step(self, lr: float, steps_before: int) -> None:
@@ -384,19 +366,7 @@ class _Table:
         if self._fused is not None:
             self._fused.fused_step(rows, gradient, lr, steps_before)
         else:
-            self._plain_step(rows, gradient, lr, steps_before)
-
-    def _plain_step(self, rows: Tensor, gradient: Tensor, lr: float, steps_before: int) -> None:
-        weight, state, options = self.table.weight.detach(), list(self._state.values()), self._options
-        if options.optimizer == "sgd":
-            sgd(weight, rows, gradient, lr)
-        elif options.optimizer == "adagrad":
-            adagrad(weight, state[0], rows, gradient, lr, options.eps)
-        elif options.optimizer == "rowwise_adagrad":
-            rowwise_adagrad(weight, state[0], rows, gradient, lr, options.eps)
-        else:
-            moments, step = (state[0], state[1]), steps_before + 1
-            adam(weight, moments, rows, gradient, lr=lr, betas=options.betas, eps=options.eps, step=step)
+            self._options.update(self.table.weight.detach(), self._state, rows, gradient, lr, steps_before + 1)
 
 
 class TableOptimizer(Optimizer):

@@ -27,24 +27,16 @@ def problems(draw: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 class Steps:
-    """An optimizer of ``lookup_tables`` with its state."""
+    """A table that ``TableOptions`` updates, with its state."""
 
-    def __init__(self, optimizer: str, weight: Tensor, eps: float = EPS) -> None:
-        names = {"sgd": 0, "adam": 2}.get(optimizer, 1)
-        per_row = optimizer == "rowwise_adagrad"
-        state = lookup_tables.empty_state(weight, [str(number) for number in range(names)], per_row=per_row)
-        self.weight, self.state, self._name, self._eps = weight.clone(), list(state.values()), optimizer, eps
-        self._step = 0
+    def __init__(self, optimizer: Any, weight: Tensor, eps: float = EPS) -> None:
+        self._options = lookup_tables.TableOptions(optimizer, eps=eps, betas=BETAS)
+        self.weight, self._state, self._step = weight.clone(), self._options.empty_state(weight), 0
+        self.state = list(self._state.values())
 
     def __call__(self, rows: Tensor, gradient: Tensor, lr: float = LR) -> None:
         self._step += 1
-        if self._name == "sgd":
-            lookup_tables.sgd(self.weight, rows, gradient, lr)
-        elif self._name == "adam":
-            moments = self.state[0], self.state[1]
-            lookup_tables.adam(self.weight, moments, rows, gradient, lr=lr, betas=BETAS, eps=self._eps, step=self._step)
-        else:
-            getattr(lookup_tables, self._name)(self.weight, self.state[0], rows, gradient, lr, self._eps)
+        self._options.update(self.weight, self._state, rows, gradient, lr, self._step)
 
 
 def close(got: Tensor, expected: Any) -> None:
