@@ -38,6 +38,7 @@ from recpo.base.features import (
     missing_features,
     of_type,
     plain_column,
+    plain_type,
     read_features,
 )
 
@@ -135,7 +136,8 @@ class FittedFeatures:
         return read_features(self.features, self.encode(plain)) if columns else missing_features((), (len(table),))
 
     def _plain(self, feature: Feature, table: pa.Table, name: str, source: str) -> pa.Array:
-        wanted = self._plain_type(feature)
+        vocabulary = self.vocabularies.get(feature.name)
+        wanted = plain_type(feature, pa.null() if vocabulary is None else vocabulary.values.type)
         if source not in table.column_names or pa.types.is_null(table[source].type):
             return pa.nulls(len(table), wanted)
         column = _one(table[source])
@@ -161,13 +163,6 @@ class FittedFeatures:
                 field=source,
             )
         return plain.cast(wanted) if plain.null_count == len(plain) else plain
-
-    def _plain_type(self, feature: Feature) -> pa.DataType:
-        if isinstance(feature, Category):
-            return self.vocabularies[feature.name].values.type
-        if isinstance(feature, Categories):
-            return pa.list_(self.vocabularies[feature.name].values.type)
-        return pa.float64() if isinstance(feature, Number) else pa.list_(pa.float32())
 
     def agrees(self, other: FittedFeatures) -> bool:
         """Whether codes and numbers of ``other`` have the same meaning here. Its vocabularies may have grown."""

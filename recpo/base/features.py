@@ -7,12 +7,8 @@ order, codes and sizes from there.
 Codes of categories: 0 missing, 1 unknown (a value that the train period did not contain), from 2 on the values of the
 vocabulary by descending count, then by value.
 
-Feature columns of a table: the types that fit, the inferred kind of feature, and one plain form for each kind.
-
-Features are fitted and encoded in the plain form: categories are int64 or string, sets of categories are lists of those
+Features are fitted and encoded in a plain form: categories are int64 or string, sets of categories are lists of those
 without nulls and repeated values, numbers are float64, vectors are lists of float32; null = missing.
-
-Features as arrays, from the columns of a prepared file to a policy's input. NumPy and Arrow only.
 """
 
 from __future__ import annotations

@@ -184,11 +184,16 @@ class Pages:
             (
                 name,
                 [
-                    Place(listed, known[listed.item], self._also(lists, number, listed.item), later.get(listed.item))
+                    Place(
+                        listed,
+                        known[listed.item],
+                        [other for other, _ in self._at(lists, listed.item) if other != name],
+                        later.get(listed.item),
+                    )
                     for listed in one
                 ],
             )
-            for number, (name, one) in enumerate(zip(self.names, lists, strict=True))
+            for name, one in zip(self.names, lists, strict=True)
         ]
         return {
             "person": person,
@@ -211,7 +216,7 @@ class Pages:
         return {
             "item": item,
             "exposure": [
-                (name, int(self.survey.listed(place)[index]), [(user, ids[user]) for user in owners[place][:_OWNERS]])
+                (name, int(self.survey.listed[place][index]), [(user, ids[user]) for user in owners[place][:_OWNERS]])
                 for place, name in enumerate(self.names)
             ],
             "neighbors": [(known[one], value) for one, value in near],
@@ -259,7 +264,7 @@ class Pages:
         found = list(items)
         known = self.catalog.items(found)
         sample = len(self.survey.users)
-        counts = [self.survey.listed(place) for place in range(len(self.names))]
+        counts = self.survey.listed
         return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
 
     def _moved(self, order: str, other: int, count: int) -> list[int]:
@@ -342,10 +347,6 @@ class Pages:
         if other in self.names[1:]:
             return self.names.index(other)
         return min(1, len(self.names) - 1)
-
-    def _also(self, lists: Sequence[Sequence[Listed]], own: int, item: int) -> list[str]:
-        others = (number for number in range(len(lists)) if number != own)
-        return [self.names[number] for number in others if any(one.item == item for one in lists[number])]
 
     def _at(self, lists: Sequence[Sequence[Listed]], item: int) -> list[tuple[str, int]]:
         return [

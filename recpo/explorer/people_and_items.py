@@ -119,8 +119,7 @@ class Catalog:
     columns: ItemColumns = field(default_factory=ItemColumns)
 
     def __post_init__(self) -> None:
-        if self.columns.file is not None:
-            _ = self._shown
+        _ = self._shown
 
     def items(self, indices: Iterable[int]) -> dict[int, Item]:
         """The items with the given internal ids; repeated ids and those of no item are ignored."""
@@ -133,17 +132,16 @@ class Catalog:
 
     def index_of(self, text: str) -> int | None:
         """The internal id of an item id that is given as text; None = unknown."""
-        if pa.types.is_integer(self._ids.type):
-            if not re.fullmatch(r"-?\d{1,18}", text):
-                return None
-            return int(self._ids.to_internal([int(text)])[0]) or None
-        return int(self._ids.to_internal([text])[0]) or None
+        is_number = pa.types.is_integer(self._ids.type)
+        if is_number and not re.fullmatch(r"-?\d{1,18}", text):
+            return None
+        return int(self._ids.to_internal([int(text) if is_number else text])[0]) or None
 
     def search(self, text: str) -> list[int]:
         """Internal ids of the item with that id, and of items whose title contains the text; at most 50."""
         exact = self.index_of(text)
         found = [] if exact is None else [exact]
-        if self.columns.file is not None and (title := self._shown["title"]) is not None and text:
+        if (title := self._shown["title"]) is not None and text:
             query = f"SELECT {_quoted(self._item_id)} FROM read_parquet(?) WHERE contains(lower({_quoted(title)}), ?)"
             rows = self._query(f"{query} LIMIT {_MOST_FOUND}", [str(self.columns.file), text.lower()])
             known = self._ids.to_internal([row[0] for row in rows]) if rows else []
@@ -168,7 +166,7 @@ class Catalog:
     @property
     def attributes(self) -> list[str]:
         """Columns of the table that are shown as attributes."""
-        return list(self._shown["attributes"]) if self.columns.file is not None else []
+        return list(self._shown["attributes"])
 
     def values(self, attribute: str, indices: Sequence[int]) -> dict[int, list[str]]:
         """The values of an attribute of some items; lists have several, missing values none."""
@@ -200,7 +198,7 @@ class Catalog:
         return ranks
 
     def _item(self, index: int, item_id: Any, row: dict[str, Any]) -> Item:
-        shown = self._shown if self.columns.file is not None else {"title": None, "picture": None, "attributes": []}
+        shown = self._shown
         title, picture = (row.get(shown[name]) if shown[name] else None for name in ("title", "picture"))
         duration = float(self._durations[index - 1])
         return Item(
@@ -237,7 +235,8 @@ class Catalog:
     def _shown(self) -> dict[str, Any]:
         """The columns of the table by their role, given or guessed."""
         file = self.columns.file
-        assert file is not None
+        if file is None:
+            return {"title": None, "picture": None, "attributes": []}
         try:
             schema = pq.read_schema(file)
         except (OSError, pa.ArrowException) as error:
@@ -267,13 +266,9 @@ class Catalog:
         rows = self._query(query, [str(self.columns.file), list(ids)])
         return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
 
-    @cached_property
-    def _database(self) -> duckdb.DuckDBPyConnection:
-        return duckdb.connect()
-
     def _query(self, query: str, values: list[Any]) -> list[tuple[Any, ...]]:
         try:
-            return self._database.cursor().execute(query, values).fetchall()  # a cursor of this thread
+            return duckdb.cursor().execute(query, values).fetchall()  # a cursor of this thread
         except duckdb.Error as error:
             message = f"{self.columns.file} cannot be read ({str(error).splitlines()[0]}): name a table of items"
             raise RecpoError(message, code="damaged", field="item_table") from error
@@ -390,21 +385,19 @@ class People:
             history: list[Event] = []
             if (place := self._place("train", user)) is not None:
                 events, raw, row = place[1:]
-                history = self._events(events, raw, range(int(events.offsets[row]), int(events.offsets[row + 1])))
+                own = range(int(events.offsets[row]), int(events.offsets[row + 1]))
+                history = [self._event(events, raw, one) for one in own]
             return Person(user, user_id, history[::-1], [], None)
 
     def _held_out(
         self, user: int, user_id: Any, shard: int, events: Events, raw: dict[str, np.ndarray], row: int
     ) -> Person:
         batch = partial(held_out_batch, self.data, self.split, shard, events, np.array([row]))
-        start, stop = int(events.offsets[row]), int(events.offsets[row + 1])
-        targets = [place for place in range(start, stop) if events.is_target[place]]
-        before = [place for place in range(start, stop) if not events.is_target[place]]
-        history, later = (self._events(events, raw, places) for places in (before, targets))
+        history: list[Event] = []
+        later: list[Event] = []
+        for place in range(int(events.offsets[row]), int(events.offsets[row + 1])):
+            (later if events.is_target[place] else history).append(self._event(events, raw, place))
         return Person(user, user_id, history[::-1], later, batch)
-
-    def _events(self, events: Events, raw: dict[str, np.ndarray], places: Sequence[int]) -> list[Event]:
-        return [self._event(events, raw, place) for place in places]
 
     def _event(self, events: Events, raw: dict[str, np.ndarray], place: int) -> Event:
         label = known(events.label[place])
@@ -448,13 +441,8 @@ class People:
         raw = self.data.columns(split, shard, (LogColumns.WATCH_TIME, LogColumns.DURATION))
         return self.data.load(split, shard, reads), raw
 
-    @cached_property
-    def _database(self) -> duckdb.DuckDBPyConnection:
-        return duckdb.connect()
-
     def _query(self, query: str, value: Any) -> list[tuple[Any, ...]]:
-        cursor = self._database.cursor()  # of this thread
-        return cursor.execute(query, [str(self.data.root / "users.parquet"), value]).fetchall()
+        return duckdb.cursor().execute(query, [str(self.data.root / "users.parquet"), value]).fetchall()
 
 
 def known(value: Any) -> float | None:

@@ -252,17 +252,9 @@ class Survey:
         helped, harmed = float((known > 0).sum() / count), float((known < 0).sum() / count)
         return Shares(metric, helped, harmed, len(known), estimate(torch.from_numpy(difference)))
 
-    def listed(self, place: int) -> np.ndarray:
-        """``[V + 1]`` how many lists of the sample hold each item."""
-        return self._listed[place]
-
     def owners(self, place: int, item: int) -> list[int]:
         """Users of the sample to whom a contender lists an item."""
         return [int(user) for user in self.users[(self.contenders[place].lists == item).any(1)]]
-
-    def coverage(self, place: int) -> int:
-        """Number of distinct items in the lists of the sample."""
-        return int((self.listed(place)[1:] > 0).sum())
 
     def lists_of(self, person: Person) -> list[list[Listed]]:
         """The lists of every contender for one user; empty for a user without held-out events."""
@@ -296,7 +288,8 @@ class Survey:
         return model.grades(users, lists.item_ids), deviations
 
     @cached_property
-    def _listed(self) -> list[np.ndarray]:
+    def listed(self) -> list[np.ndarray]:
+        """``[V + 1]`` for every contender: how many lists of the sample hold each item."""
         size = self.data.num_items + 1
         counts = [np.bincount(one.lists.ravel(), minlength=size) for one in self.contenders]
         for count in counts:
@@ -395,7 +388,7 @@ class Calibrated(NamedTuple):
 
 def moved_items(survey: Survey, catalog: Catalog, order: str, one: int, other: int, count: int) -> list[int]:
     """Items in an order of the items page, the first ``count``; ``other`` replaces ``one``."""
-    before, after = survey.listed(one).astype(np.int64), survey.listed(other).astype(np.int64)
+    before, after = survey.listed[one].astype(np.int64), survey.listed[other].astype(np.int64)
     moved = after - before
     if order == "listed":
         key = after
@@ -425,9 +418,8 @@ def coverage(survey: Survey, catalog: Catalog) -> list[Coverage]:
     is_new = np.append(False, catalog.events == 0)
     found = []
     for place, one in enumerate(survey.contenders):
-        count = survey.listed(place)
-        total = max(1, int(count.sum()))
-        covered = survey.coverage(place)
+        count = survey.listed[place]
+        total, covered = max(1, int(count.sum())), int((count > 0).sum())
         short = float((one.lists == 0).any(1).mean())
         popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
         found.append(Coverage(one.name, covered, covered / items, popular, new, short))
@@ -439,9 +431,8 @@ def calibration(survey: Survey, catalog: Catalog) -> list[Calibrated]:
 
     What users liked are the training positives of the whole log.
     """
-    listed = [survey.listed(place) for place in range(len(survey.contenders))]
     liked = np.append(0, catalog.positives).astype(np.int64)
-    shown = np.flatnonzero(sum(listed))
+    shown = np.flatnonzero(sum(survey.listed))
     some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
     some = some[some > 0]
     found = []
@@ -450,7 +441,7 @@ def calibration(survey: Survey, catalog: Catalog) -> list[Calibrated]:
         before = _shares(values, liked)
         if not 1 < len(before) <= _MOST_VALUES:
             continue
-        of_lists = [_shares(values, count) for count in listed]
+        of_lists = [_shares(values, count) for count in survey.listed]
         most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
         rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
         found.append(Calibrated(attribute, rows))

@@ -5,17 +5,16 @@ DuckDB aggregates the Parquet files that ``recpo serve --log`` published; only s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.sequences import ClusteredMean, clustered_mean
+from recpo.evaluation.sequences import clustered_mean
 from recpo.explorer.people_and_items import known
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
@@ -95,9 +94,8 @@ def traffic(log: Path, data: Prepared) -> Traffic:
             raise RecpoError(message, code="missing_column", field="server_log")
         database = duckdb.connect()
         value, value_of = _value(names)
-        database.execute(
-            _EXPOSURES.format(value=value, variant=_or_null(VARIANT, names)), [files, str(data.root / "items.parquet")]
-        )
+        variant = f"log.{VARIANT}" if VARIANT in names else "NULL::VARCHAR"
+        database.execute(_EXPOSURES.format(value=value, variant=variant), [files, str(data.root / "items.parquet")])
         first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
         unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
         over_time = _groups(database, f"timestamp // {length} * {length}")
@@ -140,15 +138,11 @@ def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
     users = database.execute(_USERS.format(group=group)).df()
     means = {str(name): clustered_mean(own["total"], own["n"]) for name, own in users.groupby("name")}
     rows = database.execute(_GROUPS.format(group=group)).fetchall()
-    return [_rates(row, means.get(str(row[0]), clustered_mean([], []))) for row in rows]
-
-
-def _rates(row: Sequence[Any], mean: ClusteredMean) -> Rates:
-    name, requests, exposures, users, explored, answered, disliked, shortest, short, unknown = row
-    value, half_width = map(known, (mean.mean, mean.half_width))
-    return Rates(
-        str(name), requests, exposures, users, explored, answered, disliked, value, half_width, shortest, short, unknown
-    )
+    groups = []
+    for name, *counts in rows:
+        mean = means.get(str(name), clustered_mean([], []))
+        groups.append(Rates(str(name), *counts[:6], known(mean.mean), known(mean.half_width), *counts[6:]))
+    return groups
 
 
 def _value(names: set[str]) -> tuple[str, str]:
@@ -161,10 +155,6 @@ def _value(names: set[str]) -> tuple[str, str]:
     if LogColumns.WATCH_TIME in names:
         return f"log.{LogColumns.WATCH_TIME}", "seconds watched"
     return "NULL::DOUBLE", "nothing: the log has no outcomes"
-
-
-def _or_null(name: str, names: set[str]) -> str:
-    return f"log.{name}" if name in names else "NULL::VARCHAR"
 
 
 def _time(milliseconds: int, unit: str) -> str:

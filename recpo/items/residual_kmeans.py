@@ -66,7 +66,10 @@ class Codebooks:
                 code="wrong_shape",
                 field="vectors",
             )
-        return _normalize(vectors.to(self.shift), self.shift, self.scale, bool(self.unit))
+        points = (vectors.to(self.shift) - self.shift).div_(self.scale)
+        if self.unit:
+            points /= points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny)
+        return points
 
     def encode(self, points: Tensor, first_level: int = 0) -> Tensor:
         """Nearest codes ``[n, T - first_level]`` of ``points``, the residuals ``[n, d]`` before ``first_level``."""
@@ -123,13 +126,6 @@ def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor,
         variance, shift = torch.var_mean(vectors, 0, correction=0)
         scale = torch.where(vectors.amin(0) == vectors.amax(0), scale, variance.sqrt())
     return shift, scale, torch.tensor(kind == "l2", device=vectors.device)
-
-
-def _normalize(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Tensor:
-    points = (vectors - shift).div_(scale)
-    if unit:
-        points /= points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny)
-    return points
 
 
 def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, validate_ranges
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.blocks import TableBlock, TableOptimizerName, redistribute, row_blocks, sharded_tensor
+from recpo.sharding.blocks import TableBlock, TableOptimizerName, row_blocks, sharded_tensor
 from recpo.sharding.row_tables import ShardedTable, copy_rows
 
 
@@ -205,11 +205,13 @@ class LookupTable(ShardedTable):
                 field="policy.normalizer",
             )
         rank, cuts = dist.get_rank(self._group), row_blocks(self.num_items + 1, dist.get_world_size(self._group))
+        first, count = cuts[rank]
         if self._rows is None:
             in_rows = [block.num_columns for block in self._blocks] == [self.dim] * len(cuts)
-            weight = self.weight.detach()
-            self._rows = weight if in_rows else redistribute(weight, self._blocks, cuts, self.dim, self._group)
-        first, rows = cuts[rank][0], self._rows
+            with torch.no_grad():
+                own = torch.arange(first, first + count, device=self.weight.device)
+                self._rows = self.weight.detach() if in_rows else self._vectors(own)
+        rows = self._rows
         if self.features is not None:
             with torch.no_grad():
                 rows = self.features.matrix(rows, first)

@@ -395,15 +395,13 @@ def needs_of(
         )
         return fixed | plan.placements, plan.milliseconds
 
-    placements, milliseconds = shard(None)
     others, fault = workload.other_memory(), None
-    if memory_gib is not None:
-        # the planner counts the looked-up vectors itself
-        rest = sum(others.values()) - others["looked-up vectors"] + sum(workload.table_memory(fixed).values())
-        try:
-            placements, milliseconds = shard(max(0, int(memory_gib * GIB) - rest))
-        except RecpoError as error:
-            fault = error
+    # the planner counts the looked-up vectors itself
+    rest = sum(others.values()) - others["looked-up vectors"] + sum(workload.table_memory(fixed).values())
+    try:
+        placements, milliseconds = shard(None if memory_gib is None else max(0, int(memory_gib * GIB) - rest))
+    except RecpoError as error:
+        fault, (placements, milliseconds) = error, shard(None)
     memory = workload.table_memory(placements) | others
     total = sum(memory.values()) / GIB
     if fault is None and memory_gib is not None and total > memory_gib:

@@ -8,8 +8,7 @@ dots in names; inside torchrec a table is called ``table_key(name)``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +51,8 @@ from recpo.sharding.blocks import (
 
 _META = torch.device("meta")
 _UNLIMITED = 1 << 50
+# the planner warns that a data-parallel table has no blocks
+logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Sharding spec not found"))
 
 
 class TablePlan(NamedTuple):
@@ -172,8 +173,7 @@ def _plan(
     )
     tables = nn.ModuleDict({table_key(spec.name): make_collection(spec) for spec in specs})
     try:
-        with _without_needless_warnings():
-            made: Any = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
+        made: Any = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
     except PlannerError as error:
         raise _does_not_fit(specs, allowed, optimizer, memory, error) from error
     sharding = {spec.name: made[key][key] for spec in specs for key in [table_key(spec.name)]}
@@ -221,21 +221,6 @@ def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOp
             for rank, shard in enumerate(option.shards):
                 shard.rank = rank
     return options
-
-
-@contextmanager
-def _without_needless_warnings() -> Iterator[None]:
-    """Silences the planner's warning that a data-parallel table has no blocks."""
-
-    def needed(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Sharding spec not found")
-
-    root = logging.getLogger()
-    root.addFilter(needed)
-    try:
-        yield
-    finally:
-        root.removeFilter(needed)
 
 
 def _on_first_rank(plan: Callable[[], TablePlan], group: dist.ProcessGroup) -> TablePlan:

@@ -1,4 +1,4 @@
-"""Tables in blocks: described as one tensor, and moved between any two divisions."""
+"""Tables in blocks, described as one tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from recpo.sharding.blocks import TableBlock, redistribute, row_blocks, sharded_tensor
+from recpo.sharding.blocks import TableBlock, row_blocks, sharded_tensor
 from tests.sharding.ranks import Ranks
 
 DIM = 8
@@ -25,12 +25,11 @@ def test_row_blocks_follow_each_other_and_are_the_table(rows: int, ranks: int) -
 
 
 @st.composite
-def layouts(draw: Any, ranks: int) -> tuple[int, list[TableBlock], list[tuple[int, int]]]:
-    """Rows, the blocks they lie in, and the cuts they are to lie in."""
+def layouts(draw: Any, ranks: int) -> tuple[int, list[TableBlock]]:
+    """Rows, and the blocks they lie in."""
     rows = draw(st.integers(1, 12))
-    ends = [sorted(draw(st.lists(st.integers(0, rows), min_size=ranks - 1, max_size=ranks - 1))) for _ in range(2)]
-    lengths = [[stop - start for start, stop in zip([0, *e], [*e, rows], strict=True)] for e in ends]
-    cuts = [[(sum(part[:rank]), count) for rank, count in enumerate(part)] for part in lengths]
+    ends = sorted(draw(st.lists(st.integers(0, rows), min_size=ranks - 1, max_size=ranks - 1)))
+    cuts = [(start, stop - start) for start, stop in zip([0, *ends], [*ends, rows], strict=True)]
     kind = draw(st.sampled_from(["rows", "columns", "one rank", "rows in another order"]))
     if kind == "columns":
         width = DIM // ranks
@@ -39,8 +38,8 @@ def layouts(draw: Any, ranks: int) -> tuple[int, list[TableBlock], list[tuple[in
         blocks = [TableBlock(draw(st.integers(0, ranks - 1)), 0, rows, 0, DIM)]
     else:
         order = range(ranks) if kind == "rows" else draw(st.permutations(range(ranks)))
-        blocks = [TableBlock(rank, *cut, 0, DIM) for rank, cut in zip(order, cuts[0], strict=True)]
-    return rows, draw(st.permutations(blocks)), cuts[1]
+        blocks = [TableBlock(rank, *cut, 0, DIM) for rank, cut in zip(order, cuts, strict=True)]
+    return rows, draw(st.permutations(blocks))
 
 
 def block_of(whole: torch.Tensor, block: TableBlock) -> torch.Tensor:
@@ -48,15 +47,12 @@ def block_of(whole: torch.Tensor, block: TableBlock) -> torch.Tensor:
     return whole[rows, block.first_column : block.first_column + block.num_columns].contiguous()
 
 
-def check(rows: int, blocks: list[TableBlock], cuts: list[tuple[int, int]]) -> None:
+def check(rows: int, blocks: list[TableBlock]) -> None:
     rank = dist.get_rank()
     whole = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
     own = next((block for block in blocks if block.rank == rank), None)
     local = whole[:0] if own is None else block_of(whole, own)
     assert dist.group.WORLD is not None
-    moved = redistribute(local, blocks, cuts, DIM, dist.group.WORLD)
-    first, count = cuts[rank]
-    assert torch.equal(moved, whole[first : first + count])
     made = sharded_tensor(local if own else None, blocks, whole.shape, whole.dtype, dist.group.WORLD)
     assert made.size() == whole.shape
     places = {tuple(shard.shard_offsets + shard.shard_sizes) for shard in made.metadata().shards_metadata}
@@ -68,16 +64,16 @@ def check(rows: int, blocks: list[TableBlock], cuts: list[tuple[int, int]]) -> N
 
 @pytest.mark.slow
 @given(layouts(2))
-def test_any_cut_becomes_any_other(two: Ranks, layout: Any) -> None:
+def test_any_blocks_are_one_tensor(two: Ranks, layout: Any) -> None:
     two.run(check, *layout)
 
 
 @pytest.mark.slow
-def test_any_cut_becomes_any_other_on_four_ranks() -> None:
+def test_any_blocks_are_one_tensor_on_four_ranks() -> None:
     with Ranks(4) as four:
 
         @given(layouts(4))
-        def any_cut(layout: Any) -> None:
+        def any_blocks(layout: Any) -> None:
             four.run(check, *layout)
 
-        any_cut()
+        any_blocks()
