@@ -24,28 +24,14 @@ if TYPE_CHECKING:
     ClosedUnitInterval = float
     OpenUnitInterval = float
 else:
-    from jsonargparse.typing import (
-        ClosedUnitInterval,
-        NonNegativeFloat,
-        NonNegativeInt,
-        OpenUnitInterval,
-        PositiveFloat,
-        PositiveInt,
-        restricted_number_type,
+    from jsonargparse import typing as parsed
+
+    PositiveInt, NonNegativeInt = parsed.PositiveInt, parsed.NonNegativeInt
+    PositiveFloat, NonNegativeFloat = parsed.PositiveFloat, parsed.NonNegativeFloat
+    ClosedUnitInterval, OpenUnitInterval = parsed.ClosedUnitInterval, parsed.OpenUnitInterval
+    Seed = parsed.restricted_number_type(
+        "Seed", int, [(">=", 0), ("<", 2**32)], docstring="seed that NumPy and torch accept"
     )
-
-    Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)], docstring="seed that NumPy and torch accept")
-
-__all__ = [
-    "ClosedUnitInterval",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "OpenUnitInterval",
-    "PositiveFloat",
-    "PositiveInt",
-    "Seed",
-    "validate_ranges",
-]
 
 
 def validate_ranges(options: Any, prefix: str = "") -> None:

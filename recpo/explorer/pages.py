@@ -109,7 +109,7 @@ class Pages:
             found = self.people.search(search.strip())
             rows = self._rows([user for user, _ in found], place, dict(found))
         else:
-            chosen = self.survey.ordered(order, 0, place, _USERS)
+            chosen = self.survey.ordered(order, place, _USERS)
             rows = self._rows([int(self.survey.users[row]) for row in chosen], place)
         content = {"rows": rows, "order": order, "orders": ORDERS, "search": search, "other": self.names[place]}
         return self._page("users.html.jinja", "Users", here="/users", metrics=self._user_metrics, **content)
@@ -230,7 +230,7 @@ class Pages:
         pairs = []
         for place in range(1, len(self.names)):
             gaining, losing = (self._moved(order, place, 10) for order in ("gain", "lose"))
-            shares = [self.survey.shares(0, place, metric) for metric in self.survey.metrics]
+            shares = [self.survey.shares(place, metric) for metric in self.survey.metrics]
             pairs.append((self.names[place], shares, self.item_rows(gaining), self.item_rows(losing)))
         return {
             "pairs": pairs,
@@ -268,7 +268,7 @@ class Pages:
         return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
 
     def _moved(self, order: str, other: int, count: int) -> list[int]:
-        return moved_items(self.survey, self.catalog, order, 0, other, count)
+        return moved_items(self.survey, self.catalog, order, other, count)
 
     def _embedded(self, item: int) -> str | None:
         """The small picture of an item as a data address."""
@@ -283,7 +283,7 @@ class Pages:
 
     def _overview(self) -> dict[str, Any]:
         compared = {
-            metric: [(self.names[place], self.survey.shares(0, place, metric)) for place in range(1, len(self.names))]
+            metric: [(self.names[place], self.survey.shares(place, metric)) for place in range(1, len(self.names))]
             for metric in self._user_metrics
         }
         return {
@@ -319,7 +319,7 @@ class Pages:
 
     def _rows(self, users: Sequence[int], place: int, ids: Mapping[int, Any] | None = None) -> list[UserRow]:
         ids = self.people.ids(users) if ids is None else ids
-        overlap, change = self.survey.overlap(0, place), self.survey.change(0, place)
+        overlap, change = self.survey.overlap(0, place), self.survey.change(place)
         values = {
             metric: [self.survey.values(number, metric) for number in range(len(self.names))]
             for metric in self._user_metrics
@@ -338,7 +338,7 @@ class Pages:
     def _worth_a_look(self, count: int) -> list[int]:
         """Users of every order in turn, each once."""
         place = self._place(None)
-        orders = [self.survey.ordered(order, 0, place, count) for order in ORDERS]
+        orders = [self.survey.ordered(order, place, count) for order in ORDERS]
         turns = [rows[turn] for turn in range(count) for rows in orders if turn < len(rows)]
         return [int(self.survey.users[row]) for row in list(dict.fromkeys(turns))[:count]]
 

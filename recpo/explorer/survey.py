@@ -222,31 +222,31 @@ class Survey:
         share: np.ndarray = both / longest
         return share
 
-    def change(self, one: int, other: int) -> np.ndarray:
-        """``[S]`` what a user gains if ``other`` replaces ``one``: the first metric that is defined for the user."""
+    def change(self, other: int) -> np.ndarray:
+        """``[S]`` what a user gains if ``other`` replaces the first one: by the first metric defined for the user."""
         gain = np.full(len(self.users), np.nan)
         for metric in self.metrics:
-            difference = self.values(other, metric) - self.values(one, metric)
+            difference = self.values(other, metric) - self.values(0, metric)
             gain = np.where(np.isnan(gain) | (gain == 0), np.where(np.isnan(difference), gain, difference), gain)
         return gain
 
-    def ordered(self, order: str, one: int, other: int, count: int) -> list[int]:
-        """Rows of the sample in an order of ``ORDERS``, the first ``count``."""
+    def ordered(self, order: str, other: int, count: int) -> list[int]:
+        """Rows of the sample in an order of ``ORDERS``, the first ``count``; ``other`` replaces the first contender."""
         if order in ("new", "short"):
             length = self.histories
             rows = np.argsort(length, kind="stable")
             kept = rows[length[rows] == 0] if order == "new" else rows[length[rows] > 0]
         elif order == "differ":
-            kept = np.lexsort((-self.histories, self.overlap(one, other)))
+            kept = np.lexsort((-self.histories, self.overlap(0, other)))
         else:
-            change = self.change(one, other) * (1 if order == "loses" else -1)
+            change = self.change(other) * (1 if order == "loses" else -1)
             rows = np.argsort(change, kind="stable")  # nan at the end
             kept = rows[change[rows] < 0]
         return [int(row) for row in kept[:count]]
 
-    def shares(self, one: int, other: int, metric: str) -> Shares:
-        """Who is helped and who is harmed by a metric if ``other`` replaces ``one``."""
-        difference = self.values(other, metric) - self.values(one, metric)
+    def shares(self, other: int, metric: str) -> Shares:
+        """Who is helped and who is harmed by a metric if ``other`` replaces the first contender."""
+        difference = self.values(other, metric) - self.values(0, metric)
         known = difference[~np.isnan(difference)]
         count = max(1, len(known))
         helped, harmed = float((known > 0).sum() / count), float((known < 0).sum() / count)
@@ -386,9 +386,9 @@ class Calibrated(NamedTuple):
     rows: list[tuple[str, float, list[float]]]
 
 
-def moved_items(survey: Survey, catalog: Catalog, order: str, one: int, other: int, count: int) -> list[int]:
-    """Items in an order of the items page, the first ``count``; ``other`` replaces ``one``."""
-    before, after = survey.listed[one].astype(np.int64), survey.listed[other].astype(np.int64)
+def moved_items(survey: Survey, catalog: Catalog, order: str, other: int, count: int) -> list[int]:
+    """Items in an order of the items page, the first ``count``; ``other`` replaces the first contender."""
+    before, after = survey.listed[0].astype(np.int64), survey.listed[other].astype(np.int64)
     moved = after - before
     if order == "listed":
         key = after

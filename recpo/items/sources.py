@@ -187,20 +187,14 @@ class CodesFromFile:
                 code="missing_value",
                 field="codes",
             )
-        largest = rows.values.max(0)
-        if largest.max() >= _LARGEST_CODEBOOK:
+        largest, most = rows.values.max(0), min(self.codebook_size or _LARGEST_CODEBOOK, _LARGEST_CODEBOOK)
+        if largest.max() >= most:
+            column = self.codes[int(largest.argmax())]
             raise RecpoError(
-                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} is beyond any codebook "
-                f"(at most {_LARGEST_CODEBOOK} codes): does the column hold codes?",
+                f"{self.file}, column {column}: code {largest.max()} does not fit into a codebook of {most} codes, "
+                "which count from 0: does the column hold codes?",
                 code="out_of_range",
-                field=self.codes[int(largest.argmax())],
-            )
-        if self.codebook_size is not None and largest.max() >= self.codebook_size:
-            raise RecpoError(
-                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a "
-                f"codebook of {self.codebook_size}: codes count from 0",
-                code="out_of_range",
-                field="codebook_size",
+                field="codebook_size" if most < _LARGEST_CODEBOOK else column,
             )
         sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
         return rows.values, sizes, {"items_missing": 0, "rows_of_other_items": rows.ignored}

@@ -221,7 +221,8 @@ class Workload(WorkloadOptions):
                     block.num_rows, block.num_columns, optimizer, copies=self.copies, gradients=gradients
                 )
                 of_rank[block.rank].update(held)
-        return dict(max(of_rank, key=Counter.total))
+        fullest = max(of_rank, key=lambda held: held.total())
+        return dict(fullest)
 
     def other_memory(self) -> dict[str, int]:
         """Bytes of everything else that is counted."""

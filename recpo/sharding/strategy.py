@@ -211,8 +211,8 @@ class ShardedStrategy(DDPStrategy):
             self._replace(module, name, one)
         learning = {name: one for name, one in placed_tables.items() if not specs[name].frozen}
         if self.is_global_zero:
-            kinds = ", ".join(f"{name} {placement.sharding}" for name, placement in placed.items())
-            print(f"tables over {self.world_size} ranks: {kinds}", flush=True)
+            shown = ", ".join(f"{name} {placement.sharding}" for name, placement in placed.items())
+            print(f"tables over {self.world_size} ranks: {shown}", flush=True)
         optimizer = TableOptimizer(learning, self._options, self._scheduler) if learning else None
         for table in learning.values():
             table.optimizer = optimizer

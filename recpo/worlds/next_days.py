@@ -284,7 +284,7 @@ def _serve_day(
         user_rows = requests.user_row[chosen]
         today = [_of_users(one.events, truth.user_ids[user_rows]) for one in rounds]
         histories = pa.concat_tables([past.take(_ranges(offsets[user_rows], offsets[user_rows + 1])), *today])
-        asked = Requests(*(column[chosen] for column in requests))
+        asked = Requests._make(column[chosen] for column in requests)
         begin = np.where(asked.opens_session, np.maximum(asked.due, free[user_rows]), free[user_rows])
         excluded = _excluded(truth, histories, user_rows, begin, repeat_after)
         one = _serve_round(truth, (histories, excluded), show, asked, begin, request_ids[chosen], day, generator)

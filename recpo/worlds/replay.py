@@ -248,11 +248,9 @@ def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     require_columns(table, _COLUMNS, str(file))
     if not table.num_rows:
         raise RecpoError(f"{file} has no rows, expected one per known reward", code="empty", field="matrix")
-    kinds = dict.fromkeys(("user_id", "item_id"), pa.types.is_integer) | {"reward": _is_number}
-    for name, fits in kinds.items():
+    for name, expected in zip(_COLUMNS, ("whole numbers", "whole numbers", "numbers"), strict=True):
         column = table[name]
-        if not fits(column.type):
-            expected = "numbers" if name == "reward" else "whole numbers"
+        if not (pa.types.is_integer(column.type) or (expected == "numbers" and pa.types.is_floating(column.type))):
             raise RecpoError(
                 f"{file}: {name} has type {column.type}, expected {expected}", code="wrong_type", field=name
             )
@@ -274,7 +272,3 @@ def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
             field="reward",
         )
     return users, items, reward
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))

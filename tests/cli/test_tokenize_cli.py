@@ -209,7 +209,7 @@ def test_a_column_that_holds_no_codes(prepared, tmp_path, capsys):
     ids = item_ids(prepared)
     source = write_codes(tmp_path / "f.parquet", ids, a=np.arange(len(ids)) + 10**8)
     assert tokenize(prepared, tmp_path / "codes", *source) == 1
-    assert "is beyond any codebook" in capsys.readouterr().err
+    assert "does not fit into a codebook" in capsys.readouterr().err
     assert tokenize(prepared, tmp_path / "codes", *source[:-1], "[]") == 1
     assert "name at least one column beside item_id" in capsys.readouterr().err
 

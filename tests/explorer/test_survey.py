@@ -54,7 +54,7 @@ def test_shares_changes_and_overlaps_are_counts(survey):
     for metric in survey.metrics:
         before, after = survey.values(0, metric), survey.values(1, metric)
         known = [(a, b) for a, b in zip(before, after, strict=True) if not (math.isnan(a) or math.isnan(b))]
-        shares = survey.shares(0, 1, metric)
+        shares = survey.shares(1, metric)
         assert shares.users == len(known)
         if known:
             assert shares.helped == pytest.approx(np.mean([b > a for a, b in known]))
@@ -65,7 +65,7 @@ def test_shares_changes_and_overlaps_are_counts(survey):
     for row in range(len(survey.users)):
         both = {*first.lists[row].tolist()} & {*second.lists[row].tolist()} - {0}
         assert overlap[row] == pytest.approx(len(both) / 5)
-    change = survey.change(0, 1)
+    change = survey.change(1)
     for row in range(len(survey.users)):
         gains = [survey.values(1, metric)[row] - survey.values(0, metric)[row] for metric in survey.metrics]
         known = [gain for gain in gains if not math.isnan(gain)]
@@ -80,15 +80,15 @@ def test_fewer_dislikes_are_better(survey):
 
 
 def test_orders_of_users(survey):
-    overlap, change = survey.overlap(0, 1), survey.change(0, 1)
-    rows = survey.ordered("differ", 0, 1, 10)
+    overlap, change = survey.overlap(0, 1), survey.change(1)
+    rows = survey.ordered("differ", 1, 10)
     assert overlap[rows].tolist() == sorted(overlap.tolist())[:10]
-    losing, gaining = survey.ordered("loses", 0, 1, 50), survey.ordered("gains", 0, 1, 50)
+    losing, gaining = survey.ordered("loses", 1, 50), survey.ordered("gains", 1, 50)
     assert len(losing) == (change < 0).sum()
     assert change[losing].tolist() == sorted(change[change < 0].tolist())
     assert change[gaining].tolist() == sorted(change[change > 0].tolist(), reverse=True)
-    assert all(survey.histories[row] == 0 for row in survey.ordered("new", 0, 1, 50))
-    assert not {*survey.ordered("new", 0, 1, 50)} & {*survey.ordered("short", 0, 1, 50)}
+    assert all(survey.histories[row] == 0 for row in survey.ordered("new", 1, 50))
+    assert not {*survey.ordered("new", 1, 50)} & {*survey.ordered("short", 1, 50)}
     assert {*ORDERS} == {"differ", "loses", "gains", "new", "short"}
 
 
@@ -99,9 +99,9 @@ def test_items_that_move(survey, catalog):
             count[item] += item > 0
     moved = after - before
     for order, sign in (("gain", 1), ("lose", -1)):
-        found = moved_items(survey, catalog, order, 0, 1, 7)
+        found = moved_items(survey, catalog, order, 1, 7)
         assert (sign * moved[found]).tolist() == sorted((sign * moved).tolist(), reverse=True)[:7]
-    listed = moved_items(survey, catalog, "listed", 0, 1, 7)
+    listed = moved_items(survey, catalog, "listed", 1, 7)
     assert after[listed].tolist() == sorted(after.tolist(), reverse=True)[:7]
     item = listed[0]
     owners = survey.owners(1, item)
