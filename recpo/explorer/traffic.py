@@ -141,7 +141,7 @@ def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
     groups = []
     for name, *counts in rows:
         mean = means.get(str(name), clustered_mean([], []))
-        groups.append(Rates(str(name), *counts[:6], known(mean.mean), known(mean.half_width), *counts[6:]))
+        groups.append(Rates._make((str(name), *counts[:6], known(mean.mean), known(mean.half_width), *counts[6:])))
     return groups
 
 

@@ -157,7 +157,6 @@ def subtract(residual: Tensor, centroids: Tensor, code: Tensor) -> None:
 Distances = Callable[[Tensor], Tensor]
 
 _TABLE = 1 << 24  # entries of a table of free places, [groups, codes]
-_CAPACITY_BLOCK = 1 << 22  # entries of a block of distances, [items, codes]
 
 
 def settle(
@@ -222,7 +221,7 @@ def _place(code: Tensor, queue: Tensor, group: Tensor, free: Tensor, capacity: i
 
 def _nearest_free(items: Tensor, owner: Tensor, free: Tensor, distances: Distances) -> tuple[Tensor, Tensor]:
     found = []
-    rows = max(1, _CAPACITY_BLOCK // free.shape[1])
+    rows = max(1, _BLOCK // free.shape[1])
     for block, groups in zip(items.split(rows), owner.split(rows), strict=True):
         found.append(distances(block).masked_fill(free[groups] <= 0, torch.inf).min(1))
     return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])

@@ -335,42 +335,6 @@ class TableOptions:
         return options | {"beta1": self.betas[0], "beta2": self.betas[1]} if name == "adam" else options
 
 
-class _Table:
-    """A table with its optimizer state.
-
-    Args:
-        table: sharded for lookups, or complete on every rank.
-        options: the optimizer.
-    """
-
-    def __init__(self, table: ItemTable, options: TableOptions) -> None:
-        self.table, self._options = table, options
-        weight, self._names = table.weight, STATE_NAMES[options.optimizer]
-        self._fused: LookupTable | None = None
-        if isinstance(table, LookupTable) and options.is_fused(weight.device):
-            self._fused = table
-            self._state = table.fused_state(self._names)
-        else:
-            self._state = options.empty_state(weight.detach())
-
-    def state(self) -> dict[str, Any]:
-        """The states by name: sharded like the table, and without copying."""
-        if not isinstance(self.table, LookupTable):
-            return dict(self._state)
-        return {name: self.table.whole(self._state.get(name), per_row=self._options.is_per_row) for name in self._names}
-
-    @torch.no_grad()
-    def step(self, lr: float, steps_before: int) -> None:
-        """Updates the rows that have a gradient, after ``steps_before`` earlier steps."""
-        if self.table.weight.grad is None:
-            return
-        rows, gradient = row_gradient(self.table.weight.grad)
-        if self._fused is not None:
-            self._fused.fused_step(rows, gradient, lr, steps_before)
-        else:
-            self._options.update(self.table.weight.detach(), self._state, rows, gradient, lr, steps_before + 1)
-
-
 class TableOptimizer(Optimizer):
     """Updates tables from their gradients, with fused kernels if available.
 
@@ -388,20 +352,32 @@ class TableOptimizer(Optimizer):
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
         super().__init__([table.weight for table in tables.values()], {"lr": options.lr})
-        self._tables = {name: _Table(table, options) for name, table in tables.items()}
+        self._tables, self._options = dict(tables), options
+        self._states = {}
+        for name, table in tables.items():
+            fused, names = self._fused(table), STATE_NAMES[options.optimizer]
+            weight = table.weight.detach()
+            self._states[name] = options.empty_state(weight) if fused is None else fused.fused_state(names)
         self._steps = 0
         # a schedule needs an optimizer; this one has no parameters to update
         self._rate = SGD([nn.Parameter(torch.zeros(()))], lr=options.lr)
         self._schedule = None if scheduler is None else scheduler(self._rate)
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates the rows that have a gradient."""
         assert closure is None
         lr = (self if self._schedule is None else self._rate).param_groups[0]["lr"]
-        for table in self._tables.values():
-            table.step(float(lr), self._steps)
-            if isinstance(table.table, LookupTable):
-                table.table.changed()
+        for name, table in self._tables.items():
+            if table.weight.grad is not None:
+                rows, gradient = row_gradient(table.weight.grad)
+                if (fused := self._fused(table)) is not None:
+                    fused.fused_step(rows, gradient, float(lr), self._steps)
+                else:
+                    weight, state = table.weight.detach(), self._states[name]
+                    self._options.update(weight, state, rows, gradient, float(lr), self._steps + 1)
+            if isinstance(table, LookupTable):
+                table.changed()
         self._steps += 1
         if self._schedule is not None:
             self._rate.step()
@@ -410,13 +386,26 @@ class TableOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states by table and name (not copied), and the learning rate. The result does not depend on the plan."""
         return {
-            "tables": {name: table.state() for name, table in self._tables.items()},
+            "tables": {name: self._state_of(name, table) for name, table in self._tables.items()},
             "steps": self._steps,
             "lr": self.param_groups[0]["lr"],
             "initial_lr": self.param_groups[0].get("initial_lr"),
             "rate": self._rate.param_groups[0]["lr"],
             "schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
+
+    def _fused(self, table: ItemTable) -> LookupTable | None:
+        """The table if a kernel updates it."""
+        if isinstance(table, LookupTable) and self._options.is_fused(table.weight.device):
+            return table
+        return None
+
+    def _state_of(self, name: str, table: ItemTable) -> dict[str, Any]:
+        """The states by name: sharded like the table, and without copying."""
+        state, per_row = self._states[name], self._options.is_per_row
+        if not isinstance(table, LookupTable):
+            return dict(state)
+        return {part: table.whole(state.get(part), per_row=per_row) for part in STATE_NAMES[self._options.optimizer]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores all but the tables' states, which a checkpoint reads into the tensors of ``state_dict``."""
@@ -428,5 +417,5 @@ class TableOptimizer(Optimizer):
         if self._schedule is not None:
             self._schedule.load_state_dict(state_dict["schedule"])
         for table in self._tables.values():
-            if isinstance(table.table, LookupTable):
-                table.table.changed()
+            if isinstance(table, LookupTable):
+                table.changed()

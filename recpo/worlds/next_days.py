@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,26 +61,11 @@ class Shown(NamedTuple):
     lengths: IntArray
 
 
-class ShowSlates(Protocol):
-    """A policy that serves."""
-
-    def __call__(
-        self,
-        histories: pa.Table,
-        exclude: pa.Table,
-        user_ids: IntArray,
-        sizes: IntArray,
-        generator: np.random.Generator,
-    ) -> Shown:
-        """Slates of ``sizes [R]`` items for the distinct users ``user_ids [R]``.
-
-        Args:
-            histories: all events of these users so far, columns as in the log, in any order.
-            exclude: the events whose items must not be shown to their users.
-            user_ids: users of the requests.
-            sizes: number of items that each requests.
-            generator: generator of all random numbers.
-        """
+ShowSlates = Callable[[pa.Table, pa.Table, IntArray, IntArray, np.random.Generator], Shown]
+"""A policy that serves: ``(histories, exclude, user_ids, sizes, generator)`` to slates of ``sizes [R]`` items for the
+distinct users ``user_ids [R]``. ``histories`` are all events of these users so far, columns as in the log, in any
+order; ``exclude`` are the events whose items must not be shown to their users; all random numbers come from
+``generator``."""
 
 
 class Requests(NamedTuple):

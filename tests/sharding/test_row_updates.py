@@ -108,7 +108,7 @@ def test_a_table_steps_as_the_functions_do_by_fused_kernels_or_without(alone: No
     model = shard(Model(table=(9, 8)), "row_wise", options)
     table, own = model.table, model.table.optimizer
     fused = optimizer != "adam"
-    assert (own._tables["table"]._fused is table) == fused
+    assert (own._fused(table) is table) == fused
     steps = Steps(optimizer, table.weight.detach())
     generator = torch.Generator().manual_seed(0)
     for number in range(5):
