@@ -30,7 +30,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch
 from recpo.batches.held_out import Rank
-from recpo.batches.slates import Catalog, Layout, Windows
+from recpo.batches.slates import Layout, Windows
 from recpo.log.engine import Location
 from recpo.log.prepared import Events, Prepared
 
@@ -56,19 +56,6 @@ class Phases(NamedTuple):
     passes: int = 1
 
 
-class Segments(NamedTuple):
-    """Which training shards an epoch reads if the data was extended.
-
-    Attributes:
-        newest_only: read only the shards of the last extension.
-        replay: with ``newest_only``, number of batches of older shards for each batch of the newest ones. An epoch
-            takes whole shards in a random order until it has that many batches, and a part of the last shard.
-    """
-
-    newest_only: bool = False
-    replay: float = 0.0
-
-
 @dataclass(frozen=True)
 class Epochs:
     """How epochs go through the training shards.
@@ -76,12 +63,15 @@ class Epochs:
     Attributes:
         phases: how an epoch is cut into phases.
         assign: what is assigned to ranks. With one rank both values mean the same.
-        segments: which shards an epoch reads.
+        newest_only: read only the shards of the last extension, if the data was extended.
+        replay: with ``newest_only``, number of batches of older shards for each batch of the newest ones. An epoch
+            takes whole shards in a random order until it has that many batches, and a part of the last shard.
     """
 
     phases: Phases = Phases()  # noqa: RUF009  immutable
     assign: Assign = "batches"
-    segments: Segments = Segments()  # noqa: RUF009  immutable
+    newest_only: bool = False
+    replay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         older = 0
-        if epochs.segments.newest_only:
+        if epochs.newest_only:
             self._validate_segments(epochs.assign, prepared)
             older = sum(prepared.segments[:-1])
         self._older = np.arange(older)
@@ -165,11 +155,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         batches = -(-self._windows // batch_size)
         by_size = older + np.argsort(-batches[older:], kind="stable")
         self._shards = np.sort(by_size[rank.rank % self._num_parts :: self._num_parts])
-        self._replayed = round(epochs.segments.replay * int(batches[older:].sum())) if older else 0
+        self._replayed = round(epochs.replay * int(batches[older:].sum())) if older else 0
         self._num_batches = int(batches[self._shards].sum()) + self._replayed
         self._most_batches = int(batches[by_size[:: self._num_parts]].sum()) + self._replayed
-        counts = prepared.item_counts() if layout.samples_by_popularity else None
-        self._make_batch = layout.batch_maker(Catalog(prepared.num_items, counts), seed)
+        self._make_batch = layout.batch_maker(prepared, seed)
         self.epoch = 0
         self.start = 0
 
@@ -338,7 +327,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
     def _load(self, shard: int) -> tuple[Events, Windows]:
         events = self.prepared.load("train", int(shard), self._contents.reads)
-        return events, self._layout.windows_of(events)
+        return events, self._layout.scoring_windows(events.keys)
 
 
 def _step_labels(step: list[_Planned]) -> Tensor:
