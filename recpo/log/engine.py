@@ -258,6 +258,10 @@ class Engine(ABC):
     def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
         """The result in order, batch by batch. Read it to the end before the next expression runs."""
 
+    def count(self, rows: ir.Table) -> int:
+        """Number of rows."""
+        return int(self.row(rows.aggregate(rows=rows.count()))["rows"])
+
     def row(self, expression: ir.Table) -> dict[str, Any]:
         """The only row of ``expression``, as Python values."""
         return self.table(expression).to_pylist()[0]

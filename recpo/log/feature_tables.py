@@ -335,7 +335,7 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
 
 
 def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, problem: str, fix: str) -> list[Fault]:
-    count = engine.row(wrong.aggregate(rows=wrong.count()))["rows"]
+    count = engine.count(wrong)
     if not count:
         return []
     first = examples(engine, wrong, column, table.log)
@@ -510,7 +510,7 @@ def write_table(
     if previous is not None:
         first = int(table.side == "item")  # index of the first row
         counted["kept"] = joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN])
-    found = {what: engine.row(some.aggregate(rows=some.count()))["rows"] for what, some in counted.items()}
+    found = {what: engine.count(some) for what, some in counted.items()}
     rows, used, every, kept = (found.get(what, 0) for what in ("rows", "used", "every", "kept"))
     counts = {"rows": rows, "unused": rows - used, "without": every - used - kept}
     return counts if previous is None else counts | {"kept": kept}

@@ -28,11 +28,9 @@ from recpo.log.feature_columns import (
     ENCODED,
     PRESET_BEHAVIORS,
     PRESET_FEATURES,
-    EventColumns,
     FeatureColumns,
     TableSide,
     behaviors_to_json,
-    event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
@@ -47,7 +45,7 @@ from recpo.log.prepared import (
     USERS,
     Prepared,
 )
-from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
+from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit, as_histories
 
 _NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
@@ -55,22 +53,12 @@ _NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behavior
 
 @dataclass(frozen=True)
 class KeptPreparation(Preparation):
-    """The options of a prepared directory, with exactly its columns, features and behaviors."""
+    """The options of a prepared directory, with exactly its columns; its features and behaviors are spelled out."""
 
     @property
     def mapping(self) -> Columns:
         """No preset adds a column."""
         return self.columns
-
-    @property
-    def more(self) -> EventColumns:
-        """No preset adds a behavior or a feature of requests."""
-        return event_columns("plain", self.features, self.behaviors or {})
-
-    @property
-    def table_columns(self) -> FeatureColumns:
-        """No preset adds a feature."""
-        return self.features
 
 
 def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
@@ -95,7 +83,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
     found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
     units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
-    plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
+    plain = ("max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
     kept = KeptPreparation(
         columns=Columns(**found, **units),
         split=_made(config["split"], splits, asked.split),
@@ -353,11 +341,6 @@ class PreviousData:
                     table = file.read_row_group(number)
                     kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
                     yield from kept.to_batches()
-
-
-def at_hand(shaped: ir.Table) -> ir.Table:
-    """The current events (previously held out, or new) among ``shaped``."""
-    return shaped.filter(shaped[Derived.PERIOD] >= TRAIN)
 
 
 def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:

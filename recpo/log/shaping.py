@@ -68,7 +68,7 @@ class Label(ABC):
         """
 
     def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``duration_base``.
+        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``base``.
 
         Args:
             events: standard events with ``user_index`` and ``period``.
@@ -98,11 +98,6 @@ class Label(ABC):
     def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
         """True for values in the log's ``label`` that this method cannot read; None = it reads any number."""
         return None
-
-    @property
-    def duration_base(self) -> float:
-        """Base of the duration buckets for this label."""
-        return self.base
 
 
 @dataclass(frozen=True)

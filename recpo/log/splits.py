@@ -156,7 +156,7 @@ class LeaveLastOut(Split):
         return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
 
-def period_rows(events: ir.Table, period: int, max_context: int, *, has_context: bool | None = None) -> ir.Table:
+def period_rows(events: ir.Table, period: int, max_context: int, has_context: bool) -> ir.Table:
     """The rows of one period for ``recpo.log.writing.write_shards``, sorted by user and time.
 
     They have the columns of ``EVENT_SCHEMA`` except the feedback level; times in seconds are float64 here.
@@ -168,9 +168,9 @@ def period_rows(events: ir.Table, period: int, max_context: int, *, has_context:
         events: labeled events with ``position`` and ``period``.
         period: 0, 1 or 2.
         max_context: number of context events.
-        has_context: whether there are context events; None = only in the held-out periods.
+        has_context: whether there are context events.
     """
-    if not (period != TRAIN if has_context is None else has_context):
+    if not has_context:
         chosen = events.filter(events[Derived.PERIOD] == TRAIN)
     else:
         targets = events.filter(events[Derived.PERIOD] == period)

@@ -316,7 +316,7 @@ def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
         return []
     place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
     again = raw.mutate(copy=place).filter(ibis._.copy > 0)
-    count = engine.row(again.aggregate(rows=again.count()))["rows"]
+    count = engine.count(again)
     if not count:
         return []
     first = examples(engine, again, LogColumns.ITEM_ID, log)

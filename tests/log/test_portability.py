@@ -100,5 +100,5 @@ def test_the_pipeline_compiles_for_spark():
     )
     shaped = unbound(EveryEvent().add(placed), "shaped")
     assert compiles(
-        item_table(items, shaped, FeedbackRule()), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9)
+        item_table(items, shaped, FeedbackRule()), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9, True)
     )

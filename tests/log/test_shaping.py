@@ -261,8 +261,8 @@ def test_defaults_of_labels_and_what_they_need():
     assert WatchRatio() == WatchRatio(1.0)
     assert NumericColumn() == NumericColumn(None, None, None)
     for label in (WatchQuantiles(base=3.0), WatchTimeGain(base=3.0)):
-        assert label.duration_base == 3.0
-    assert WatchRatio().duration_base == D2Q().duration_base == 2.0
+        assert label.base == 3.0
+    assert WatchRatio().base == D2Q().base == 2.0
     assert WatchQuantiles.needs == WatchTimeGain.needs == D2Q.needs == WatchRatio.needs == ("watch_time", "duration")
     assert BinaryColumn.needs == NumericColumn.needs == ("label",)
     assert EveryEvent.needs == ()
