@@ -66,6 +66,14 @@ class ColumnFacts:
         return self.kind in ("whole", "number", "flag")
 
     @property
+    def clock_units(self) -> list[str]:
+        """The units since 1970 for which all numbers are times of the years 1995 to 2039."""
+        if not self.is_number or self.least is None or self.most is None:
+            return []
+        factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
+        return [unit for unit, one in factors.items() if self.least * one >= _FIRST_MS and self.most * one < _LAST_MS]
+
+    @property
     def evidence(self) -> str:
         """A short description of the values: range, distinct values, nulls."""
         if self.is_number and self.least is not None and self.most is not None:
@@ -128,16 +136,6 @@ def _number_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
         few=few,
         examples=tuple(_short(value) for value in known[:_EXAMPLES]),
     )
-
-
-def clock_units(facts: ColumnFacts) -> list[str]:
-    """The units since 1970 for which all numbers of a column are times of the years 1995 to 2039."""
-    if not facts.is_number or facts.least is None or facts.most is None:
-        return []
-    factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
-    return [
-        unit for unit, factor in factors.items() if facts.least * factor >= _FIRST_MS and facts.most * factor < _LAST_MS
-    ]
 
 
 def length_units(facts: ColumnFacts, role: str) -> list[str]:
