@@ -487,17 +487,8 @@ def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, s
         return []
     first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
-    return [
-        Fault(
-            path.name,
-            None,
-            problem,
-            "fix these rows, or quote values that contain commas",
-            len(ragged),
-            first,
-            "wrong_shape",
-        )
-    ]
+    fix = "fix these rows, or quote values that contain commas"
+    return [Fault(path.name, None, problem, fix, len(ragged), first, "wrong_shape")]
 
 
 def _id_warnings(path: Place, name: str, facts: _ColumnFacts, ragged: list[int]) -> list[str]:

@@ -40,7 +40,7 @@ from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSid
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
-from recpo.log.validate import examples
+from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
 
 #: columns of a plain table in addition to its features, which are named f0, f1, ... ...
@@ -220,16 +220,8 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
         if isinstance(feature, Vector) and feature.width is None:
             width = _first_width(feature, files)
             if not width:
-                problem = "no vector: all are null or empty"
-                faults.append(
-                    Fault(
-                        files[0].shown,
-                        feature.source,
-                        problem,
-                        "leave the feature out, or set its width",
-                        code="wrong_shape",
-                    )
-                )
+                problem, fix = "no vector: all are null or empty", "leave the feature out, or set its width"
+                faults.append(Fault(files[0].shown, feature.source, problem, fix, code="wrong_shape"))
             feature = replace(feature, width=width or 1)
         settled.append(feature)
     return tuple(settled), faults
@@ -320,11 +312,8 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
     """
     rows = table.rows(engine).select(ID, *[AVAILABLE] * table.has_available, Engine.FILE, Engine.ROW)
     known = rows.filter(rows[ID].notnull())
-    place = ibis.row_number().over(group_by=known[ID], order_by=[known[Engine.FILE], known[Engine.ROW]])
-    numbered = known.mutate(copy=place)
-    again = numbered.filter(numbered["copy"] > 0)
     fix = f"one row for each {table.side}: remove the others"
-    faults = _counted(engine, again, ID, table, "an id that an earlier row has", fix)
+    faults = _counted(engine, copies(known, [ID]), ID, table, "an id that an earlier row has", fix)
     if table.has_available:
         time = rows[AVAILABLE]
         absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()

@@ -18,7 +18,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError, first_line
+from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
@@ -176,9 +176,8 @@ def open_log(
         else:
             empty.append(file.shown)
     if schemas and not files:
-        faults.append(
-            Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
-        )
+        problem = "the file is empty: it has no rows"
+        faults.append(Fault(", ".join(empty), None, problem, "give a log with events", code="empty"))
     context = {CONTEXT + feature.name: feature for feature in more.context}
 
     def expected(column: str, kind: pa.DataType) -> str | None:
@@ -268,30 +267,17 @@ def _open_file(
 
 
 def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
-    faults = []
+    found: list[tuple[str | None, str, str, Code]] = []
     for name in used:
-        if names.count(name) > 1:
-            faults.append(
-                Fault(
-                    shown,
-                    name,
-                    f"{names.count(name)} columns of this name",
-                    "rename or remove the others",
-                    code="duplicate",
-                )
-            )
+        if (number := names.count(name)) > 1:
+            found.append((name, f"{number} columns of this name", "rename or remove the others", "duplicate"))
         elif not name:
-            faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
+            found.append(("''", "a column without a name cannot be used", "name the column", "bad_value"))
         elif name.lower() in _RESERVED:
-            faults.append(
-                Fault(shown, name, "a name that the engines use themselves", "rename the column", code="unsupported")
-            )
-    alike = {name.lower() for name in used}
-    if len(alike) < len(set(used)):
-        faults.append(
-            Fault(shown, None, "columns that are used differ in capitals only", "rename one of them", code="duplicate")
-        )
-    return faults
+            found.append((name, "a name that the engines use themselves", "rename the column", "unsupported"))
+    if len({name.lower() for name in used}) < len(set(used)):
+        found.append((None, "columns that are used differ in capitals only", "rename one of them", "duplicate"))
+    return [Fault(shown, column, problem, fix, code=code) for column, problem, fix, code in found]
 
 
 def _readable_by_engines(names: Sequence[str]) -> bool:
@@ -330,13 +316,8 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
-    return Fault(
-        path.name,
-        None,
-        problem,
-        "write or copy the file again, or leave it out",
-        code="wrong_file" if size else "empty",
-    )
+    fix = "write or copy the file again, or leave it out"
+    return Fault(path.name, None, problem, fix, code="wrong_file" if size else "empty")
 
 
 def settle_columns(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import ibis.expr.types as ir
@@ -17,7 +16,7 @@ from recpo.base.features import SIDES, Feature, FeatureSchema, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine, EngineOptions, Place
+from recpo.log.engine import Engine, Place
 from recpo.log.events import (
     CatalogScope,
     add_positions,
@@ -86,7 +85,6 @@ from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warn
 from recpo.log.writing import (
     Encoding,
     Output,
-    Source,
     Sources,
     Workplace,
     totals,
@@ -179,37 +177,12 @@ class Preparation:
             "csv": asdict(self.csv),
         }
 
-    def run(
-        self,
-        log: Source,
-        out: str | Path,
-        *,
-        items: Source | None = None,
-        users: Source | None = None,
-        engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
-        work: str | Path | None = None,
-        overwrite: bool = False,
-        progress: bool = True,
-    ) -> dict[str, Any]:
-        """Writes the prepared directory ``out`` and returns its manifest.
-
-        Args:
-            log: the events, as in ``Sources``.
-            out: the directory, as in ``Output``.
-            items: item table; None = there is none.
-            users: user table; None = there is none.
-            engine: what runs the expressions.
-            work: directory for temporary files; None = beside ``out``.
-            overwrite: replace ``out``, if it is a prepared directory.
-            progress: show a bar on a terminal.
+    def write(self, sources: Sources, output: Output) -> dict[str, Any]:
+        """Writes a prepared directory and returns its manifest.
 
         Raises:
-            RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
+            RecpoError: the log has faults (all of them in one message), cannot be split, or the output exists.
         """
-        return self.write(Sources(log, items, users), Output(out, engine, work, overwrite, progress))
-
-    def write(self, sources: Sources, output: Output) -> dict[str, Any]:
-        """Like ``run``, with its arguments in two groups."""
         self._validate_tables(sources)
         with workplace(sources, output, len(STAGES)) as place:
             return PrepareRun(self, place).write()

@@ -31,6 +31,10 @@ from recpo.log.schema import TRAIN, Derived, LogColumns
 Ties = Literal["mid", "full"]
 """How equal watch times count: by half, or in full."""
 
+#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
+#: neutralized and counted.
+Severity = Literal["fatal", "impossible", "missing"]
+
 _WTG_RESOLUTION: Final = 1e6
 _CUTOFFS: Final = ("q25", "q50", "q75")
 
@@ -95,8 +99,8 @@ class Label(ABC):
             )
         return self.add(events)
 
-    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
-        """True for values in the log's ``label`` that this method cannot read; None = it reads any number."""
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
+        """Problem, severity, remedy and offending rows of values in the log's ``label``; None = it reads any number."""
         return None
 
 
@@ -280,9 +284,10 @@ class BinaryColumn(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
     reads_events_once: ClassVar[bool] = True
 
-    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
-        """Anything but 0 and 1."""
-        return (label != 0) & (label != 1)
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn]:
+        """Anything but 0 and 1 is fatal."""
+        fix = "map another column to label, or choose another label such as NumericColumn"
+        return "a value that BinaryColumn cannot read", "fatal", fix, (value != 0) & (value != 1) & ~value.isnan()
 
     def add(self, events: ir.Table) -> ir.Table:
         """The column itself."""
@@ -335,11 +340,14 @@ class NumericColumn(Label):
         """Whether the ends or the threshold are given."""
         return self.low is not None or self.threshold is not None
 
-    def clipped(self, value: ir.FloatingColumn) -> ir.BooleanColumn | None:
-        """True for finite values outside the ends; None = there are no ends."""
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
+        """Finite values outside the ends, if there are ends."""
         if self.low is None or self.high is None:
             return None
-        return ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+        problem = f"outside low {self.low:g} and high {self.high:g}, taken as the nearer one"
+        fix = "set --label.low and --label.high to the ends of the column's scale"
+        outside = ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+        return problem, "impossible", fix, outside
 
     def add(self, events: ir.Table) -> ir.Table:
         """Linear scaling, or a threshold.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Literal
+from typing import Final
 
 import ibis
 import ibis.expr.types as ir
@@ -21,11 +21,7 @@ from recpo.log.events import length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
 from recpo.log.schema import Columns, Example, Fault, LogColumns
-from recpo.log.shaping import Label, NumericColumn
-
-#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
-#: neutralized and counted.
-Severity = Literal["fatal", "impossible", "missing"]
+from recpo.log.shaping import Label, NumericColumn, Severity
 
 _EXAMPLES: Final = 3
 _VALUES_SHOWN: Final = 8
@@ -83,12 +79,14 @@ def check_rows(
     Returns:
         Number of rows; number of neutralized values by reason; faults.
     """
-    checks = [*row_checks(raw, mapping, max_watch_time, more), *_label_checks(raw, label)]
+    checks = row_checks(raw, mapping, max_watch_time, more)
+    if LogColumns.LABEL in raw.columns and (found := label.check(number(raw[LogColumns.LABEL]))) is not None:
+        checks.append(Check(LogColumns.LABEL, *found))
     counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
-    found = engine.row(raw.aggregate(rows=raw.count(), **counts))
+    row = engine.row(raw.aggregate(rows=raw.count(), **counts))
     neutralized, faults = {}, []
     for place, check in enumerate(checks):
-        count = int(found[f"c{place}"] or 0)
+        count = int(row[f"c{place}"] or 0)
         if not count:
             continue
         if check.severity == "fatal" or (strict and check.severity == "impossible"):
@@ -99,7 +97,7 @@ def check_rows(
     faults += _scale_faults(engine, raw, log, label)
     if strict:
         faults += _duplicates(engine, raw, log)
-    return int(found["rows"]), neutralized, faults
+    return int(row["rows"]), neutralized, faults
 
 
 def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
@@ -122,11 +120,8 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
         shown = [str(value) for value in engine.table(values)["value"].to_pylist() if value is not None]
         problem = f"no row has {' or '.join(map(repr, flag.values))}, wanted as {column}"
         has = f"the column has {', '.join(map(repr, shown))}" if shown else "the column is empty"
-        faults.append(
-            Fault(
-                log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out", code="unknown_name"
-            )
-        )
+        fix = f"{has}: correct `equals`, or leave {column} out"
+        faults.append(Fault(log.name, flag.column, problem, fix, code="unknown_name"))
     return faults
 
 
@@ -137,22 +132,15 @@ def row_checks(
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
 ) -> list[Check]:
     """All checks that apply to the columns of ``raw``."""
+    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
+    keys = [column for column in (LogColumns.USER_ID, LogColumns.ITEM_ID) if column in raw.columns]
     return [
-        *_key_checks(raw),
+        *(Check(column, "null key", "fatal", fix, raw[column].isnull()) for column in keys),
         *_time_checks(raw, mapping),
         *_length_checks(raw, mapping, max_watch_time),
         *_flag_checks(raw),
         *_number_checks(raw),
         *_context_checks(raw, more.context),
-    ]
-
-
-def _key_checks(raw: ir.Table) -> list[Check]:
-    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
-    return [
-        Check(column, "null key", "fatal", fix, raw[column].isnull())
-        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID)
-        if column in raw.columns
     ]
 
 
@@ -221,14 +209,9 @@ def _number_checks(raw: ir.Table) -> list[Check]:
     checks = []
     if LogColumns.LABEL in raw.columns:
         label = number(raw[LogColumns.LABEL])
+        absent = label.isnull() | label.isnan()
         checks += [
-            Check(
-                LogColumns.LABEL,
-                "missing",
-                "missing",
-                "an event without a label is neutral",
-                label.isnull() | label.isnan(),
-            ),
+            Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent),
             Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
         ]
     if LogColumns.PROPENSITY in raw.columns:
@@ -261,29 +244,6 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
     return checks
 
 
-def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
-    if LogColumns.LABEL not in raw.columns:
-        return []
-    value = number(raw[LogColumns.LABEL])
-    if isinstance(label, NumericColumn):
-        return _end_checks(value, label)
-    unreadable = label.unreadable(value)
-    if unreadable is None:
-        return []
-    name = type(label).__name__
-    fix = "map another column to label, or choose another label such as NumericColumn"
-    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
-
-
-def _end_checks(value: ir.FloatingColumn, label: NumericColumn) -> list[Check]:
-    clipped = label.clipped(value)
-    if clipped is None:
-        return []
-    problem = f"outside low {label.low:g} and high {label.high:g}, taken as the nearer one"
-    fix = "set --label.low and --label.high to the ends of the column's scale"
-    return [Check(LogColumns.LABEL, problem, "impossible", fix, clipped)]
-
-
 def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
     """The fault of a label without ends, which names those of the column."""
     if not isinstance(label, NumericColumn) or label.has_scale or LogColumns.LABEL not in raw.columns:
@@ -310,12 +270,17 @@ def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list
     return [Example(file.shown, row_in_file(row["row"], file.left_out), row["value"]) for file, row in places]
 
 
+def copies(rows: ir.Table, keys: Sequence[str]) -> ir.Table:
+    """The rows whose ``keys`` an earlier row of the files has."""
+    place = ibis.row_number().over(group_by=keys, order_by=[rows[Engine.FILE], rows[Engine.ROW]])
+    return rows.mutate(copy=place).filter(ibis._.copy > 0)
+
+
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
     columns = [column for column in raw.columns if column not in (Engine.FILE, Engine.ROW)]
     if not set(LogColumns.REQUIRED) <= set(columns):
         return []
-    place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
-    again = raw.mutate(copy=place).filter(ibis._.copy > 0)
+    again = copies(raw, columns)
     count = engine.count(again)
     if not count:
         return []
@@ -377,12 +342,5 @@ def label_faults(label: Label, log: Log) -> list[Fault]:
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
         "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
-    return [
-        Fault(
-            log.name,
-            None,
-            f"label {name} needs {' and '.join(lacking)}, which the log has not",
-            fix,
-            code="missing_column",
-        )
-    ]
+    problem = f"label {name} needs {' and '.join(lacking)}, which the log has not"
+    return [Fault(log.name, None, problem, fix, code="missing_column")]
