@@ -234,18 +234,9 @@ def open_files(
 def _open_file(
     path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """Opens one file of a log or table. CSV files are first converted to Parquet.
+    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``.
 
-    Args:
-        path: the file.
-        mapping: standard name -> name in the file, for the requested columns.
-        staged: where a temporary file may be written.
-        form: delimiter and column names, if it is a text file.
-        flags: as for ``open_files``.
-
-    Returns:
-        The Parquet file to read, its number of rows, its columns (those of the user's file; None if its rows cannot be
-        used), and faults.
+    The columns are those of the user's file; None if its rows cannot be used.
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
@@ -293,14 +284,6 @@ def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
             for group in range(parquet.num_row_groups):
                 writer.write_table(parquet.read_row_group(group, columns=list(columns)).select(columns))
     return staged
-
-
-def write_frame(frame: pa.Table, work: Place, name: str = "frame.parquet") -> Place:
-    """Writes the rows of a frame to a file of the log, or of a table."""
-    place = work / name
-    with writable(place) as sink:
-        pq.write_table(frame, sink)
-    return place
 
 
 def unreadable(path: Place, error: Exception) -> Fault:
@@ -510,14 +493,12 @@ def sample_tables(
 
 def _together(samples: list[TableSample]) -> TableSample:
     tables = [one.table for one in samples if one.table.num_rows] or [samples[0].table]
-    return TableSample(
-        tuple(file for one in samples for file in one.files),
-        pa.concat_tables(tables, promote_options="permissive"),
-        sum(one.rows for one in samples),
-        samples[0].form,
-        sum(one.skipped for one in samples),
-        samples[0].nested,
-        samples[0].lists,
+    return replace(
+        samples[0],
+        files=tuple(file for one in samples for file in one.files),
+        table=pa.concat_tables(tables, promote_options="permissive"),
+        rows=sum(one.rows for one in samples),
+        skipped=sum(one.skipped for one in samples),
     )
 
 
@@ -526,17 +507,13 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
     with pq.ParquetFile(readable(file)) as parquet:
         schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
         nested = tuple(column.name for column in schema if pa.types.is_nested(column.type))
-        lists = tuple(column.name for column in schema if _is_list(column.type))
+        lists = tuple(column.name for column in schema if is_list(column.type))
         plain = [name for name in schema.names if name not in nested]
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
     table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
     return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:

@@ -26,9 +26,9 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
-from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine
+from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine, writable
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
-from recpo.log.files import find_files, write_frame
+from recpo.log.files import find_files
 from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
@@ -449,8 +449,9 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
     ):
         for what, source in given.items():
             if isinstance(source, pa.Table):
-                frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
-                found[what] = [write_frame(source, temporary, frame)]
+                found[what] = [temporary / ("frame.parquet" if what == "log" else f"{what}-frame.parquet")]
+                with writable(found[what][0]) as sink:
+                    pq.write_table(source, sink)
         tables: dict[TableSide, Sequence[Place]] = {"item": found.get("items", []), "user": found.get("users", [])}
         yield Workplace(started, engine.writers, directory, temporary, bar, found["log"], tables)
 

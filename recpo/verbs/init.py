@@ -16,7 +16,7 @@ from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
-from recpo.log.inspection import Inspection, inspect_log, split_of, timezone_of
+from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.recognition import Recognition
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
@@ -102,10 +102,7 @@ def write_preparation(found: Inspection, out: Path) -> dict[str, Path]:
 
 def preparation_of(found: Inspection) -> dict[str, Any]:
     """The options of ``recpo.prepare`` that ``prepare.yaml`` has."""
-    column = found.recognition.column(LogColumns.TIMESTAMP)
-    timezone = None if column is None else timezone_of(found.sample.table[column])
-    name, options, _ = split_of(found.recognition, found.counts, found.label, timezone)
-    split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[name]
+    split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[found.split.class_name]
     label: Any = getattr(shaping, found.label.class_name)
     columns, log = found.columns, _log_of(found)
     chosen: dict[str, Any] = {"log": log, "preset": found.recognition.preset, "csv": found.sample.form}
@@ -113,7 +110,8 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
         columns = replace(columns, label=found.label.column)
     if _differs_from_preset(found.recognition):
         chosen["behaviors"] = dict(found.recognition.behaviors)
-    return {**chosen, "columns": columns, "label": label(**found.label.init_args), "split": split(**options)}
+    chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
+    return {**chosen, "columns": columns}
 
 
 def _validate_answered(found: Inspection) -> None:
@@ -151,9 +149,6 @@ def _render(template: str, **values: Any) -> str:
 def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
     counts, recognition, label = found.counts, found.recognition, found.label
     about = "" if counts.is_whole else "about "
-    column = recognition.column(LogColumns.TIMESTAMP)
-    timezone = None if column is None else timezone_of(found.sample.table[column])
-    split, options, why = split_of(recognition, counts, label, timezone)
     unknown = [name for name in recognition.unused if name != label.column]
     return _render(
         "prepare.yaml.jinja",
@@ -166,8 +161,8 @@ def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
         columns=_column_lines(found),
         label=_class_entry(label.class_name, label.init_args),
         label_why=_comment(label.why),
-        split=_class_entry(split, options),
-        split_why=_comment(why),
+        split=_class_entry(found.split.class_name, found.split.init_args),
+        split_why=_comment(found.split.why),
         behaviors=_quoted(dict(recognition.behaviors)) if _differs_from_preset(recognition) else None,
         tables={side: _quoted(file) for side, file in found.tables.items()},
         unused=_comment(", ".join(unknown)),
