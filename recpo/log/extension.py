@@ -29,7 +29,7 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Engine, Place, locate
-from recpo.log.events import item_indices, item_table, name_requests, time_order, user_indices
+from recpo.log.events import item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import wider_type
@@ -44,7 +44,6 @@ from recpo.log.previous import (
     PreviousData,
     kept_preparation,
     merged_history,
-    names_of_more,
     validate_sources,
 )
 from recpo.log.schema import (
@@ -295,7 +294,7 @@ class _ExtensionRun(PrepareRun):
         given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
         names = [*TIE_RULE, Derived.USER_INDEX, Derived.POSITION, Derived.REQUEST, Derived.PERIOD, KEPT_LABEL, IS_KEPT]
         names = [name for name in names if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)]
-        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *names_of_more(given)]
+        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *more_columns(given)]
         context = self.before.context(placed, self.items, self.users)
         context = context.mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
         rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))

@@ -38,7 +38,7 @@ from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
 from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
-from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES
+from recpo.log.prepared import FEATURE_FILES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
@@ -333,7 +333,6 @@ def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, 
 
 _COLUMNS_OF_QUERY: Final = 64
 _GIVEN: Final = "is_given"
-_FILES: Final = {"item": ITEM_FEATURES, "user": USER_FEATURES}
 _KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogColumns.USER_ID, Derived.USER_INDEX)}
 
 
@@ -491,10 +490,10 @@ def write_table(
         plain = joined.select(**{name: joined[column] for name, column in columns.items()}, **{_GIVEN: joined[_GIVEN]})
         names = [feature.name for feature in of_type(table.features, Category)]
         with ExitStack() as opened:
-            file = None if previous is None else previous[0] / _FILES[table.side]
+            file = None if previous is None else previous[0] / FEATURE_FILES[table.side]
             before = None if file is None else opened.enter_context(pq.ParquetFile(file))
             encoded = _encoded(engine.stream(plain), fitted, before)
-            write_rows(encoded, fitted.schema, root / _FILES[table.side], names)
+            write_rows(encoded, fitted.schema, root / FEATURE_FILES[table.side], names)
     counted = {"rows": table.rows(engine), "used": placed, "every": indices}
     if previous is not None:
         first = int(table.side == "item")  # index of the first row

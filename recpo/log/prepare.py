@@ -12,9 +12,10 @@ import pyarrow as pa
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
-from recpo.base.features import SIDES, Feature, FeatureSchema, Side, plain_type
+from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
+from recpo.log import feature_tables, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, Place
 from recpo.log.events import (
@@ -40,18 +41,9 @@ from recpo.log.feature_columns import (
     behaviors_to_json,
     event_columns,
 )
-from recpo.log.feature_tables import (
-    AVAILABLE,
-    ID,
-    FeatureTable,
-    fit_context,
-    fit_table,
-    open_table,
-    table_faults,
-    write_table,
-)
+from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import HELD_OUT, HISTORIES, ITEM_FEATURES, ITEMS, QUANTILES, TRAIN_PAST, USER_FEATURES, USERS
+from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -71,30 +63,9 @@ from recpo.log.schema import (
     validate_no_faults,
 )
 from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
-from recpo.log.splits import (
-    Split,
-    TemporalSplit,
-    held_out_events,
-    last_events,
-    outside_events,
-    past_items,
-    period_rows,
-    train_items,
-)
+from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
-from recpo.log.writing import (
-    Encoding,
-    Output,
-    Sources,
-    Workplace,
-    totals,
-    without_repeats,
-    workplace,
-    write_manifest,
-    write_past,
-    write_rows,
-    write_shards,
-)
+from recpo.log.writing import Encoding, Output, Sources, Workplace
 
 #: the steps that the progress bar shows
 STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PERIODS, "histories")
@@ -184,7 +155,7 @@ class Preparation:
             RecpoError: the log has faults (all of them in one message), cannot be split, or the output exists.
         """
         self._validate_tables(sources)
-        with workplace(sources, output, len(STAGES)) as place:
+        with writing.workplace(sources, output, len(STAGES)) as place:
             return PrepareRun(self, place).write()
 
     def _validate_tables(self, sources: Sources) -> None:
@@ -261,7 +232,7 @@ class PrepareRun:
             **self._feature_entries(),
             **sizes,
         }
-        return write_manifest(self.partial, manifest, self.checksums)
+        return writing.write_manifest(self.partial, manifest, self.checksums)
 
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
@@ -270,7 +241,7 @@ class PrepareRun:
             "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
             "feedback": self.feedback.to_json(),
-            "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
+            "counts": {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)},
             "warnings": self._warnings(self.counts["watch_time_ties"], self.feedback),
             "segments": [len(shards["train"])],
         }
@@ -331,11 +302,11 @@ class PrepareRun:
         choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
         columns = choice.table_columns
         name, kind = choice.mapping.named()[key], self.log.types.get(key)
-        table, faults = open_table(files, side, name, kind, columns, choice.features, self.place.work)
+        table, faults = feature_tables.open_table(files, side, name, kind, columns, choice.features, self.place.work)
         if table is None:
             return faults
         self.tables[side] = table
-        return faults + table_faults(self.engine, table, columns.available_from_unit)
+        return faults + feature_tables.table_faults(self.engine, table, columns.available_from_unit)
 
     def _settle_types(self) -> None:
         """Settles the types that the columns of the log are written in: here, its own."""
@@ -395,7 +366,7 @@ class PrepareRun:
         if not self.choice.split.is_per_event:
             self.engine.drop("distinct", "events")
             return None
-        outside = self.engine.materialize("outside", outside_events(events, self.items, self.users))
+        outside = self.engine.materialize("outside", splits.outside_events(events, self.items, self.users))
         self.engine.drop("distinct")
         return outside
 
@@ -433,17 +404,16 @@ class PrepareRun:
         found: dict[str, tuple[Feature, ...]] = {}
         for side, table in self.tables.items():
             indices = self.items if side == "item" else self.users
-            fitted = fit_table(self.engine, table, indices, self.events, self.partial)
-            counts = write_table(self.engine, table, indices, fitted, self.partial)
+            fitted = feature_tables.fit_table(self.engine, table, indices, self.events, self.partial)
+            counts = feature_tables.write_table(self.engine, table, indices, fitted, self.partial)
             found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
         if self.more.context:
-            self.context = fit_context(self.engine, self.more.context, self.events, self.partial)
+            self.context = feature_tables.fit_context(self.engine, self.more.context, self.events, self.partial)
             found["context"] = self.context.features
         self.features = FeatureSchema(**found)
 
     def _feature_files(self) -> list[str]:
-        tables: tuple[tuple[Side, str], ...] = (("item", ITEM_FEATURES), ("user", USER_FEATURES))
-        files = [name for side, name in tables if self.features.of(side)]
+        files = [name for side, name in FEATURE_FILES.items() if self.features.of(side)]
         return files + [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
 
     def _feature_entries(self) -> dict[str, Any]:
@@ -460,11 +430,12 @@ class PrepareRun:
         self._stage("histories")
         item_ids, user_ids = self._id_types()
         schema = history_schema(user_ids, item_ids, self.more.behaviors, self._plain_context())
-        self._written(self._write_rows(self._histories(), schema, HISTORIES))
+        self._written(self._write_rows(splits.as_histories(self._histories()), schema, HISTORIES))
         self.place.bar.update()
 
     def _histories(self) -> ir.Table:
-        return last_events(self.events, self.items, self.users, self.choice.max_context, self.more.behaviors)
+        """The last events of every user, with their positions."""
+        return splits.recent_events(self.events, self.items, self.users, self.choice.max_context, self.more.behaviors)
 
     def _write_for_extension(self, outside: ir.Table | None) -> list[str]:
         """Writes the files that ``prepare --extends`` reads instead of train shards, if the split can be extended."""
@@ -472,8 +443,9 @@ class PrepareRun:
             return []
         (self.partial / TRAIN_PAST).mkdir(exist_ok=True)
         past = f"{TRAIN_PAST}/{len(self.train_past):05d}.parquet"
-        write_rows(without_repeats(self.engine.stream(train_items(self.events))), PAST_SCHEMA, self.partial / past)
-        rows = held_out_events(outside, self.events, self.items, self.users)
+        pairs = writing.without_repeats(self.engine.stream(splits.train_items(self.events)))
+        writing.write_rows(pairs, PAST_SCHEMA, self.partial / past)
+        rows = splits.held_out_events(outside, self.events, self.items, self.users)
         self._write_rows(rows, self._held_out_schema(), HELD_OUT)
         return [HELD_OUT, *self.train_past, past]
 
@@ -492,7 +464,7 @@ class PrepareRun:
         return {one.name: plain_type(one, self.log.types[CONTEXT + one.name]) for one in self.more.context}
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
-        return write_rows(self.engine.stream(rows), schema, self.partial / file)
+        return writing.write_rows(self.engine.stream(rows), schema, self.partial / file)
 
     def _write_period(self, period: int) -> list[dict[str, Any]]:
         """Writes the shards of a period, and for held-out periods the items that users had before."""
@@ -508,11 +480,11 @@ class PrepareRun:
             )
         if period == TRAIN:
             return shards
-        return write_past(self.engine.stream(self._past(period)), shards, self.partial)
+        return writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
 
     def _write_shards(self, period: int, has_context: bool, first: int = 0) -> list[dict[str, Any]]:
-        rows = period_rows(self.events, period, self.choice.max_context, has_context)
-        return write_shards(
+        rows = splits.period_rows(self.events, period, self.choice.max_context, has_context)
+        return writing.write_shards(
             self.engine.stream(rows),
             self.partial / PERIODS[period],
             self.choice.rows_per_shard,
@@ -523,7 +495,7 @@ class PrepareRun:
         )
 
     def _past(self, period: int) -> ir.Table:
-        return past_items(self.events, period)
+        return splits.past_items(self.events, period)
 
     def _written(self, rows: int) -> None:
         self.rows_written += rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,19 +34,9 @@ from recpo.log.feature_columns import (
 )
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
-from recpo.log.prepared import (
-    HELD_OUT,
-    HISTORIES,
-    ITEM_FEATURES,
-    ITEMS,
-    QUANTILES,
-    TRAIN_PAST,
-    USER_FEATURES,
-    USERS,
-    Prepared,
-)
+from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS, Prepared
 from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, read_column
-from recpo.log.splits import TemporalSplit, as_histories
+from recpo.log.splits import TemporalSplit
 
 _NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
 
@@ -236,7 +226,7 @@ class PreviousData:
         """Verifies the checksum of every file that is read completely, and counts its bytes."""
         listed = [shard["file"] for period in PERIODS[1:] for shard in self.data.manifest["shards"][period]]
         listed += [HELD_OUT, ITEMS, USERS, HISTORIES, QUANTILES, *self.vocabularies()]
-        listed += [name for name in (ITEM_FEATURES, USER_FEATURES) if name in self.data.manifest["files"]]
+        listed += [name for name in FEATURE_FILES.values() if name in self.data.manifest["files"]]
         self.data.verify(listed)
         self.bytes_read = sum((self.root / name).stat().st_size for name in listed)
 
@@ -344,7 +334,7 @@ class PreviousData:
 
 
 def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:
-    """The last ``max_context`` events of every user, from earlier and current events, as raw events.
+    """The last ``max_context`` events of every user, from earlier and current events.
 
     Args:
         earlier: ``PreviousData.earlier_history``.
@@ -356,7 +346,7 @@ def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_con
     lengths = shaped.group_by(user).aggregate(length=shaped[Derived.POSITION].max() + 1)
     kept = earlier.left_join(lengths, user).drop(f"{user}_right")
     kept = kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - max_context)
-    return as_histories(fresh.union(kept.select(fresh.columns).cast(dict(fresh.schema().items()))))
+    return fresh.union(kept.select(fresh.columns).cast(dict(fresh.schema().items())))
 
 
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:
@@ -381,8 +371,3 @@ def _in_milliseconds(rows: ir.Table) -> ir.Table:
 
 def _known(values: ir.FloatingColumn) -> ir.FloatingColumn:
     return ibis.ifelse(values.isnan(), ibis.null("float64"), values.cast("float64"))
-
-
-def names_of_more(events: ir.Table) -> Iterable[str]:
-    """The columns of behaviors and request features, plain and encoded, of current events."""
-    return [*more_columns(events), *(name for name in events.columns if name.startswith(ENCODED))]

@@ -132,18 +132,14 @@ class WatchQuantiles(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
-        return self._labeled(events, bucket_counts(events, self.base))
-
-    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """The bucket's shares are those of ``counts``."""
-        return self._labeled(events, counts)
+        return self.add_counted(events, bucket_counts(events, self.base))
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """Uses the kept table for the bucket's ranks, and the train events among ``events`` for the user's own."""
-        keyed = events.mutate(bucket=bucket(events, self.base))
-        return self._labeled(events, watch_counts(keyed, ["bucket"], kept=fitted))
+        return self.add_counted(events, bucket_counts(events, self.base, kept=fitted))
 
-    def _labeled(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """The bucket's shares are those of ``counts``."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
         table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
@@ -335,11 +331,6 @@ class NumericColumn(Label):
                 f"label NumericColumn: low {self.low} must be below high {self.high}", code="bad_value", field="low"
             )
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether the ends or the threshold are given."""
-        return self.low is not None or self.threshold is not None
-
     def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
         """Finite values outside the ends, if there are ends."""
         if self.low is None or self.high is None:
@@ -430,9 +421,9 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
     return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
 
 
-def bucket_counts(events: ir.Table, base: float) -> ir.Table:
+def bucket_counts(events: ir.Table, base: float, kept: ir.Table | None = None) -> ir.Table:
     """The ``watch_counts`` of duration buckets: of the quantiles of all users, and of those of labels."""
-    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
+    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"], kept=kept)
 
 
 def quantile_table(counts: ir.Table) -> ir.Table:

@@ -246,7 +246,9 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
 
 def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
     """The fault of a label without ends, which names those of the column."""
-    if not isinstance(label, NumericColumn) or label.has_scale or LogColumns.LABEL not in raw.columns:
+    if not isinstance(label, NumericColumn) or LogColumns.LABEL not in raw.columns:
+        return []
+    if label.low is not None or label.threshold is not None:
         return []
     value = number(raw[LogColumns.LABEL])
     known = raw.select(value=value).filter(~value.isnan() & ~value.isinf())
