@@ -121,13 +121,6 @@ class _ShardIndex(NamedTuple):
     exposed: _Pairs
 
 
-class _Drawn(NamedTuple):
-    """Rejected items ``[B, L]``, 0 = empty, and the event that each comes from, -1 = sampled."""
-
-    items: np.ndarray
-    events: np.ndarray
-
-
 class _PreferenceBatches:
     """Gathers preference lists, with items of the catalog of ``prepared``; keeps facts about the current shard."""
 
@@ -150,9 +143,9 @@ class _PreferenceBatches:
         event = events.by_request[np.where(valid, windows.slate_start, 0)]
         chosen = events.item_index[event] * valid
         user = events.user_index[event].astype(np.int64)
-        drawn = self._rejected(self._index, user, chosen, context_ids, epoch)
-        items = np.concatenate([chosen[:, None], drawn.items * valid[:, None]], 1)
-        source = np.concatenate([np.where(valid, event, -1)[:, None], drawn.events], 1)
+        rejected, rejected_events = self._rejected(self._index, user, chosen, context_ids, epoch)
+        items = np.concatenate([chosen[:, None], rejected * valid[:, None]], 1)
+        source = np.concatenate([np.where(valid, event, -1)[:, None], rejected_events], 1)
         source = np.where(items > 0, source, -1)
         lengths, real = (windows.history_stop - windows.history_start)[:, None], items > 0
         slates = logged_slates(events, source, source >= 0, lengths)._replace(
@@ -186,9 +179,10 @@ class _PreferenceBatches:
 
     def _rejected(
         self, index: _ShardIndex, user: np.ndarray, chosen: np.ndarray, context_ids: np.ndarray, epoch: int
-    ) -> _Drawn:
-        drawn = self._logged(index, user, context_ids, epoch)
-        items, place = drawn.items, np.arange(len(self._source))
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rejected items ``[B, L]``, 0 = empty, and the event that each comes from, -1 = sampled."""
+        logged, event = self._logged(index, user, context_ids, epoch)
+        items, place = logged, np.arange(len(self._source))
         wanted = (self._source > _EXPOSED) | self._layout.fill
         for attempt in range(_ATTEMPTS):
             empty = (items == 0) & wanted
@@ -199,9 +193,11 @@ class _PreferenceBatches:
             is_liked = index.positives.holds(self._keys(user[:, None], candidates))
             items = np.where(empty & ~is_liked, candidates, items)
             items = _without_repeats(items, empty)
-        return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
+        return items, np.where(logged > 0, event, -1)
 
-    def _logged(self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int) -> _Drawn:
+    def _logged(
+        self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Dislikes, skipped and exposed items: consecutive items of each kind, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
@@ -217,7 +213,7 @@ class _PreferenceBatches:
             has = np.arange(len(places)) < count
             event[:, places] = np.where(has, pairs.event[np.where(has, first + offset, 0)], -1)
             items[:, places] = np.where(has, index.events.item_index[event[:, places]], 0)
-        return _Drawn(items, event)
+        return items, event
 
     def _candidates(self, numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         """An item for every place, from one uniform number each; 0 if there are no items to draw from."""

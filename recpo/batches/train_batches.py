@@ -6,11 +6,10 @@ within a rank, the workers take turns. So neither the number of workers nor a re
 process holds one shard at a time. If training visits the same contexts several times in a row (``Phases``), a process
 holds the shards of one phase.
 
-By default, every rank reads every shard. With ``assign="shards"`` the shards are divided among the ranks instead: each
-rank has its own part, in an order of the same kind. Each rank then reads only its part, but the order also depends on
-the number of ranks. The parts stay the same in all epochs, because a trainer asks for the length of an epoch only once
-and a node can keep what it has read. Parts are balanced by size: the first part has the most batches, at most one shard
-more than any other part, and the others are filled up with empty batches.
+With ``assign="shards"`` (``FeedbackDataModule``) each rank has its own part of the shards, in an order of that kind.
+The parts stay the same in all epochs, because a trainer asks for the length of an epoch only once and a node can keep
+what it has read. They are balanced by size: the first part has the most batches, at most one shard more than any other
+part, and the others are filled up with empty batches.
 """
 
 from __future__ import annotations

@@ -182,6 +182,11 @@ def more_columns(events: ir.Table) -> list[str]:
     return [name for name in events.columns if name == Derived.BEHAVIORS or name.startswith((CONTEXT, ENCODED))]
 
 
+def appended(first: ir.Table, second: ir.Table) -> ir.Table:
+    """The rows of both, with the columns and types of ``first``."""
+    return first.union(second.select(first.columns).cast(dict(first.schema().items())))
+
+
 def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
     """Duration bucket ``floor(log_base(d + 1e-6))`` with ``d`` in seconds; null if the duration is unknown.
 

@@ -29,23 +29,14 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Engine, Place, locate
-from recpo.log.events import item_indices, item_table, more_columns, name_requests, time_order, user_indices
+from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import wider_type
 from recpo.log.id_map import IdMap
 from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
-from recpo.log.previous import (
-    BEFORE,
-    EARLIER,
-    IS_KEPT,
-    KEPT_LABEL,
-    PreviousData,
-    kept_preparation,
-    merged_history,
-    validate_sources,
-)
+from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -297,7 +288,7 @@ class _ExtensionRun(PrepareRun):
         names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *more_columns(given)]
         context = self.before.context(placed, self.items, self.users)
         context = context.mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
-        rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))
+        rows = appended(given.select(names), context)
         # context events are train events, so their watch times count among the user's own
         rows = rows.mutate(
             **{
@@ -346,7 +337,7 @@ class _ExtensionRun(PrepareRun):
         if today is None:
             return None
         kept = self.before.table(ITEMS).select(LogColumns.ITEM_ID, Derived.AVAILABLE_FROM)
-        return today.union(kept.anti_join(today, LogColumns.ITEM_ID).cast(dict(today.schema().items())))
+        return appended(today, kept.anti_join(today, LogColumns.ITEM_ID))
 
     def _count_shown_before(self, available: pa.ChunkedArray) -> None:
         """Counts the items that were shown before their time in the new item table."""
@@ -398,9 +389,12 @@ class _ExtensionRun(PrepareRun):
 
     def _histories(self) -> ir.Table:
         """The histories of users with current events are updated; the others are copied."""
-        own, most = self.events.filter(self.events[Derived.PERIOD] >= TRAIN), self.choice.max_context
+        own = self.events.filter(self.events[Derived.PERIOD] >= TRAIN)
+        most, user = self.choice.max_context, Derived.USER_INDEX
         fresh = recent_events(own, self.items, self.users, most, self.more.behaviors)
-        return merged_history(self.before.earlier_history(self.items, self.users), fresh, own, most)
+        lengths = own.group_by(user).aggregate(length=own[Derived.POSITION].max() + 1)
+        kept = self.before.earlier_history(self.items, self.users).left_join(lengths, user).drop(f"{user}_right")
+        return appended(fresh, kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - most))
 
     def _outside(self, events: ir.Table) -> ir.Table:
         return outside_events(events, self.items, self.users)

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts.outputs import output_file
@@ -18,8 +17,6 @@ from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED,
 
 #: Columns of the times at which an item may be listed, and the value without a limit.
 AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
-
-
 _FEW: Final = 4096
 
 
@@ -70,12 +67,6 @@ class IdMap:
                 code="duplicate",
                 field="item_id",
             )
-
-    @classmethod
-    def from_values(cls, values: Iterable[Any]) -> IdMap:
-        """Assigns 1..V to distinct values in ascending order."""
-        distinct = pc.unique(_to_array(values))
-        return cls(distinct.take(pc.sort_indices(distinct)))
 
     @classmethod
     def load(cls, path: Path | pa.NativeFile) -> IdMap:

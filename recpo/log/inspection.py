@@ -22,7 +22,7 @@ from recpo.log.column_facts import ColumnFacts, column_facts
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, sample_tables
-from recpo.log.recognition import Finding, Recognition, recognize
+from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -70,14 +70,13 @@ class Choice:
     column: str | None = None
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """The findings in a log, and the suggested configurations.
+@dataclass(frozen=True, kw_only=True)
+class Inspection(Recognition):
+    """The recognized columns of a log, its size, and the suggested configurations.
 
     Attributes:
         log: the files that were named.
         sample: the files of the log, and the inspected rows.
-        recognition: its columns, units, preset, doubts and questions.
         facts: facts about the values of every column, by its name.
         counts: its size.
         others: other named files that are not the log, with their columns.
@@ -88,7 +87,6 @@ class Inspection:
 
     log: tuple[str, ...]
     sample: TableSample = field(repr=False)
-    recognition: Recognition
     facts: Mapping[str, ColumnFacts] = field(repr=False)
     counts: LogCounts
     others: tuple[TableSample, ...] = field(repr=False, default=())
@@ -96,35 +94,15 @@ class Inspection:
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
-    @property
-    def columns(self) -> Columns:
-        """The columns and units that ``recpo.prepare`` takes."""
-        return self.recognition.columns
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The standard columns that were recognized, each with its evidence."""
-        return self.recognition.findings
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        """Questions that only the user can answer; nothing is written while there is one."""
-        return self.recognition.questions
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Assumptions that should be checked."""
-        return self.recognition.doubts
-
     @cached_property
     def label(self) -> Choice:
         """The label for the feedback of the log: watch times if there are any, else ratings, else none."""
-        found, facts = self.recognition, self.facts
-        watch, duration, rated = map(found.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
+        facts = self.facts
+        watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
         if watch is not None and duration is not None:
             why = f"the rank of `{watch}` among the user's watch times on items of similar duration"
             return Choice("WatchQuantiles", {}, why)
-        if rated is not None and (texts := found.texts(LogColumns.LABEL)):
+        if rated is not None and (texts := self.texts(LogColumns.LABEL)):
             return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
         if rated is not None and facts[rated].distinct > 1:
             if facts[rated].kind == "flag":
@@ -140,12 +118,12 @@ class Inspection:
     @cached_property
     def split(self) -> Choice:
         """How the log is split, in the time zone that its times state."""
-        days, time = self.counts.days, self.recognition.column(LogColumns.TIMESTAMP)
+        days, time = self.counts.days, self.column(LogColumns.TIMESTAMP)
         if days is None:
             return Choice("LeaveLastOut", {}, "there is no clock: each user's last event is the test")
         if days < 3:
             return Choice("LeaveLastOut", {}, f"the log has {days:.1f} days, fewer than periods of days need")
-        is_watched = self.recognition.column(LogColumns.WATCH_TIME) is not None
+        is_watched = self.column(LogColumns.WATCH_TIME) is not None
         if days > _YEAR and self.label.class_name == "NumericColumn" and not is_watched:
             why = f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
             return Choice("LeaveLastOut", {}, why)
@@ -163,7 +141,7 @@ class Inspection:
     def objectives(self) -> dict[str, str]:
         """The alignments that the feedback allows, in order of preference, each with its reason."""
         chosen, is_graded = {}, self.label.class_name != "EveryEvent"
-        disliked, propensity = map(self.recognition.column, (LogColumns.DISLIKE, LogColumns.PROPENSITY))
+        disliked, propensity = map(self.column, (LogColumns.DISLIKE, LogColumns.PROPENSITY))
         if is_graded or disliked is not None:
             grades = self.label.why if is_graded else f"positives, and `{disliked}`"
             chosen["mpo"] = (
@@ -208,7 +186,8 @@ def inspect_log(
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
     )
     counts = _counts(sample, recognition, facts[best])
-    return Inspection(named, sample, recognition, facts[best], counts, others, tables)
+    about = {"log": named, "sample": sample, "facts": facts[best], "counts": counts, "others": others, "tables": tables}
+    return Inspection(**vars(recognition), **about)
 
 
 def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:

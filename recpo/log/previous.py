@@ -21,7 +21,7 @@ from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
 from recpo.log import shaping, splits
 from recpo.log.engine import Engine
-from recpo.log.events import more_columns
+from recpo.log.events import appended, more_columns
 from recpo.log.feature_columns import (
     BEHAVIOR,
     CONTEXT,
@@ -274,8 +274,7 @@ class PreviousData:
         ]
         found = contexts[0].union(contexts[1]).drop(Derived.IS_TARGET)
         rows = self.history_rows(items, users).semi_join(placed, user).anti_join(valid, user).anti_join(test, user)
-        rows = self._as_events(rows).select(found.columns).cast(dict(found.schema().items()))
-        found = _with_positions(found.union(rows), users)
+        found = _with_positions(appended(found, self._as_events(rows)), users)
         alone = found[user].cast("int64") * (1 << 32) + found[Derived.POSITION]
         return found.mutate(
             **{
@@ -331,22 +330,6 @@ class PreviousData:
                     table = file.read_row_group(number)
                     kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
                     yield from kept.to_batches()
-
-
-def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:
-    """The last ``max_context`` events of every user, from earlier and current events.
-
-    Args:
-        earlier: ``PreviousData.earlier_history``.
-        fresh: ``recpo.log.splits.recent_events`` of the current events.
-        shaped: the current events.
-        max_context: number of events.
-    """
-    user = Derived.USER_INDEX
-    lengths = shaped.group_by(user).aggregate(length=shaped[Derived.POSITION].max() + 1)
-    kept = earlier.left_join(lengths, user).drop(f"{user}_right")
-    kept = kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - max_context)
-    return fresh.union(kept.select(fresh.columns).cast(dict(fresh.schema().items())))
 
 
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:
