@@ -185,9 +185,8 @@ def inspect_log(
         questions=(*_unnamed(sample), *recognition.questions),
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
     )
-    counts = _counts(sample, recognition, facts[best])
-    about = {"log": named, "sample": sample, "facts": facts[best], "counts": counts, "others": others, "tables": tables}
-    return Inspection(**vars(recognition), **about)
+    about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
+    return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
 
 
 def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:

@@ -133,12 +133,10 @@ class Preparation:
         """Features and other columns of tables: the user's, completed by the preset."""
         return self.features.over(PRESET_FEATURES[self.preset])
 
-    def describe(self, log: Log) -> dict[str, Any]:
-        """The arguments for the manifest, with the complete mapping and the names of the log's files."""
-        plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
+    def describe(self) -> dict[str, Any]:
+        """The options for the manifest, with the complete mapping."""
         return {
-            **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
-            "log": sorted(file.shown for file in log.files),
+            **{name: value for name, value in vars(self).items() if isinstance(value, str | int | float)},
             "columns": self.mapping.to_json(),
             "split": describe(self.split),
             "label": describe(self.label),
@@ -237,7 +235,7 @@ class PrepareRun:
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
         return {
-            "config": self.choice.describe(self.log),
+            "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files)},
             "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
             "feedback": self.feedback.to_json(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from recpo.log.feature_columns import (
     PRESET_FEATURES,
     FeatureColumns,
     TableSide,
-    behaviors_to_json,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
@@ -38,7 +37,8 @@ from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTI
 from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, read_column
 from recpo.log.splits import TemporalSplit
 
-_NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
+#: options that an extension may have of its own; preset is a part of columns
+_OWN_OPTIONS: Final = ("preset", "strict", "csv")
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,20 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
             code="mismatch",
             field=others[0],
         )
+    plain = {name: value for name, value in config.items() if isinstance(value, str | int | float)}
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
     found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
     units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
-    plain = ("max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
     kept = KeptPreparation(
         columns=Columns(**found, **units),
         split=_made(config["split"], splits, asked.split),
         label=_made(config["label"], shaping, asked.label),
         feedback=FeedbackRule(**config["feedback"]),
-        max_watch_time=config["max_watch_time"],
         strict=asked.strict,
         csv=asked.csv,
         features=_kept_features(data),
         behaviors=_kept_behaviors(data),
-        **{name: config[name] for name in plain},
+        **{name: value for name, value in plain.items() if name not in _OWN_OPTIONS},
     )
     _validate_split(kept, data)
     return kept
@@ -92,26 +91,16 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
 
 def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
     """Names of the options that the caller set to other values than those of ``config``."""
-    default = Preparation()
-    names = [field.name for field in fields(Preparation) if field.name not in _NO_PLAIN_OPTIONS]
-    changed = [name for name in names if getattr(asked, name) != getattr(default, name)]
-    others = [name for name in changed if _plain(getattr(asked, name)) != config[name]]
-    if asked.features != default.features and asked.features.to_json() != config["features"]:
-        others.append("features")
-    behaviors = None if asked.behaviors is None else behaviors_to_json(asked.behaviors)
-    if behaviors is not None and behaviors != config["behaviors"]:
-        others.append("behaviors")
-    columns = (asked.preset, asked.columns)
-    if columns != (default.preset, default.columns) and asked.mapping.to_json() != config["columns"]:
-        others.append("columns")
-    return others
+    default, said = Preparation(), asked.describe()
+    changed = [name for name in said if getattr(asked, name) != getattr(default, name)]
+    changed += ["columns"] * (asked.preset != default.preset and "columns" not in changed)
+    return [name for name in changed if name not in _OWN_OPTIONS and said[name] != config[name]]
 
 
 def _kept_features(data: Prepared) -> FeatureColumns:
     """The features of ``data``, with the columns that they were read from."""
     schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
-    given, preset = config["features"], PRESET_FEATURES[config["preset"]]
-    says = given if given["available_from"] is not None else asdict(preset)
+    given, unit = config["features"], PRESET_FEATURES[config["preset"]].available_from_unit
     columns = {side: tables[side]["columns"] if side in tables else {} for side in ("item", "user")}
     sides: dict[str, Any] = {side: _declared(schema.of(side)) for side in columns}  # type: ignore[arg-type]
     return FeatureColumns(
@@ -120,7 +109,7 @@ def _kept_features(data: Prepared) -> FeatureColumns:
         item_id=columns["item"].get(ID),
         user_id=columns["user"].get(ID),
         available_from=columns["item"].get(AVAILABLE),
-        available_from_unit=says["available_from_unit"],
+        available_from_unit=unit if given["available_from"] is None else given["available_from_unit"],
     )
 
 
@@ -162,12 +151,6 @@ def validate_sources(data: Prepared, given: Mapping[TableSide, bool]) -> None:
                 code="missing_option",
                 field=f"{side}s",
             )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, FeedbackRule):
-        return asdict(value)
-    return value if isinstance(value, str | int | float | bool) else describe(value)
 
 
 def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:

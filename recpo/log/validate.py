@@ -5,7 +5,7 @@ Also warns about labels and units that the fitted watch times make doubtful.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -144,9 +144,9 @@ def row_checks(
     ]
 
 
-def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
+def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
     if LogColumns.TIMESTAMP not in raw.columns:
-        return []
+        return
     time, unit = raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"
     absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
     useless = timestamp_ms(time, unit).isnull() & ~absent
@@ -157,75 +157,53 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
     else:
         fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
     missing = "an event needs a user, an item and a time: remove these rows or fill the time"
-    return [
-        Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent),
-        Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
-    ]
+    yield Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent)
+    yield Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless)
 
 
-def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
-    checks = []
+def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> Iterator[Check]:
     if LogColumns.WATCH_TIME in raw.columns:
         watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
         unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
         known = ~watch.isnan()
-        checks += [
-            Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
-            Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
-            Check(
-                LogColumns.WATCH_TIME,
-                f"infinite or longer than max_watch_time = {max_watch_time:g} s",
-                "impossible",
-                f"{unit} or raise max_watch_time",
-                known & (watch > max_watch_time * 1000),
-            ),
-        ]
+        yield Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan())
+        yield Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0))
+        problem = f"infinite or longer than max_watch_time = {max_watch_time:g} s"
+        too_long = known & (watch > max_watch_time * 1000)
+        yield Check(LogColumns.WATCH_TIME, problem, "impossible", f"{unit} or raise max_watch_time", too_long)
     if LogColumns.DURATION in raw.columns:
         duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
         unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
         missing = duration.isnull() | duration.isnan()
-        checks += [
-            Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
-            Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
-        ]
-    return checks
+        yield Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0))
+        yield Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf())
 
 
-def _flag_checks(raw: ir.Table) -> list[Check]:
-    checks = []
+def _flag_checks(raw: ir.Table) -> Iterator[Check]:
     behaviors = [column for column in raw.columns if column.startswith(BEHAVIOR)]
     for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             absent = value.isnull() | value.isnan()
-            checks += [
-                Check(column, "missing, taken as false", "missing", fix, absent),
-                Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1)),
-            ]
-    return checks
+            yield Check(column, "missing, taken as false", "missing", fix, absent)
+            yield Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1))
 
 
-def _number_checks(raw: ir.Table) -> list[Check]:
-    checks = []
+def _number_checks(raw: ir.Table) -> Iterator[Check]:
     if LogColumns.LABEL in raw.columns:
         label = number(raw[LogColumns.LABEL])
         absent = label.isnull() | label.isnan()
-        checks += [
-            Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent),
-            Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
-        ]
+        yield Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent)
+        yield Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf())
     if LogColumns.PROPENSITY in raw.columns:
         value, fix = number(raw[LogColumns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
         absent = value.isnull() | value.isnan()
-        checks += [
-            Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent),
-            Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
-        ]
-    return checks
+        yield Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent)
+        outside = ~absent & ((value <= 0) | (value > 1))
+        yield Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, outside)
 
 
-def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
-    checks = []
+def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> Iterator[Check]:
     for feature in context:
         column = CONTEXT + feature.name
         if column not in raw.columns:
@@ -235,13 +213,11 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
         if value.type().is_floating():
             absent |= value.isnan()
             if isinstance(feature, Number):
-                finite = "a number is finite"
-                checks.append(Check(column, "infinite", "impossible", finite, value.isinf()))
+                yield Check(column, "infinite", "impossible", "a number is finite", value.isinf())
             else:
                 whole = ~absent & ((value != value.floor()) | value.isinf())
-                checks.append(Check(column, "a number that is not whole", "fatal", "declare it a Number", whole))
-        checks.append(Check(column, "missing", "missing", fix, absent))
-    return checks
+                yield Check(column, "a number that is not whole", "fatal", "declare it a Number", whole)
+        yield Check(column, "missing", "missing", fix, absent)
 
 
 def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
