@@ -76,13 +76,9 @@ class FeedbackDataModule(LightningDataModule):
         replay: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 0.0 <= replay < float("inf") or (replay and segments == "all"):
-            raise RecpoError(
-                f"data.replay is a number of at least 0, and above 0 only with data.segments newest; got {replay} and "
-                f"{segments}",
-                code="out_of_range",
-                field="data.replay",
-            )
+        rule = "is a number of at least 0, and above 0 only with data.segments newest"
+        fits = 0.0 <= replay < float("inf") and not (replay and segments == "all")
+        validate_range(fits, "data.replay", rule, f"{replay} and {segments}")
         sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
         sizes |= {} if max_validation_users is None else {"max_validation_users": max_validation_users}
         for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:

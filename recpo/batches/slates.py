@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import validate_range
 from recpo.base.feedback import GRADES
 from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Slates, SlateTraits
@@ -120,12 +120,8 @@ class SequenceLayout(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.overlap is not None and self.overlap > self.history_length:
-            raise RecpoError(
-                f"SequenceLayout: overlap {self.overlap} must be at most history_length {self.history_length}",
-                code="out_of_range",
-                field="overlap",
-            )
+        fits = self.overlap is None or self.overlap <= self.history_length
+        validate_range(fits, "overlap", f"must be at most history_length {self.history_length}", self.overlap)
 
     @property
     def least_history(self) -> int:

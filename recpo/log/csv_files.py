@@ -46,7 +46,7 @@ _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
 _DELIMITERS: Final = (",", "\t", ";", "::", "|")
-RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
+_RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
     names = form.names
     if names is None and any(_is_number(value) for value in first):
         names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
-        names = RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
+        names = _RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
     return CsvFormat(delimiter, names)
 
 

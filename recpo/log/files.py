@@ -145,8 +145,8 @@ def open_log(
     mapping: Columns,
     chosen: Columns,
     work: Place,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    more: EventColumns,
+    form: CsvFormat,
 ) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and selects the columns to use.
 
@@ -450,23 +450,13 @@ class TableSample:
         """Whether all rows were inspected."""
         return self.rows <= self.table.num_rows + self.skipped
 
-    @property
-    def has_names(self) -> bool:
-        """Whether the columns have names, from the files or of a known layout."""
-        return self.form.names is None or self.form.names == csv_files.RATINGS
 
-
-def sample_tables(
-    log: str | Sequence[str],
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-    most_rows: int = MOST_ROWS,
-) -> list[TableSample]:
-    """Samples the files of a log, grouped by their columns.
+def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
+    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns.
 
     Args:
-        log: a file, a directory, a pattern, or a list of them.
+        log: files, directories and patterns.
         form: delimiter and column names of text files, if known.
-        most_rows: maximum number of inspected rows of all files.
 
     Raises:
         RecpoError: there is no file, or one cannot be read.
@@ -476,7 +466,7 @@ def sample_tables(
         raise RecpoError(
             "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
         )
-    share = max(_LEAST_ROWS, most_rows // len(files))
+    share = max(_LEAST_ROWS, MOST_ROWS // len(files))
     groups: dict[tuple[str, ...], list[TableSample]] = {}
     for file in files:
         try:

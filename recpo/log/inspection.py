@@ -206,7 +206,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
 
 
 def _unnamed(sample: TableSample) -> list[str]:
-    if sample.has_names or sample.form.names is None or "column_1" not in sample.form.names:
+    if sample.form.names is None or "column_1" not in sample.form.names:
         return []
     shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
     return [

@@ -21,7 +21,7 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.events import bucket
@@ -56,12 +56,7 @@ class Label(ABC):
 
     def __post_init__(self) -> None:
         validate_ranges(self)
-        if not self.base > 1:
-            raise RecpoError(
-                f"label: base {self.base} of the duration buckets must be greater than 1",
-                code="out_of_range",
-                field="base",
-            )
+        validate_range(self.base > 1, "base", "of the duration buckets must be greater than 1", self.base)
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:

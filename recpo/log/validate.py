@@ -60,9 +60,9 @@ def check_rows(
     log: Log,
     mapping: Columns,
     label: Label,
-    max_watch_time: float = 86_400.0,
-    strict: bool = False,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+    max_watch_time: float,
+    strict: bool,
+    more: EventColumns,
 ) -> tuple[int, dict[str, int], list[Fault]]:
     """Counts the offending rows of every check.
 
