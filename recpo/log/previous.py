@@ -70,7 +70,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
             code="mismatch",
             field=others[0],
         )
-    plain = {name: value for name, value in config.items() if isinstance(value, str | int | float)}
+    plain: dict[str, Any] = {name: one for name, one in config.items() if isinstance(one, str | int | float)}
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
     found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
     units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
