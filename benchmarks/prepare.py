@@ -35,15 +35,17 @@ MIN_HISTORY, MAX_CONTEXT, DAY_MS = 5, 200, 86_400_000
 
 def with_recpo(log, out):
     from recpo.log.prepare import Preparation
+    from recpo.log.writing import Output, Sources
 
-    Preparation().run(str(log), out, progress=False)
+    Preparation().write(Sources(str(log)), Output(out, progress=False))
 
 
 def with_recpo_on_spark(log, out):
     from recpo.log.engine import EngineOptions
     from recpo.log.prepare import Preparation
+    from recpo.log.writing import Output, Sources
 
-    Preparation().run(str(log), out, engine=EngineOptions(engine="spark"), progress=False)
+    Preparation().write(Sources(str(log)), Output(out, EngineOptions(engine="spark"), progress=False))
 
 
 def with_pandas(log, out):

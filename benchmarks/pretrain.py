@@ -39,6 +39,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.schema import Columns
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut
+from recpo.log.writing import Output, Sources
 
 HERE = Path(__file__).resolve().parent
 YARDSTICK = "yardstick"
@@ -136,7 +137,7 @@ def write_data(sequences: Sequences, data: Path) -> np.ndarray:
     preparation = Preparation(
         columns=columns, split=LeaveLastOut(), label=EveryEvent(), max_context=10_000, catalog="log"
     )
-    preparation.run(str(log), data / "prepared", progress=False)
+    preparation.write(Sources(str(log)), Output(data / "prepared", progress=False))
     last = sequences.offsets[1:] - 1
     offsets = sequences.offsets - np.arange(len(sequences.offsets))
     np.savez(

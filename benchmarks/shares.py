@@ -53,7 +53,7 @@ PARTS = (
     ("log: periods", "log/prepare.py:_split"),
     ("log: shards", "log/prepare.py:_write_period"),
     ("log: histories for serving", "log/prepare.py:_write_histories"),
-    ("log: what an extension needs", "log/prepare.py:_write_for_extension", "prepare.py:_write_train_past"),
+    ("log: what an extension needs", "log/prepare.py:_write_for_extension"),
     ("checksums", "checksums.py:", "artifacts/outputs.py:"),
     ("reading prepared data", "log/prepared.py:", "recpo/batches/", "utils/data/"),
     ("factors: equations", "graded.py:", "variational.py:", "scipy/sparse"),

@@ -10,21 +10,12 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError, validate_range, validate_seed
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.slates import Layout, SequenceLayout
-from recpo.batches.train_batches import (
-    Assign,
-    Contents,
-    Epochs,
-    Phases,
-    Planner,
-    ResumableLoader,
-    Segments,
-    TrainBatches,
-)
+from recpo.batches.train_batches import Assign, Contents, Epochs, Phases, Planner, ResumableLoader, TrainBatches
 from recpo.log.prepared import Prepared
 
 _MOST_WORKERS = 256
@@ -85,31 +76,20 @@ class FeedbackDataModule(LightningDataModule):
         replay: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 0.0 <= replay < float("inf") or (replay and segments == "all"):
-            raise RecpoError(
-                f"data.replay is a number of at least 0, and above 0 only with data.segments newest; got {replay} and "
-                f"{segments}",
-                code="out_of_range",
-                field="data.replay",
-            )
+        rule = "is a number of at least 0, and above 0 only with data.segments newest"
+        fits = 0.0 <= replay < float("inf") and not (replay and segments == "all")
+        validate_range(fits, "data.replay", rule, f"{replay} and {segments}")
         sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
         sizes |= {} if max_validation_users is None else {"max_validation_users": max_validation_users}
         for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:
-            if size < least:
-                raise RecpoError(
-                    f"data.{name} must be at least {least}, got {size}", code="out_of_range", field=f"data.{name}"
-                )
-        if num_workers > _MOST_WORKERS:
-            raise RecpoError(
-                f"data.num_workers must be at most {_MOST_WORKERS}, got {num_workers}",
-                code="out_of_range",
-                field="data.num_workers",
-            )
+            validate_range(size >= least, f"data.{name}", f"must be at least {least}", size)
+        rule = f"must be at most {_MOST_WORKERS}"
+        validate_range(num_workers <= _MOST_WORKERS, "data.num_workers", rule, num_workers)
         validate_seed(seed, "data.seed")
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed
-        self._assign, self._segments = assign, Segments(segments == "newest", replay)
+        self._assign, self._newest_only, self._replay = assign, segments == "newest", replay
         self._evaluation_batch_size, self._max_validation_users = evaluation_batch_size, max_validation_users
 
     def train_dataloader(self) -> ResumableLoader:
@@ -120,7 +100,7 @@ class FeedbackDataModule(LightningDataModule):
             self._batch_size,
             self._seed,
             self._rank(),
-            Epochs(self.phases, self._assign, self._segments),
+            Epochs(self.phases, self._assign, self._newest_only, self._replay),
             Contents(self.reads, self.step_labels, self.whole_steps, self.planner),
             self._sum_over_ranks,
         )
@@ -132,7 +112,7 @@ class FeedbackDataModule(LightningDataModule):
         Raises:
             RecpoError: training uses only the newest segment.
         """
-        if self._segments.newest_only:
+        if self._newest_only:
             raise RecpoError(
                 "reference: cached needs every context: set reference to frozen, or data.segments to all",
                 code="conflicting_options",

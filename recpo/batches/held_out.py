@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import by_source, decoded
 from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
-from recpo.batches.slates import grades, histories_of, logp_behavior, padded, ranges, slate_behaviors
+from recpo.base.types import EvaluationBatch, FeedbackBatch
+from recpo.batches.slates import histories_of, logged_slates, padded, ranges
 from recpo.log.engine import Place
 from recpo.log.prepared import Events, Period, Prepared
 from recpo.log.schema import LogColumns
@@ -62,13 +62,9 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
             shard, users = plan[min(turn, len(plan) - 1)]
             if shard != loaded:
                 events, loaded = self._prepared.load(self._split, shard, self._reads), shard
-            if turn < len(plan):
-                yield self._batch(shard, events, users)
-            else:
-                yield _without_targets(self._batch(shard, events, users[:1]))
-
-    def _batch(self, shard: int, events: Events, users: np.ndarray) -> EvaluationBatch:
-        return held_out_batch(self._prepared, self._split, shard, events, users, self._history_length)
+            some = users if turn < len(plan) else users[:1]
+            batch = held_out_batch(self._prepared, self._split, shard, events, some, self._history_length)
+            yield batch if turn < len(plan) else _without_targets(batch)
 
     @cached_property
     def _plan(self) -> list[tuple[int, np.ndarray]]:
@@ -137,19 +133,7 @@ def evaluation_batch(
     boundary, known = _history_ends(events, starts, stops)
     histories = histories_of(events, np.maximum(starts, known - history_length), known)
     index, valid = ranges(boundary, stops)
-    slates = Slates(
-        item_ids=padded(events.item_index[index], valid),
-        visible=histories.lengths[:, None].expand(-1, valid.shape[1]) * torch.from_numpy(valid),
-        mask=torch.from_numpy(valid),
-        label=padded(events.label[index], valid, np.nan),
-        dislike=padded(events.dislike[index], valid),
-        positive=padded(events.positive[index], valid),
-        grade=padded(grades(events.feedback[index]), valid, np.nan),
-        logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
-        is_logged=torch.from_numpy(valid),
-        is_random=None if events.is_random is None else padded(events.is_random[index], valid),
-        behaviors=slate_behaviors(events, index, valid),
-    )
+    slates = logged_slates(events, index, valid, histories.lengths[:, None].numpy())
     place, is_past = ranges(np.cumsum(past_counts) - past_counts, np.cumsum(past_counts))
     exclude = padded(np.append(past_items, 0)[place], is_past)
     user_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))

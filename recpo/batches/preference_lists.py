@@ -10,9 +10,9 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt
-from recpo.base.types import FeedbackBatch, Slates, SlateTraits
-from recpo.batches.slates import BatchMaker, Catalog, Layout, Windows, grades, histories_of, preceding, slate_behaviors
-from recpo.log.prepared import Events
+from recpo.base.types import FeedbackBatch, SlateTraits
+from recpo.batches.slates import BatchMaker, Layout, Windows, histories_of, logged_slates, padded, preceding
+from recpo.log.prepared import Events, Keys, Prepared
 
 # How often a place is redrawn after it got an item that the user likes or that is already in the list.
 _ATTEMPTS = 8
@@ -87,20 +87,15 @@ class PreferenceListLayout(Layout):
         """See ``Layout.traits``."""
         return SlateTraits(is_preference_list=True, hard_negatives=self.hard, resampled=True)
 
-    @property
-    def samples_by_popularity(self) -> bool:
-        """See ``Layout.samples_by_popularity``."""
-        return self.popularity > 0
-
-    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def windows(self, keys: Keys) -> Windows:
         """See ``Layout.windows``. The slate range is the chosen event."""
-        assert positive is not None
-        chosen = np.flatnonzero(positive)
-        return Windows(*preceding(user, request_start, chosen, self.history_length), chosen, chosen + 1)
+        assert keys.positive is not None
+        chosen = np.flatnonzero(keys.positive)
+        return Windows(*preceding(keys, chosen, self.history_length), chosen, chosen + 1)
 
-    def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
+    def batch_maker(self, prepared: Prepared, seed: int) -> BatchMaker:
         """See ``Layout.batch_maker``."""
-        return _PreferenceBatches(self, catalog, seed)
+        return _PreferenceBatches(self, prepared, seed)
 
 
 class _Pairs(NamedTuple):
@@ -126,30 +121,17 @@ class _ShardIndex(NamedTuple):
     exposed: _Pairs
 
 
-class _Drawn(NamedTuple):
-    """Rejected items ``[B, L]``, 0 = empty, and the event that each comes from, -1 = sampled."""
-
-    items: np.ndarray
-    events: np.ndarray
-
-
 class _PreferenceBatches:
-    """Gathers preference lists. It keeps facts about the users of the current shard.
+    """Gathers preference lists, with items of the catalog of ``prepared``; keeps facts about the current shard."""
 
-    Args:
-        layout: the number of rejected items from each source.
-        catalog: the items to sample from.
-        seed: seed of the samples.
-    """
-
-    def __init__(self, layout: PreferenceListLayout, catalog: Catalog, seed: int) -> None:
-        self._layout, self._stride, self._seed = layout, catalog.num_items + 1, seed
-        counts = [layout.dislikes, layout.skipped, layout.exposed, layout.uniform, layout.popularity, layout.in_batch]
-        self._source = np.repeat(np.arange(len(counts)), counts)
+    def __init__(self, layout: PreferenceListLayout, prepared: Prepared, seed: int) -> None:
+        self._layout, self._stride, self._seed = layout, prepared.num_items + 1, seed
+        numbers = [layout.dislikes, layout.skipped, layout.exposed, layout.uniform, layout.popularity, layout.in_batch]
+        self._source = np.repeat(np.arange(len(numbers)), numbers)
         self._cdf: np.ndarray | None = None
-        if catalog.train_counts is not None:
-            counted = catalog.train_counts > 0
-            total = np.cumsum(np.where(counted, catalog.train_counts.astype(float) ** layout.popularity_power, 0.0))
+        if layout.popularity:
+            counts = prepared.item_counts()
+            total = np.cumsum(np.where(counts > 0, counts.astype(float) ** layout.popularity_power, 0.0))
             self._cdf = total / total[-1]
         self._index: _ShardIndex | None = None
 
@@ -161,23 +143,17 @@ class _PreferenceBatches:
         event = events.by_request[np.where(valid, windows.slate_start, 0)]
         chosen = events.item_index[event] * valid
         user = events.user_index[event].astype(np.int64)
-        drawn = self._rejected(self._index, user, chosen, context_ids, epoch)
-        items = np.concatenate([chosen[:, None], drawn.items * valid[:, None]], 1)
-        source = np.concatenate([np.where(valid, event, -1)[:, None], drawn.events], 1)
+        rejected, rejected_events = self._rejected(self._index, user, chosen, context_ids, epoch)
+        items = np.concatenate([chosen[:, None], rejected * valid[:, None]], 1)
+        source = np.concatenate([np.where(valid, event, -1)[:, None], rejected_events], 1)
         source = np.where(items > 0, source, -1)
-        lengths = windows.history_stop - windows.history_start
-        logged = source >= 0
-        slates = Slates(
+        lengths, real = (windows.history_stop - windows.history_start)[:, None], items > 0
+        slates = logged_slates(events, source, source >= 0, lengths)._replace(
             item_ids=torch.from_numpy(items),
-            visible=torch.from_numpy(np.where(items > 0, lengths[:, None], 0)),
-            mask=torch.from_numpy(items > 0),
-            label=torch.from_numpy(np.where(logged, events.label[source], np.float32(np.nan))),
-            dislike=torch.from_numpy(logged & events.dislike[source]),
-            positive=torch.from_numpy(logged & events.positive[source]),
-            grade=torch.from_numpy(np.where(logged, grades(events.feedback[source]), np.float32(np.nan))),
-            is_logged=torch.from_numpy(logged),
-            chosen=torch.from_numpy((items > 0) & (np.arange(items.shape[1]) == 0)),
-            behaviors=slate_behaviors(events, source, logged),
+            visible=padded(lengths, real),
+            mask=torch.from_numpy(real),
+            logp_behavior=None,
+            chosen=torch.from_numpy(real & (np.arange(items.shape[1]) == 0)),
         )
         histories = histories_of(events, windows.history_start, windows.history_stop)
         known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None
@@ -203,9 +179,10 @@ class _PreferenceBatches:
 
     def _rejected(
         self, index: _ShardIndex, user: np.ndarray, chosen: np.ndarray, context_ids: np.ndarray, epoch: int
-    ) -> _Drawn:
-        drawn = self._logged(index, user, context_ids, epoch)
-        items, place = drawn.items, np.arange(len(self._source))
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rejected items ``[B, L]``, 0 = empty, and the event that each comes from, -1 = sampled."""
+        logged, event = self._logged(index, user, context_ids, epoch)
+        items, place = logged, np.arange(len(self._source))
         wanted = (self._source > _EXPOSED) | self._layout.fill
         for attempt in range(_ATTEMPTS):
             empty = (items == 0) & wanted
@@ -216,9 +193,11 @@ class _PreferenceBatches:
             is_liked = index.positives.holds(self._keys(user[:, None], candidates))
             items = np.where(empty & ~is_liked, candidates, items)
             items = _without_repeats(items, empty)
-        return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
+        return items, np.where(logged > 0, event, -1)
 
-    def _logged(self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int) -> _Drawn:
+    def _logged(
+        self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Dislikes, skipped and exposed items: consecutive items of each kind, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
@@ -234,7 +213,7 @@ class _PreferenceBatches:
             has = np.arange(len(places)) < count
             event[:, places] = np.where(has, pairs.event[np.where(has, first + offset, 0)], -1)
             items[:, places] = np.where(has, index.events.item_index[event[:, places]], 0)
-        return _Drawn(items, event)
+        return items, event
 
     def _candidates(self, numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         """An item for every place, from one uniform number each; 0 if there are no items to draw from."""

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import validate_range
 from recpo.base.feedback import GRADES
 from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Slates, SlateTraits
-from recpo.log.prepared import Events, Keys, run_change
+from recpo.log.prepared import Events, Keys, Prepared, run_change
 
 SESSION_GAP_MS = 30 * 60 * 1000
 
@@ -54,18 +54,6 @@ BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
 """Gathers windows of a shard: ``(events, windows, context_ids, epoch) -> batch``. It may cache facts about a shard."""
 
 
-class Catalog(NamedTuple):
-    """The items that a layout may sample.
-
-    Attributes:
-        num_items: V.
-        train_counts: ``[V]`` events of the items 1..V in the training period; None if the layout does not use them.
-    """
-
-    num_items: int
-    train_counts: np.ndarray | None = None
-
-
 class Layout(ABC):
     """How a user's events are cut into contexts and slates.
 
@@ -81,22 +69,12 @@ class Layout(ABC):
         validate_ranges(self)
 
     @abstractmethod
-    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
-        """Cuts the events of a shard, in the order of requests (``Events.by_request``).
-
-        Args:
-            user: ``[N]``, equal for the events of a user.
-            request_start: ``[N]``, ascending; the place in time of the first event of each event's request.
-            positive: ``[N]`` bool, which events are positive; used only with ``cuts_by_label``.
-        """
-
-    def windows_of(self, events: Events) -> Windows:
-        """The windows of a shard that is in memory."""
-        return self.scoring_windows(events.keys)
+    def windows(self, keys: Keys) -> Windows:
+        """Cuts the events of a shard, in the order of requests; reads ``keys.positive`` only with ``cuts_by_label``."""
 
     def scoring_windows(self, keys: Keys) -> Windows:
         """The windows of a shard that have something to score; context rows of an extension are only read."""
-        windows = self.windows(keys.user, keys.request_start, keys.positive)
+        windows = self.windows(keys)
         if keys.is_target is None:
             return windows
         before = np.concatenate([[0], np.cumsum(keys.is_target)])
@@ -107,14 +85,9 @@ class Layout(ABC):
         """The properties of the slates that training needs to know."""
         return SlateTraits()
 
-    @property
-    def samples_by_popularity(self) -> bool:
-        """Whether ``batch_maker`` reads ``Catalog.train_counts``."""
-        return False
-
-    def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
-        """The function that gathers windows into batches; ``seed`` determines what it samples."""
-        return _logged_batch
+    def batch_maker(self, prepared: Prepared, seed: int) -> BatchMaker:
+        """The function that gathers windows into batches; ``seed`` determines which items it samples of the catalog."""
+        return feedback_batch
 
 
 @dataclass(frozen=True)
@@ -147,20 +120,17 @@ class SequenceLayout(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.overlap is not None and self.overlap > self.history_length:
-            raise RecpoError(
-                f"SequenceLayout: overlap {self.overlap} must be at most history_length {self.history_length}",
-                code="out_of_range",
-                field="overlap",
-            )
+        fits = self.overlap is None or self.overlap <= self.history_length
+        validate_range(fits, "overlap", f"must be at most history_length {self.history_length}", self.overlap)
 
     @property
     def least_history(self) -> int:
         """The overlap in events."""
         return -(-self.history_length // 4) if self.overlap is None else self.overlap
 
-    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def windows(self, keys: Keys) -> Windows:
         """See ``Layout.windows``."""
+        user, request_start = keys.user, keys.request_start
         user_offsets = np.append(np.flatnonzero(run_change(user)), len(user))
         first = self._first_of_window(user, request_start, user_offsets)
         # Windows are found from the end; each pass finds the n-th window of all users that have one.
@@ -206,16 +176,16 @@ class ImpressionLayout(Layout):
     history_length: int = 50
     slate_length: PositiveInt = 20
 
-    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def windows(self, keys: Keys) -> Windows:
         """See ``Layout.windows``."""
-        starts = np.flatnonzero(run_change(request_start))
-        stops = np.append(starts[1:], len(user))
+        starts = np.flatnonzero(run_change(keys.request_start))
+        stops = np.append(starts[1:], len(keys.user))
         counts = -(-(stops - starts) // self.slate_length)
         owner = np.repeat(np.arange(len(starts)), counts)
         part = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         slate_start = starts[owner] + part * self.slate_length
         slate_stop = np.minimum(slate_start + self.slate_length, stops[owner])
-        return Windows(*preceding(user, request_start, slate_start, self.history_length), slate_start, slate_stop)
+        return Windows(*preceding(keys, slate_start, self.history_length), slate_start, slate_stop)
 
     @property
     def traits(self) -> SlateTraits:
@@ -223,44 +193,26 @@ class ImpressionLayout(Layout):
         return SlateTraits(one_request=True)
 
 
-def _logged_batch(events: Events, windows: Windows, context_ids: np.ndarray, epoch: int) -> FeedbackBatch:
-    return feedback_batch(events, windows, context_ids)
-
-
-def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) -> FeedbackBatch:
-    """Gathers windows into right-padded tensors. H and S are the longest among these windows."""
+def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray, epoch: int = 0) -> FeedbackBatch:
+    """Gathers windows into right-padded tensors, equal in every epoch. H and S are the longest among these windows."""
     place, valid = ranges(windows.slate_start, windows.slate_stop)
     index, lengths = events.by_request[place], windows.history_stop - windows.history_start
     valid &= events.is_target[index]  # context rows of an extension's shards are not positions
     # the history ends where the event's request starts, because items shown together were chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
-    slates = Slates(
-        item_ids=padded(events.item_index[index], valid),
-        visible=padded(visible, valid),
-        mask=torch.from_numpy(valid),
-        label=padded(events.label[index], valid, np.nan),
-        dislike=padded(events.dislike[index], valid),
-        positive=padded(events.positive[index], valid),
-        grade=padded(grades(events.feedback[index]), valid, np.nan),
-        logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
-        is_logged=torch.from_numpy(valid),
-        ends_session=padded(_ends_session(events, place), valid),
-        behaviors=slate_behaviors(events, index, valid),
-    )
+    slates = logged_slates(events, index, valid, visible)
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
-        slates,
+        slates._replace(ends_session=padded(_ends_session(events, place), valid)),
         torch.from_numpy(context_ids),
         user_ids=torch.from_numpy(events.user_index[windows.slate_start].astype(np.int64)),
     )
 
 
-def preceding(
-    user: np.ndarray, request_start: np.ndarray, place: np.ndarray, history_length: int
-) -> tuple[np.ndarray, np.ndarray]:
+def preceding(keys: Keys, place: np.ndarray, history_length: int) -> tuple[np.ndarray, np.ndarray]:
     """First and last + 1 of the ``history_length`` events before the requests of the events at ``place``."""
-    stop = request_start[place]
-    return np.maximum(stop - history_length, last_true(run_change(user))[place]), stop
+    stop = keys.request_start[place]
+    return np.maximum(stop - history_length, last_true(run_change(keys.user))[place]), stop
 
 
 def last_true(change: np.ndarray) -> np.ndarray:
@@ -276,9 +228,23 @@ def _ends_session(events: Events, place: np.ndarray) -> np.ndarray:
     return ends
 
 
-def slate_behaviors(events: Events, index: np.ndarray, valid: np.ndarray) -> Tensor | None:
-    """Bit sets of the events ``index [B, S]``, 0 if not ``valid``; None if the events have none."""
-    return None if events.behaviors is None else padded(events.behaviors[index], valid)
+def logged_slates(events: Events, index: np.ndarray, valid: np.ndarray, visible: np.ndarray) -> Slates:
+    """The events ``index [B, S]`` as slates, empty where they are not ``valid``."""
+    with np.errstate(divide="ignore"):
+        logp_behavior = np.log(events.propensity[index]).astype(np.float32)
+    return Slates(
+        item_ids=padded(events.item_index[index], valid),
+        visible=padded(visible, valid),
+        mask=torch.from_numpy(valid),
+        label=padded(events.label[index], valid, np.nan),
+        dislike=padded(events.dislike[index], valid),
+        positive=padded(events.positive[index], valid),
+        grade=padded(np.array(GRADES, np.float32)[events.feedback[index]], valid, np.nan),
+        logp_behavior=padded(logp_behavior, valid, np.nan),
+        is_logged=torch.from_numpy(valid),
+        is_random=None if events.is_random is None else padded(events.is_random[index], valid),
+        behaviors=None if events.behaviors is None else padded(events.behaviors[index], valid),
+    )
 
 
 def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:
@@ -299,18 +265,6 @@ def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histori
         user=user,
         context=context,
     )
-
-
-def grades(levels: np.ndarray) -> np.ndarray:
-    """The grades of feedback levels, float32 of the same shape (``recpo.base.feedback.GRADES``)."""
-    return np.array(GRADES, np.float32)[levels]
-
-
-def logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
-    """Log-probability of the logged items under the policy that produced the log; nan = not logged."""
-    with np.errstate(divide="ignore"):
-        logp: np.ndarray = np.log(events.propensity[index]).astype(np.float32)
-    return logp
 
 
 def ranges(start: np.ndarray, stop: np.ndarray, least: int = 1) -> tuple[np.ndarray, np.ndarray]:

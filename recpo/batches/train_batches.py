@@ -6,11 +6,10 @@ within a rank, the workers take turns. So neither the number of workers nor a re
 process holds one shard at a time. If training visits the same contexts several times in a row (``Phases``), a process
 holds the shards of one phase.
 
-By default, every rank reads every shard. With ``assign="shards"`` the shards are divided among the ranks instead: each
-rank has its own part, in an order of the same kind. Each rank then reads only its part, but the order also depends on
-the number of ranks. The parts stay the same in all epochs, because a trainer asks for the length of an epoch only once
-and a node can keep what it has read. Parts are balanced by size: the first part has the most batches, at most one shard
-more than any other part, and the others are filled up with empty batches.
+With ``assign="shards"`` (``FeedbackDataModule``) each rank has its own part of the shards, in an order of that kind.
+The parts stay the same in all epochs, because a trainer asks for the length of an epoch only once and a node can keep
+what it has read. They are balanced by size: the first part has the most batches, at most one shard more than any other
+part, and the others are filled up with empty batches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch
 from recpo.batches.held_out import Rank
-from recpo.batches.slates import Catalog, Layout, Windows
+from recpo.batches.slates import Layout, Windows
 from recpo.log.engine import Location
 from recpo.log.prepared import Events, Prepared
 
@@ -56,19 +55,6 @@ class Phases(NamedTuple):
     passes: int = 1
 
 
-class Segments(NamedTuple):
-    """Which training shards an epoch reads if the data was extended.
-
-    Attributes:
-        newest_only: read only the shards of the last extension.
-        replay: with ``newest_only``, number of batches of older shards for each batch of the newest ones. An epoch
-            takes whole shards in a random order until it has that many batches, and a part of the last shard.
-    """
-
-    newest_only: bool = False
-    replay: float = 0.0
-
-
 @dataclass(frozen=True)
 class Epochs:
     """How epochs go through the training shards.
@@ -76,12 +62,15 @@ class Epochs:
     Attributes:
         phases: how an epoch is cut into phases.
         assign: what is assigned to ranks. With one rank both values mean the same.
-        segments: which shards an epoch reads.
+        newest_only: read only the shards of the last extension, if the data was extended.
+        replay: with ``newest_only``, number of batches of older shards for each batch of the newest ones. An epoch
+            takes whole shards in a random order until it has that many batches, and a part of the last shard.
     """
 
     phases: Phases = Phases()  # noqa: RUF009  immutable
     assign: Assign = "batches"
-    segments: Segments = Segments()  # noqa: RUF009  immutable
+    newest_only: bool = False
+    replay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         older = 0
-        if epochs.segments.newest_only:
+        if epochs.newest_only:
             self._validate_segments(epochs.assign, prepared)
             older = sum(prepared.segments[:-1])
         self._older = np.arange(older)
@@ -165,11 +154,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         batches = -(-self._windows // batch_size)
         by_size = older + np.argsort(-batches[older:], kind="stable")
         self._shards = np.sort(by_size[rank.rank % self._num_parts :: self._num_parts])
-        self._replayed = round(epochs.segments.replay * int(batches[older:].sum())) if older else 0
+        self._replayed = round(epochs.replay * int(batches[older:].sum())) if older else 0
         self._num_batches = int(batches[self._shards].sum()) + self._replayed
         self._most_batches = int(batches[by_size[:: self._num_parts]].sum()) + self._replayed
-        counts = prepared.item_counts() if layout.samples_by_popularity else None
-        self._make_batch = layout.batch_maker(Catalog(prepared.num_items, counts), seed)
+        self._make_batch = layout.batch_maker(prepared, seed)
         self.epoch = 0
         self.start = 0
 
@@ -338,7 +326,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
     def _load(self, shard: int) -> tuple[Events, Windows]:
         events = self.prepared.load("train", int(shard), self._contents.reads)
-        return events, self._layout.windows_of(events)
+        return events, self._layout.scoring_windows(events.keys)
 
 
 def _step_labels(step: list[_Planned]) -> Tensor:

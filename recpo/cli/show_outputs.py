@@ -63,7 +63,7 @@ def show_init(verb: Init, done: Inspection) -> VerbResult:
 
 def _print_found(found: Inspection) -> None:
     """Prints columns with their evidence, counts, and what to check."""
-    counts, preset = found.counts, found.recognition.preset
+    counts, preset = found.counts, found.preset
     log = f"{'' if counts.is_whole else 'about '}{counts.events:,} events"
     if counts.users and counts.items:  # 0 = not counted, because no column was recognized
         log += f" of {counts.users:,} users and {counts.items:,} items"
@@ -73,10 +73,10 @@ def _print_found(found: Inspection) -> None:
         rows.append(
             (one.column, ": ".join([one.role, *filter(None, [", ".join(one.texts)])]), one.unit or "", one.evidence)
         )
-    for name, column in found.recognition.behaviors.items():
+    for name, column in found.behaviors.items():
         texts = f": {', '.join(column.values)}" if isinstance(column, FlagColumn) else ""
         rows.append((name_of(column), f"behavior {name}{texts}", "", found.facts[name_of(column)].evidence))
-    rows += [(column, "(not read)", "", found.facts[column].evidence) for column in found.recognition.unused]
+    rows += [(column, "(not read)", "", found.facts[column].evidence) for column in found.unused]
     say(table("", ("column", "is", "unit", "evidence"), rows, names=4))
     say(*(f"{file}: a table with one row for each {side}" for side, file in found.tables.items()))
     say(*(f"check: {doubt}" for doubt in found.doubts), style="yellow")
@@ -84,9 +84,9 @@ def _print_found(found: Inspection) -> None:
 
 def _inspection_facts(found: Inspection) -> dict[str, Any]:
     return {
-        "preset": found.recognition.preset,
+        "preset": found.preset,
         "columns": found.columns.to_json(),
-        "behaviors": behaviors_to_json(found.recognition.behaviors),
+        "behaviors": behaviors_to_json(found.behaviors),
         "label": found.label.class_name,
         "counts": asdict(found.counts),
         "check": found.doubts,

@@ -66,6 +66,14 @@ class ColumnFacts:
         return self.kind in ("whole", "number", "flag")
 
     @property
+    def clock_units(self) -> list[str]:
+        """The units since 1970 for which all numbers are times of the years 1995 to 2039."""
+        if not self.is_number or self.least is None or self.most is None:
+            return []
+        factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
+        return [unit for unit, one in factors.items() if self.least * one >= _FIRST_MS and self.most * one < _LAST_MS]
+
+    @property
     def evidence(self) -> str:
         """A short description of the values: range, distinct values, nulls."""
         if self.is_number and self.least is not None and self.most is not None:
@@ -85,7 +93,7 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
         values = values.cast(kind.value_type)
         kind = values.type
     if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return _number_facts(name, _as_number(values))
+        return _number_facts(name, _numbers(values))
     examples = tuple(_text(value) for value in values.drop_null().unique()[:_EXAMPLES].to_pylist())
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return ColumnFacts(name, "time", rows, values.null_count, pc.count_distinct(values).as_py(), examples=examples)
@@ -99,13 +107,13 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     return ColumnFacts(name, "text", rows, values.null_count, distinct, dated=share, examples=examples, texts=texts)
 
 
-def _as_number(values: pa.ChunkedArray) -> pa.ChunkedArray:
+def _numbers(values: pa.ChunkedArray) -> np.ndarray:
     whole = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
-    return whole.cast(pa.float64(), safe=False)
+    numbers: np.ndarray = whole.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+    return numbers
 
 
-def _number_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
-    numbers = values.to_numpy().astype(np.float64)
+def _number_facts(name: str, numbers: np.ndarray) -> ColumnFacts:
     known = numbers[np.isfinite(numbers)]
     rows, nulls = len(numbers), len(numbers) - len(known)
     if not len(known):
@@ -128,16 +136,6 @@ def _number_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
         few=few,
         examples=tuple(_short(value) for value in known[:_EXAMPLES]),
     )
-
-
-def clock_units(facts: ColumnFacts) -> list[str]:
-    """The units since 1970 for which all numbers of a column are times of the years 1995 to 2039."""
-    if not facts.is_number or facts.least is None or facts.most is None:
-        return []
-    factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
-    return [
-        unit for unit, factor in factors.items() if facts.least * factor >= _FIRST_MS and facts.most * factor < _LAST_MS
-    ]
 
 
 def length_units(facts: ColumnFacts, role: str) -> list[str]:
@@ -255,11 +253,6 @@ def _is_fixed(table: pa.Table, column: str, item: str | None) -> bool:
         return False
     pairs, items = (table.group_by(keys).aggregate([]).num_rows for keys in ([item, column], [item]))
     return bool(items < table.num_rows / 2 and pairs <= 1.1 * items)
-
-
-def _numbers(values: pa.ChunkedArray) -> np.ndarray:
-    numbers: np.ndarray = values.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
-    return numbers
 
 
 #: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.

@@ -46,7 +46,7 @@ _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
 _DELIMITERS: Final = (",", "\t", ";", "::", "|")
-RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
+_RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,13 @@ def csv_to_parquet(
             read = {name: batch.column(f"c{names.index(name)}") for name in facts}
             columns = [_known(text) if name in texts else _cast(text, kinds[name]) for name, text in read.items()]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-    faults = _ragged_faults(path, names, reader.ragged)
+    faults, warnings = _ragged_faults(path, names, reader.ragged), []
     for column, name in used.items():
-        faults += _word_faults(path, column, name, kinds[name], facts[name], ragged)
-    ids = [name for column, name in used.items() if column in _IDS]
-    warnings = [text for name in ids for text in _id_warnings(path, name, facts[name], ragged)]
+        fault = _word_fault(path, column, name, kinds[name], facts[name], ragged)
+        if fault is not None and column in _IDS:
+            warnings.append(str(fault))
+        elif fault is not None:
+            faults.append(fault)
     return names, faults, ragged, warnings
 
 
@@ -199,12 +201,12 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         rows += batch.num_rows
         if rows >= most_rows:
             break
-    text = pa.Table.from_batches(batches) if batches else pa.table({f"c{place}": [""] for place in reader.positions})
-    text = (text if batches else text.slice(0, 0)).slice(0, most_rows).combine_chunks()
+    schema = pa.schema([(f"c{place}", pa.string()) for place in reader.positions])
+    text = pa.Table.from_batches(batches, schema).slice(0, most_rows)
     columns: dict[str, pa.Array] = {}
     size = 0
     for name, column in zip(names, text.columns, strict=True):
-        values = column.chunk(0) if column.num_chunks else pa.array([], pa.string())
+        values = column.combine_chunks()
         facts = _ColumnFacts(takes_flags=True)
         facts.add(_trimmed(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
@@ -389,7 +391,7 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
     names = form.names
     if names is None and any(_is_number(value) for value in first):
         names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
-        names = RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
+        names = _RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
     return CsvFormat(delimiter, names)
 
 
@@ -487,35 +489,23 @@ def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, s
         return []
     first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
-    return [
-        Fault(
-            path.name,
-            None,
-            problem,
-            "fix these rows, or quote values that contain commas",
-            len(ragged),
-            first,
-            "wrong_shape",
-        )
-    ]
+    fix = "fix these rows, or quote values that contain commas"
+    return [Fault(path.name, None, problem, fix, len(ragged), first, "wrong_shape")]
 
 
-def _id_warnings(path: Place, name: str, facts: _ColumnFacts, ragged: list[int]) -> list[str]:
-    """A warning if most ids are integers and words make all of them strings."""
-    if not facts.words or 2 * facts.whole <= facts.values:
-        return []
-    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
-    problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
-    fix = "correct these rows if ids are integers"
-    return [str(Fault(path.name, name, problem, fix, facts.words, examples))]
-
-
-def _word_faults(
+def _word_fault(
     path: Place, column: str, name: str, kind: pa.DataType, facts: _ColumnFacts, ragged: list[int]
-) -> list[Fault]:
-    if column in _IDS or pa.types.is_string(kind) or not facts.words:
-        return []
-    expected = "a number, or true and false" if _takes_flags(column) else "a number"
-    fix = f"expected {expected}: fix or empty these values{or_map_values(column, name)}"
+) -> Fault | None:
+    """The fault of words in a column of numbers, or among ids most of which are integers."""
+    if column in _IDS:
+        is_wrong = 2 * facts.whole > facts.values
+        problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
+        fix = "correct these rows if ids are integers"
+    else:
+        is_wrong, problem = not pa.types.is_string(kind), "not a number"
+        expected = "a number, or true and false" if _takes_flags(column) else "a number"
+        fix = f"expected {expected}: fix or empty these values{or_map_values(column, name)}"
+    if not facts.words or not is_wrong:
+        return None
     examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
-    return [Fault(path.name, name, "not a number", fix, facts.words, examples, "wrong_type")]
+    return Fault(path.name, name, problem, fix, facts.words, examples, "wrong_type")

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from recpo.base.errors import RecpoError, first_line
+from recpo.base.errors import RecpoError, first_line, validate_range
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COLLAPSED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -208,7 +208,7 @@ def _reported(place: Location) -> Iterator[None]:
 
 
 _MOST_THREADS: Final = 1024
-_MEMORY: Final = re.compile(r"0*[1-9]\d*(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
+_MEMORY: Final = re.compile(r"(0*[1-9]\d*(?:\.\d+)?)\s*(?:([kmgt])(i?))?b", re.IGNORECASE)
 
 
 class Engine(ABC):
@@ -258,6 +258,10 @@ class Engine(ABC):
     def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
         """The result in order, batch by batch. Read it to the end before the next expression runs."""
 
+    def count(self, rows: ir.Table) -> int:
+        """Number of rows."""
+        return int(self.row(rows.aggregate(rows=rows.count()))["rows"])
+
     def row(self, expression: ir.Table) -> dict[str, Any]:
         """The only row of ``expression``, as Python values."""
         return self.table(expression).to_pylist()[0]
@@ -280,18 +284,21 @@ class EngineOptions:
     """further Spark settings by name"""
 
     def __post_init__(self) -> None:
-        if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
-            raise RecpoError(
-                f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core",
-                code="out_of_range",
-                field="threads",
-            )
+        rule = f"must be 1 to {_MOST_THREADS}, or null for one per core"
+        validate_range(self.threads is None or 1 <= self.threads <= _MOST_THREADS, "threads", rule, self.threads)
         if not _MEMORY.fullmatch(self.memory_limit.strip()):
             raise RecpoError(
                 f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB",
                 code="bad_value",
                 field="memory_limit",
             )
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of ``memory_limit``."""
+        number, unit, is_binary = _MEMORY.fullmatch(self.memory_limit.strip()).groups()  # type: ignore[union-attr]
+        power = "kmgt".index(unit.lower()) + 1 if unit else 0
+        return int(float(number) * (1024 if is_binary else 1000) ** power)
 
     @property
     def writers(self) -> int:

@@ -15,7 +15,7 @@ import ibis.expr.types as ir
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
-from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import MILLISECONDS_PER_UNIT, PERIODS, TIE_RULE, TRAIN, Columns, Derived, FlagColumn, LogColumns
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
@@ -178,8 +178,13 @@ def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Colum
 
 
 def more_columns(events: ir.Table) -> list[str]:
-    """The columns of standard events that hold behaviors and request features."""
-    return [name for name in events.columns if name == Derived.BEHAVIORS or name.startswith(CONTEXT)]
+    """The columns of events that hold behaviors and request features, plain and (in an extension) encoded."""
+    return [name for name in events.columns if name == Derived.BEHAVIORS or name.startswith((CONTEXT, ENCODED))]
+
+
+def appended(first: ir.Table, second: ir.Table) -> ir.Table:
+    """The rows of both, with the columns and types of ``first``."""
+    return first.union(second.select(first.columns).cast(dict(first.schema().items())))
 
 
 def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:

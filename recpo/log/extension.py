@@ -29,25 +29,14 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.engine import Engine, Place, locate
-from recpo.log.events import item_indices, item_table, name_requests, time_order, user_indices
+from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
-from recpo.log.files import Log, wider_type
+from recpo.log.files import wider_type
 from recpo.log.id_map import IdMap
 from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
-from recpo.log.previous import (
-    BEFORE,
-    EARLIER,
-    IS_KEPT,
-    KEPT_LABEL,
-    PreviousData,
-    at_hand,
-    kept_preparation,
-    merged_history,
-    names_of_more,
-    validate_sources,
-)
+from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -62,7 +51,7 @@ from recpo.log.schema import (
 )
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
 from recpo.log.splits import outside_events, past_items, recent_events
-from recpo.log.writing import LabeledLog, Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
+from recpo.log.writing import Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
 
@@ -153,30 +142,30 @@ class _ExtensionRun(PrepareRun):
         self.features = data.feature_schema
         self.fitted: dict[str, FittedFeatures] = {side: data.fitted_features(side) for side in SIDES}
 
-    def _facts(self, labeled: LabeledLog, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """See ``PrepareRun``. What was fitted before is kept."""
-        old, log = self.data.manifest, labeled.log
+        old, log = self.data.manifest, self.log
         fresh = len(shards["train"]) - len(old["shards"]["train"])
         sizes = {"items": self.data.num_items, "users": old["num_users"], "bytes_read": self.before.bytes_read}
         return {
             **{name: old[name] for name in ("columns", "label", "feedback")},
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
             "counts": self._counts(shards),
-            "warnings": self._warnings(log, old["counts"]["watch_time_ties"], self.fresh_feedback),
+            "warnings": self._warnings(old["counts"]["watch_time_ties"], self.fresh_feedback),
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
             "extends": sizes,
         }
 
-    def _read(self) -> tuple[Log, list[Fault]]:
+    def _read(self) -> list[Fault]:
         self.before.verify()
         return super()._read()
 
-    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table) -> list[Fault]:
         return []  # a day may have no dislike
 
-    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
+    def _read_table(self, side: TableSide, files: Sequence[Place]) -> list[Fault]:
         """See ``PrepareRun``. Values must have the types of the vocabularies."""
-        faults = super()._read_table(side, files, log)
+        faults = super()._read_table(side, files)
         table = self.tables.get(side)
         if table is None:
             return faults
@@ -197,16 +186,16 @@ class _ExtensionRun(PrepareRun):
         if not len(vocabulary) or is_text == pa.types.is_string(vocabulary.values.type):
             return None
         known = column.as_table().filter(column.notnull())
-        return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
+        return vocabulary.values.type if self.engine.count(known) else None
 
-    def _with_types(self, log: Log) -> Log:
-        """The log, with id types that hold the previous and the new ids, and request features of the previous types.
+    def _settle_types(self) -> None:
+        """Id types that hold the previous and the new ids, and the previous types of request features.
 
         Raises:
             RecpoError: one of them has strings and the other has integers, of users, items or a request feature.
         """
         kept = pq.read_schema(self.root / HELD_OUT)
-        types = dict(log.types)
+        types = dict(self.log.types)
         for column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
             if column not in types:
                 continue
@@ -215,7 +204,7 @@ class _ExtensionRun(PrepareRun):
                 types[column] = pa.string()  # the log of a server; these ids only say which events share a request
                 continue
             if pa.types.is_integer(before) != pa.types.is_integer(now):
-                raise self._other_column_type(log, column, now, before)
+                raise self._other_column_type(column, now, before)
             types[column] = wider_type(before, now)
         for feature in self.more.context:
             column = CONTEXT + feature.name
@@ -224,10 +213,11 @@ class _ExtensionRun(PrepareRun):
             if pa.types.is_null(now):
                 types[column] = before
             elif len(vocabulary) and plain_type(feature, now) != before:
-                raise self._other_column_type(log, column, now, before)
-        return replace(log, types=types)
+                raise self._other_column_type(column, now, before)
+        self.log = replace(self.log, types=types)
 
-    def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
+    def _other_column_type(self, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
+        log = self.log
         return RecpoError(
             f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
             + "".join(f"\n  warning: {text}" for text in log.warnings),
@@ -237,37 +227,38 @@ class _ExtensionRun(PrepareRun):
 
     def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
         """The cutoffs that the new events alone would have, to check the units of their watch times."""
-        base = self.choice.label.duration_base
+        base = self.choice.label.base
         events = new.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
         found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, base))))
         return definition(found, self.choice.feedback, base, self.choice.max_watch_time)
 
-    def _split(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+    def _split(self, events: ir.Table) -> ir.Table:
         """The current standard events with their periods: the previous held-out events and the new ones."""
         self._stage("splitting")
         kept, time = self.data.manifest["boundaries"], events[LogColumns.TIMESTAMP]
         ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
         if ends["first"] <= kept["last_ms"]:
             raise RecpoError(
-                f"{log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event is "
-                f"at {kept['last_ms']} ms: give the files of later days only, each once",
+                f"{self.log.name}: an event at {ends['first']} ms lies before the end of {self.root}, whose last event "
+                f"is at {kept['last_ms']} ms: give the files of later days only, each once",
                 code="mismatch",
                 field=LogColumns.TIMESTAMP,
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
-        schema = self._held_out_schema(log)
+        self.boundaries = {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
+        schema = self._held_out_schema()
         unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
         columns = dict(ibis.Schema.from_pyarrow(schema).items())
         fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
         held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
         current = self.engine.materialize("events", self.choice.split.assign(held.union(fresh), boundaries))
         self.fresh_feedback = self._new_feedback(events)
-        return current, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
+        return current
 
-    def _items(self, events: ir.Table, log: Log) -> ir.Table:
+    def _items(self, events: ir.Table) -> ir.Table:
         """All items, with new ones appended."""
         choice, item = self.choice, Derived.ITEM_INDEX
-        kind = {LogColumns.ITEM_ID: ibis.dtype(log.types[LogColumns.ITEM_ID])}
+        kind = {LogColumns.ITEM_ID: ibis.dtype(self.log.types[LogColumns.ITEM_ID])}
         old = self.before.table(ITEMS).select(LogColumns.ITEM_ID, item).cast(kind)
         listed = None
         if choice.catalog == "items":
@@ -276,29 +267,28 @@ class _ExtensionRun(PrepareRun):
         fresh = item_indices(events.anti_join(old, LogColumns.ITEM_ID), choice.catalog, choice.min_item_events, listed)
         return old.union(fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")}).cast(kind))
 
-    def _users(self, events: ir.Table, log: Log) -> ir.Table:
+    def _users(self, events: ir.Table) -> ir.Table:
         """All users, with new ones appended, and their number of earlier train events."""
         user = Derived.USER_INDEX
-        old = self.before.table(USERS).cast({LogColumns.USER_ID: ibis.dtype(log.types[LogColumns.USER_ID])})
+        old = self.before.table(USERS).cast({LogColumns.USER_ID: ibis.dtype(self.log.types[LogColumns.USER_ID])})
         old = old.select(LogColumns.USER_ID, user, **{BEFORE: old.train_count})
         fresh = user_indices(events.anti_join(old, LogColumns.USER_ID), self.choice.min_user_events)
         number = (fresh[user] + self.data.manifest["num_users"]).cast("int32")
         return old.union(fresh.select(LogColumns.USER_ID, **{user: number, BEFORE: ibis.literal(0, "int64")}))
 
-    def _label(
-        self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
-    ) -> LabeledLog:
+    def _label(self, events: ir.Table) -> None:
         """The current events and the context before them; labels and the definition of feedback are kept."""
         self._stage("labeling")
         request_id = events[LogColumns.REQUEST_ID].type()
-        begun = events.inner_join(users.select(Derived.USER_INDEX, BEFORE), Derived.USER_INDEX)
+        begun = events.inner_join(self.users.select(Derived.USER_INDEX, BEFORE), Derived.USER_INDEX)
         placed = self.engine.materialize("placed", _with_positions(begun))
         given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
         names = [*TIE_RULE, Derived.USER_INDEX, Derived.POSITION, Derived.REQUEST, Derived.PERIOD, KEPT_LABEL, IS_KEPT]
         names = [name for name in names if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)]
-        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *names_of_more(given)]
-        context = self.before.context(placed, items, users).mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
-        rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))
+        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *more_columns(given)]
+        context = self.before.context(placed, self.items, self.users)
+        context = context.mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
+        rows = appended(given.select(names), context)
         # context events are train events, so their watch times count among the user's own
         rows = rows.mutate(
             **{
@@ -309,41 +299,37 @@ class _ExtensionRun(PrepareRun):
         labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self.before.table(QUANTILES))
         label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
-        shaped = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
+        self.events = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
         self.engine.drop("placed", "rows")
-        self._past_pairs = self._earlier_pairs(shaped)
-        return LabeledLog(log, items, users, shaped, boundaries, self.data.feedback)
+        self._past_pairs, self.feedback = self._earlier_pairs(), self.data.feedback
 
-    def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
+    def _earlier_pairs(self) -> ir.Table:
         """The pairs of the previous train period, for the users who are held out now."""
-        held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
+        held_out = self.events.filter(self.events[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
         assert isinstance(self.place.work, Path)
         write_rows(self.before.pairs(users), PAST_SCHEMA, self.place.work / "pairs.parquet")
         return self.engine.read_parquet([self.place.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
 
-    def _past(self, events: ir.Table, period: int) -> ir.Table:
-        return past_items(events, period, self._past_pairs)
+    def _past(self, period: int) -> ir.Table:
+        return past_items(self.events, period, self._past_pairs)
 
-    def _write_catalog(self, labeled: LabeledLog) -> dict[str, int]:
+    def _write_catalog(self) -> dict[str, int]:
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
-        log, items, users, shaped = labeled.log, labeled.items, labeled.users, labeled.events
-        available = self._available(items, shaped)
-        schema = item_schema(log.types[LogColumns.ITEM_ID], available is not None)
-        fresh = self.engine.table(item_table(items, shaped, self.choice.feedback, available)).cast(schema)
-        table = _appended(self.data.table(ITEMS), fresh)
+        (item_ids, user_ids), available = self._id_types(), self._available()
+        fresh = self.engine.table(item_table(self.items, self.events, self.choice.feedback, available))
+        table = _appended(self.data.table(ITEMS), fresh.cast(item_schema(item_ids, available is not None)))
         if available is not None:
-            self._count_shown_before(items, table[Derived.AVAILABLE_FROM])
+            self._count_shown_before(table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
             table = table.append_column(RETIRED, pa.array(np.isin(table[Derived.ITEM_INDEX].to_numpy(), retired)))
         write_parquet(table, self.partial / ITEMS)
-        train = shaped.filter(shaped[Derived.PERIOD] == TRAIN)
+        train = self.events.filter(self.events[Derived.PERIOD] == TRAIN)
         counts = train.group_by(Derived.USER_INDEX).aggregate(fresh=train.count())
-        rows = users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
+        rows = self.users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
         rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
-        self.trained = int(self.engine.row(rows.aggregate(users=(rows.train_count > 0).sum()))["users"])
-        number = self._write_rows(rows, user_schema(log.types[LogColumns.USER_ID]), USERS)
-        return {"num_items": len(fresh), "num_users": number}
+        self.trained = self.engine.count(rows.filter(rows.train_count > 0))
+        return {"num_items": len(fresh), "num_users": self._write_rows(rows, user_schema(user_ids), USERS)}
 
     def _given_times(self) -> ir.Table | None:
         """The times of the new item table; for items that it lacks, the previous times."""
@@ -351,31 +337,28 @@ class _ExtensionRun(PrepareRun):
         if today is None:
             return None
         kept = self.before.table(ITEMS).select(LogColumns.ITEM_ID, Derived.AVAILABLE_FROM)
-        return today.union(kept.anti_join(today, LogColumns.ITEM_ID).cast(dict(today.schema().items())))
+        return appended(today, kept.anti_join(today, LogColumns.ITEM_ID))
 
-    def _count_shown_before(self, items: ir.Table, available: pa.ChunkedArray) -> None:
+    def _count_shown_before(self, available: pa.ChunkedArray) -> None:
         """Counts the items that were shown before their time in the new item table."""
         today = super()._given_times()
         assert today is not None
-        found = self.engine.table(today.inner_join(items, LogColumns.ITEM_ID))
+        found = self.engine.table(today.inner_join(self.items, LogColumns.ITEM_ID))
         said = found[Derived.AVAILABLE_FROM]
         earlier = pc.less(available.take(pc.subtract(found[Derived.ITEM_INDEX], 1)), said)
         self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
 
-    def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
+    def _write_features(self) -> None:
         """Writes the features of all items and users (``write_table``); what was fitted is kept."""
         self._stage("features")
-        before = {
-            "item": (labeled.items, self.data.num_items),
-            "user": (labeled.users, self.data.manifest["num_users"]),
-        }
+        before = {"item": (self.items, "num_items"), "user": (self.users, "num_users")}
         for side, table in self.tables.items():
             indices, number = before[side]
-            previous = (self.root, number)
+            previous = (self.root, self.data.manifest[number])
             counts = write_table(self.engine, table, indices, self.fitted[side], self.partial, previous)
             inferred = self.data.manifest["feature_tables"][side]["inferred"]
             self.feature_tables[side] = {**table.describe(counts), "inferred": inferred}
-        return self.fitted["context"] or None
+        self.context = self.fitted["context"] or None
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:
         """Internal ids of the items that were or become retired.
@@ -394,30 +377,33 @@ class _ExtensionRun(PrepareRun):
             )
         return np.union1d(self.data.retired_items, found)
 
-    def _write_period(self, labeled: LabeledLog, period: int, context: FittedFeatures | None) -> list[dict[str, Any]]:
+    def _write_period(self, period: int) -> list[dict[str, Any]]:
         """See ``PrepareRun``. Previous train shards are linked; shards of the events that became train follow."""
         if period != TRAIN:
-            return super()._write_period(labeled, period, context)
+            return super()._write_period(period)
         self._stage(PERIODS[TRAIN])
         kept: list[dict[str, Any]] = self.data.manifest["shards"]["train"]
         for shard in kept:
             self._link(shard["file"])
-        return [*kept, *self._write_shards(labeled, TRAIN, context, has_context=True, first=len(kept))]
+        return [*kept, *self._write_shards(TRAIN, has_context=True, first=len(kept))]
 
-    def _histories(self, labeled: LabeledLog) -> ir.Table:
+    def _histories(self) -> ir.Table:
         """The histories of users with current events are updated; the others are copied."""
-        own, most = at_hand(labeled.events), self.choice.max_context
-        fresh = recent_events(own, labeled.items, labeled.users, most, self.more.behaviors)
-        return merged_history(self.before.earlier_history(labeled.items, labeled.users), fresh, own, most)
+        own = self.events.filter(self.events[Derived.PERIOD] >= TRAIN)
+        most, user = self.choice.max_context, Derived.USER_INDEX
+        fresh = recent_events(own, self.items, self.users, most, self.more.behaviors)
+        lengths = own.group_by(user).aggregate(length=own[Derived.POSITION].max() + 1)
+        kept = self.before.earlier_history(self.items, self.users).left_join(lengths, user).drop(f"{user}_right")
+        return appended(fresh, kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - most))
 
-    def _outside(self, events: ir.Table, labeled: LabeledLog) -> ir.Table:
-        return outside_events(events, labeled.items, labeled.users)
+    def _outside(self, events: ir.Table) -> ir.Table:
+        return outside_events(events, self.items, self.users)
 
-    def _write_for_extension(self, labeled: LabeledLog, outside: ir.Table | None) -> list[str]:
+    def _write_for_extension(self, outside: ir.Table | None) -> list[str]:
         """See ``PrepareRun``. The previous pairs, quantiles and vocabularies are linked."""
         for name in (QUANTILES, *self.before.vocabularies(), *self.train_past):
             self._link(name)
-        return super()._write_for_extension(labeled, outside)
+        return super()._write_for_extension(outside)
 
     def _counts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The counts of the whole log. Events dropped from the held-out periods are counted again."""

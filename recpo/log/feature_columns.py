@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
 from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of
 
@@ -107,15 +107,10 @@ def _validate(feature: Feature, side: Side) -> None:
         )
 
 
-def validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
-    """Raises ``RecpoError`` if a behavior has a name that is not allowed among the other columns of events."""
+def _validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
     behaviors = list(behaviors)
-    if len(behaviors) > _MOST_BEHAVIORS:
-        raise RecpoError(
-            f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept",
-            code="out_of_range",
-            field="behaviors",
-        )
+    number, rule = len(behaviors), f"are at most {_MOST_BEHAVIORS}"
+    validate_range(number <= _MOST_BEHAVIORS, "behaviors", rule, f"{number} of them")
     taken = _TAKEN | {feature.name for feature in context}
     for name in behaviors:
         if not _NAME.fullmatch(name) or name in taken:
@@ -243,5 +238,5 @@ def event_columns(
     context = features.over(PRESET_FEATURES[preset]).context or ()
     chosen = {BEHAVIOR + name for name in behaviors or ()}
     chosen |= {CONTEXT + feature.name for feature in features.context or ()}
-    validate_behaviors(named, context)
+    _validate_behaviors(named, context)
     return EventColumns(named, context, frozenset(chosen))

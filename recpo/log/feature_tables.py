@@ -38,9 +38,9 @@ from recpo.log.engine import Engine, Place, readable, writable
 from recpo.log.events import timestamp_ms
 from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
-from recpo.log.prepared import ITEM_FEATURES, USER_FEATURES
+from recpo.log.prepared import FEATURE_FILES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
-from recpo.log.validate import examples
+from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
 
 #: columns of a plain table in addition to its features, which are named f0, f1, ... ...
@@ -220,16 +220,8 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
         if isinstance(feature, Vector) and feature.width is None:
             width = _first_width(feature, files)
             if not width:
-                problem = "no vector: all are null or empty"
-                faults.append(
-                    Fault(
-                        files[0].shown,
-                        feature.source,
-                        problem,
-                        "leave the feature out, or set its width",
-                        code="wrong_shape",
-                    )
-                )
+                problem, fix = "no vector: all are null or empty", "leave the feature out, or set its width"
+                faults.append(Fault(files[0].shown, feature.source, problem, fix, code="wrong_shape"))
             feature = replace(feature, width=width or 1)
         settled.append(feature)
     return tuple(settled), faults
@@ -320,11 +312,8 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
     """
     rows = table.rows(engine).select(ID, *[AVAILABLE] * table.has_available, Engine.FILE, Engine.ROW)
     known = rows.filter(rows[ID].notnull())
-    place = ibis.row_number().over(group_by=known[ID], order_by=[known[Engine.FILE], known[Engine.ROW]])
-    numbered = known.mutate(copy=place)
-    again = numbered.filter(numbered["copy"] > 0)
     fix = f"one row for each {table.side}: remove the others"
-    faults = _counted(engine, again, ID, table, "an id that an earlier row has", fix)
+    faults = _counted(engine, copies(known, [ID]), ID, table, "an id that an earlier row has", fix)
     if table.has_available:
         time = rows[AVAILABLE]
         absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
@@ -335,7 +324,7 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
 
 
 def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, problem: str, fix: str) -> list[Fault]:
-    count = engine.row(wrong.aggregate(rows=wrong.count()))["rows"]
+    count = engine.count(wrong)
     if not count:
         return []
     first = examples(engine, wrong, column, table.log)
@@ -344,7 +333,6 @@ def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, 
 
 _COLUMNS_OF_QUERY: Final = 64
 _GIVEN: Final = "is_given"
-_FILES: Final = {"item": ITEM_FEATURES, "user": USER_FEATURES}
 _KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogColumns.USER_ID, Derived.USER_INDEX)}
 
 
@@ -502,15 +490,15 @@ def write_table(
         plain = joined.select(**{name: joined[column] for name, column in columns.items()}, **{_GIVEN: joined[_GIVEN]})
         names = [feature.name for feature in of_type(table.features, Category)]
         with ExitStack() as opened:
-            file = None if previous is None else previous[0] / _FILES[table.side]
+            file = None if previous is None else previous[0] / FEATURE_FILES[table.side]
             before = None if file is None else opened.enter_context(pq.ParquetFile(file))
             encoded = _encoded(engine.stream(plain), fitted, before)
-            write_rows(encoded, fitted.schema, root / _FILES[table.side], names)
+            write_rows(encoded, fitted.schema, root / FEATURE_FILES[table.side], names)
     counted = {"rows": table.rows(engine), "used": placed, "every": indices}
     if previous is not None:
         first = int(table.side == "item")  # index of the first row
         counted["kept"] = joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN])
-    found = {what: engine.row(some.aggregate(rows=some.count()))["rows"] for what, some in counted.items()}
+    found = {what: engine.count(some) for what, some in counted.items()}
     rows, used, every, kept = (found.get(what, 0) for what in ("rows", "used", "every", "kept"))
     counts = {"rows": rows, "unused": rows - used, "without": every - used - kept}
     return counts if previous is None else counts | {"kept": kept}

@@ -18,7 +18,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError, first_line
+from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
@@ -145,8 +145,8 @@ def open_log(
     mapping: Columns,
     chosen: Columns,
     work: Place,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    more: EventColumns,
+    form: CsvFormat,
 ) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and selects the columns to use.
 
@@ -176,9 +176,8 @@ def open_log(
         else:
             empty.append(file.shown)
     if schemas and not files:
-        faults.append(
-            Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events", code="empty")
-        )
+        problem = "the file is empty: it has no rows"
+        faults.append(Fault(", ".join(empty), None, problem, "give a log with events", code="empty"))
     context = {CONTEXT + feature.name: feature for feature in more.context}
 
     def expected(column: str, kind: pa.DataType) -> str | None:
@@ -235,18 +234,9 @@ def open_files(
 def _open_file(
     path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """Opens one file of a log or table. CSV files are first converted to Parquet.
+    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``.
 
-    Args:
-        path: the file.
-        mapping: standard name -> name in the file, for the requested columns.
-        staged: where a temporary file may be written.
-        form: delimiter and column names, if it is a text file.
-        flags: as for ``open_files``.
-
-    Returns:
-        The Parquet file to read, its number of rows, its columns (those of the user's file; None if its rows cannot be
-        used), and faults.
+    The columns are those of the user's file; None if its rows cannot be used.
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
@@ -268,30 +258,17 @@ def _open_file(
 
 
 def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
-    faults = []
+    found: list[tuple[str | None, str, str, Code]] = []
     for name in used:
-        if names.count(name) > 1:
-            faults.append(
-                Fault(
-                    shown,
-                    name,
-                    f"{names.count(name)} columns of this name",
-                    "rename or remove the others",
-                    code="duplicate",
-                )
-            )
+        if (number := names.count(name)) > 1:
+            found.append((name, f"{number} columns of this name", "rename or remove the others", "duplicate"))
         elif not name:
-            faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
+            found.append(("''", "a column without a name cannot be used", "name the column", "bad_value"))
         elif name.lower() in _RESERVED:
-            faults.append(
-                Fault(shown, name, "a name that the engines use themselves", "rename the column", code="unsupported")
-            )
-    alike = {name.lower() for name in used}
-    if len(alike) < len(set(used)):
-        faults.append(
-            Fault(shown, None, "columns that are used differ in capitals only", "rename one of them", code="duplicate")
-        )
-    return faults
+            found.append((name, "a name that the engines use themselves", "rename the column", "unsupported"))
+    if len({name.lower() for name in used}) < len(set(used)):
+        found.append((None, "columns that are used differ in capitals only", "rename one of them", "duplicate"))
+    return [Fault(shown, column, problem, fix, code=code) for column, problem, fix, code in found]
 
 
 def _readable_by_engines(names: Sequence[str]) -> bool:
@@ -309,14 +286,6 @@ def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
     return staged
 
 
-def write_frame(frame: pa.Table, work: Place, name: str = "frame.parquet") -> Place:
-    """Writes the rows of a frame to a file of the log, or of a table."""
-    place = work / name
-    with writable(place) as sink:
-        pq.write_table(frame, sink)
-    return place
-
-
 def unreadable(path: Place, error: Exception) -> Fault:
     """The fault of a file that cannot be opened."""
     size = path.stat().st_size if isinstance(path, Path) else path.size()
@@ -330,13 +299,8 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
-    return Fault(
-        path.name,
-        None,
-        problem,
-        "write or copy the file again, or leave it out",
-        code="wrong_file" if size else "empty",
-    )
+    fix = "write or copy the file again, or leave it out"
+    return Fault(path.name, None, problem, fix, code="wrong_file" if size else "empty")
 
 
 def settle_columns(
@@ -486,23 +450,13 @@ class TableSample:
         """Whether all rows were inspected."""
         return self.rows <= self.table.num_rows + self.skipped
 
-    @property
-    def has_names(self) -> bool:
-        """Whether the columns have names, from the files or of a known layout."""
-        return self.form.names is None or self.form.names == csv_files.RATINGS
 
-
-def sample_tables(
-    log: str | Sequence[str],
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-    most_rows: int = MOST_ROWS,
-) -> list[TableSample]:
-    """Samples the files of a log, grouped by their columns.
+def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
+    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns.
 
     Args:
-        log: a file, a directory, a pattern, or a list of them.
+        log: files, directories and patterns.
         form: delimiter and column names of text files, if known.
-        most_rows: maximum number of inspected rows of all files.
 
     Raises:
         RecpoError: there is no file, or one cannot be read.
@@ -512,7 +466,7 @@ def sample_tables(
         raise RecpoError(
             "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
         )
-    share = max(_LEAST_ROWS, most_rows // len(files))
+    share = max(_LEAST_ROWS, MOST_ROWS // len(files))
     groups: dict[tuple[str, ...], list[TableSample]] = {}
     for file in files:
         try:
@@ -529,14 +483,12 @@ def sample_tables(
 
 def _together(samples: list[TableSample]) -> TableSample:
     tables = [one.table for one in samples if one.table.num_rows] or [samples[0].table]
-    return TableSample(
-        tuple(file for one in samples for file in one.files),
-        pa.concat_tables(tables, promote_options="permissive"),
-        sum(one.rows for one in samples),
-        samples[0].form,
-        sum(one.skipped for one in samples),
-        samples[0].nested,
-        samples[0].lists,
+    return replace(
+        samples[0],
+        files=tuple(file for one in samples for file in one.files),
+        table=pa.concat_tables(tables, promote_options="permissive"),
+        rows=sum(one.rows for one in samples),
+        skipped=sum(one.skipped for one in samples),
     )
 
 
@@ -545,17 +497,13 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
     with pq.ParquetFile(readable(file)) as parquet:
         schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
         nested = tuple(column.name for column in schema if pa.types.is_nested(column.type))
-        lists = tuple(column.name for column in schema if _is_list(column.type))
+        lists = tuple(column.name for column in schema if is_list(column.type))
         plain = [name for name in schema.names if name not in nested]
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
     table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
     return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:

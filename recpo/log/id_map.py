@@ -8,18 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_text
 from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED, Derived
 
 #: Columns of the times at which an item may be listed, and the value without a limit.
 AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
-
-
 _FEW: Final = 4096
 
 
@@ -70,12 +67,6 @@ class IdMap:
                 code="duplicate",
                 field="item_id",
             )
-
-    @classmethod
-    def from_values(cls, values: Iterable[Any]) -> IdMap:
-        """Assigns 1..V to distinct values in ascending order."""
-        distinct = pc.unique(_to_array(values))
-        return cls(distinct.take(pc.sort_indices(distinct)))
 
     @classmethod
     def load(cls, path: Path | pa.NativeFile) -> IdMap:
@@ -201,12 +192,9 @@ class IdMap:
             RecpoError: an id outside 0..V.
         """
         flat = np.asarray(item_ids, dtype=np.int64).ravel()
-        if flat.size and (flat.min() < 0 or flat.max() > len(self)):
-            raise RecpoError(
-                f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}",
-                code="out_of_range",
-                field="item_id",
-            )
+        if flat.size:
+            least, most, rule = flat.min(), flat.max(), f"of this catalog is internally 0 to {len(self)}"
+            validate_range(least >= 0 and most <= len(self), "item_id", rule, f"{least}..{most}")
         return self._external.take(pa.array(flat - 1, mask=flat == 0))
 
 

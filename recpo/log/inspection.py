@@ -1,7 +1,7 @@
 """What an unknown log holds, and what suits it: columns, size, label, split and objectives.
 
-``inspect_log`` reads a sample of the files and recognizes the columns (``recpo.log.recognition``). The suggestions are
-pure functions of the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
+``inspect_log`` reads a sample of the files and recognizes the columns (``recpo.log.recognition``). The suggestions
+follow from the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recpo.log.column_facts import ColumnFacts, column_facts
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, sample_tables
-from recpo.log.recognition import Finding, Recognition, recognize
+from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -54,14 +54,14 @@ class LogCounts:
 
 
 @dataclass(frozen=True)
-class LabelChoice:
-    """How the preference label is made.
+class Choice:
+    """A label or split of ``recpo prepare``.
 
     Attributes:
-        class_name: a label of ``recpo prepare``.
+        class_name: name of its class.
         init_args: its options.
         why: the reason for the choice.
-        column: column that it reads instead of the recognized label.
+        column: column that a label reads instead of the recognized one.
     """
 
     class_name: str
@@ -70,14 +70,14 @@ class LabelChoice:
     column: str | None = None
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """The findings in a log, and the suggested configurations.
+@dataclass(frozen=True, kw_only=True)
+class Inspection(Recognition):
+    """The recognized columns of a log, its size, and the suggested configurations.
 
     Attributes:
         log: the files that were named.
         sample: the files of the log, and the inspected rows.
-        recognition: its columns, units, preset, doubts and questions.
+        facts: facts about the values of every column, by its name.
         counts: its size.
         others: other named files that are not the log, with their columns.
         tables: "item" and "user" -> a file with one row for each.
@@ -87,52 +87,70 @@ class Inspection:
 
     log: tuple[str, ...]
     sample: TableSample = field(repr=False)
-    recognition: Recognition
+    facts: Mapping[str, ColumnFacts] = field(repr=False)
     counts: LogCounts
     others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
-    @property
-    def columns(self) -> Columns:
-        """The columns and units that ``recpo.prepare`` takes."""
-        return self.recognition.columns
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The standard columns that were recognized, each with its evidence."""
-        return self.recognition.findings
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        """Questions that only the user can answer; nothing is written while there is one."""
-        return self.recognition.questions
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Assumptions that should be checked."""
-        return self.recognition.doubts
+    @cached_property
+    def label(self) -> Choice:
+        """The label for the feedback of the log: watch times if there are any, else ratings, else none."""
+        facts = self.facts
+        watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
+        if watch is not None and duration is not None:
+            why = f"the rank of `{watch}` among the user's watch times on items of similar duration"
+            return Choice("WatchQuantiles", {}, why)
+        if rated is not None and (texts := self.texts(LogColumns.LABEL)):
+            return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
+        if rated is not None and facts[rated].distinct > 1:
+            if facts[rated].kind == "flag":
+                return Choice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
+            low, high = _scale(facts[rated])
+            return Choice("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
+        if watch is not None:
+            high = round(facts[watch].high or 1.0, 3)
+            why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
+            return Choice("NumericColumn", {"low": 0, "high": high}, why, watch)
+        return Choice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
 
     @cached_property
-    def facts(self) -> dict[str, ColumnFacts]:
-        """Facts about the values of every column, by its name."""
-        return facts_of(self.sample.table)
-
-    @property
-    def label(self) -> LabelChoice:
-        """How the preference label is made."""
-        return label_of(self.recognition, self.facts)
+    def split(self) -> Choice:
+        """How the log is split, in the time zone that its times state."""
+        days, time = self.counts.days, self.column(LogColumns.TIMESTAMP)
+        if days is None:
+            return Choice("LeaveLastOut", {}, "there is no clock: each user's last event is the test")
+        if days < 3:
+            return Choice("LeaveLastOut", {}, f"the log has {days:.1f} days, fewer than periods of days need")
+        is_watched = self.column(LogColumns.WATCH_TIME) is not None
+        if days > _YEAR and self.label.class_name == "NumericColumn" and not is_watched:
+            why = f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
+            return Choice("LeaveLastOut", {}, why)
+        each = max(1, min(14, round(days / 15)))
+        options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
+        timezone = None if time is None else _timezone(self.sample.table[time])
+        if timezone is None:
+            why = f'{begin}; they begin at midnight UTC, or as in timezone: "+08:00"'
+            return Choice("TemporalSplit", options, why)
+        return Choice(
+            "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
+        )
 
     @property
     def objectives(self) -> dict[str, str]:
-        """The alignments that the feedback allows, with reasons."""
-        return objectives_of(self.recognition, self.label)
-
-
-def facts_of(table: pa.Table) -> dict[str, ColumnFacts]:
-    """The facts of every column of a table."""
-    return {name: column_facts(name, table[name]) for name in table.column_names}
+        """The alignments that the feedback allows, in order of preference, each with its reason."""
+        chosen, is_graded = {}, self.label.class_name != "EveryEvent"
+        disliked, propensity = map(self.column, (LogColumns.DISLIKE, LogColumns.PROPENSITY))
+        if is_graded or disliked is not None:
+            grades = self.label.why if is_graded else f"positives, and `{disliked}`"
+            chosen["mpo"] = (
+                f"the log has grades ({grades}): moves the policy toward the grades that a factorization predicts"
+            )
+        if disliked is not None or propensity is not None:
+            told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
+            chosen["gbpo"] = f"the log has {told}: learns from logged feedback alone, without a reward model"
+        return chosen
 
 
 def inspect_log(
@@ -153,8 +171,9 @@ def inspect_log(
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
     samples = sample_tables(list(named), csv)
-    found = {number: recognize(facts_of(one.table).values(), columns, one.table) for number, one in enumerate(samples)}
-    best = max(found, key=lambda number: _likeness(found[number], samples[number]))
+    facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
+    found = [recognize(known.values(), columns, one.table) for known, one in zip(facts, samples, strict=True)]
+    best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
     _validate_names(columns, sample)
     if not sample.table.num_rows:
@@ -166,7 +185,8 @@ def inspect_log(
         questions=(*_unnamed(sample), *recognition.questions),
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
     )
-    return Inspection(named, sample, recognition, counts_of(sample, recognition), others, tables)
+    about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
+    return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
 
 
 def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
@@ -186,7 +206,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
 
 
 def _unnamed(sample: TableSample) -> list[str]:
-    if sample.has_names or sample.form.names is None or "column_1" not in sample.form.names:
+    if sample.form.names is None or "column_1" not in sample.form.names:
         return []
     shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
     return [
@@ -235,7 +255,7 @@ def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables:
     return doubts
 
 
-def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
+def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]) -> LogCounts:
     """The size of a log, from the inspected rows."""
     user, item, request = (
         found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
@@ -253,12 +273,12 @@ def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
         items=pc.count_distinct(table[item]).as_py(),
         requests=int(requests * sample.rows / max(1, rows)),
         events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
-        days=_days(table, found),
+        days=_days(table, found, facts),
         is_whole=sample.is_whole,
     )
 
 
-def _days(table: pa.Table, found: Recognition) -> float | None:
+def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> float | None:
     column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
     if column is None or unit == "order":
         return None
@@ -266,11 +286,11 @@ def _days(table: pa.Table, found: Recognition) -> float | None:
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
         return None if ends["min"] is None else float(ends["max"] - ends["min"]) / _MS_PER_DAY
-    facts = column_facts(column, values)
-    if facts.is_number and facts.least is not None and facts.most is not None and unit is not None:
-        return (facts.most - facts.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
-    if facts.is_number:
-        return None
+    own = facts[column]
+    if own.is_number:
+        if own.least is None or own.most is None or unit is None:
+            return None
+        return (own.most - own.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
     days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
     try:
         return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
@@ -278,7 +298,7 @@ def _days(table: pa.Table, found: Recognition) -> float | None:
         return None
 
 
-def timezone_of(values: pa.ChunkedArray) -> str | None:
+def _timezone(values: pa.ChunkedArray) -> str | None:
     """The time zone that a column of times states: that of its type, or the most frequent offset of its texts.
 
     Returns:
@@ -295,30 +315,7 @@ def timezone_of(values: pa.ChunkedArray) -> str | None:
     return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
 
 
-def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> LabelChoice:
-    """The label for the feedback of a log: watch times if there are any, else ratings, else none."""
-    watch, duration, rated = (
-        found.column(role) for role in (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
-    )
-    if watch is not None and duration is not None:
-        return LabelChoice(
-            "WatchQuantiles", {}, f"the rank of `{watch}` among the user's watch times on items of similar duration"
-        )
-    if rated is not None and (texts := found.texts(LogColumns.LABEL)):
-        return LabelChoice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
-    if rated is not None and facts[rated].kind == "flag" and facts[rated].distinct > 1:
-        return LabelChoice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
-    if rated is not None and facts[rated].distinct > 1:
-        low, high = scale(facts[rated])
-        return LabelChoice("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
-    if watch is not None:
-        high = round(facts[watch].high or 1.0, 3)
-        why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
-        return LabelChoice("NumericColumn", {"low": 0, "high": high}, why, watch)
-    return LabelChoice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
-
-
-def scale(facts: ColumnFacts) -> tuple[float, float]:
+def _scale(facts: ColumnFacts) -> tuple[float, float]:
     """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
     least, most = facts.least or 0.0, facts.most or 1.0
     for low, high in _SCALES:
@@ -327,43 +324,3 @@ def scale(facts: ColumnFacts) -> tuple[float, float]:
         if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
             return low, high
     return least, most
-
-
-def split_of(
-    found: Recognition, counts: LogCounts, label: LabelChoice, timezone: str | None = None
-) -> tuple[str, dict[str, Any], str]:
-    """The split's class, its options, and the reason.
-
-    Args:
-        found: the recognized columns.
-        counts: size of the log.
-        label: how the preference label is made.
-        timezone: time zone of the log's times, if they state one; None = UTC.
-    """
-    if counts.days is None:
-        return "LeaveLastOut", {}, "there is no clock: each user's last event is the test"
-    if counts.days < 3:
-        return "LeaveLastOut", {}, f"the log has {counts.days:.1f} days, fewer than periods of days need"
-    if counts.days > _YEAR and label.class_name == "NumericColumn" and found.column(LogColumns.WATCH_TIME) is None:
-        why = f"ratings over {counts.days:,.0f} days: few users return after months; TemporalSplit where yours do"
-        return "LeaveLastOut", {}, why
-    days = max(1, min(14, round(counts.days / 15)))
-    options, begin = {"valid_days": days, "test_days": days}, f"the log has {counts.days:,.0f} days"
-    if timezone is None:
-        return "TemporalSplit", options, f'{begin}; they begin at midnight UTC, or as in timezone: "+08:00"'
-    return "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
-
-
-def objectives_of(found: Recognition, label: LabelChoice) -> dict[str, str]:
-    """The alignments that a log's feedback allows, in order of preference, each with its reason."""
-    chosen = {}
-    disliked, propensity = found.column(LogColumns.DISLIKE), found.column(LogColumns.PROPENSITY)
-    if label.class_name != "EveryEvent" or disliked is not None:
-        grades = label.why if label.class_name != "EveryEvent" else f"positives, and `{disliked}`"
-        chosen["mpo"] = (
-            f"the log has grades ({grades}): moves the policy toward the grades that a factorization predicts"
-        )
-    if disliked is not None or propensity is not None:
-        told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
-        chosen["gbpo"] = f"the log has {told}: learns from logged feedback alone, without a reward model"
-    return chosen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import ibis.expr.types as ir
@@ -13,11 +12,12 @@ import pyarrow as pa
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
-from recpo.base.features import SIDES, Feature, FeatureSchema, Side, plain_type
+from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
+from recpo.log import feature_tables, splits, writing
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine, EngineOptions, Place
+from recpo.log.engine import Engine, Place
 from recpo.log.events import (
     CatalogScope,
     add_positions,
@@ -41,18 +41,9 @@ from recpo.log.feature_columns import (
     behaviors_to_json,
     event_columns,
 )
-from recpo.log.feature_tables import (
-    AVAILABLE,
-    ID,
-    FeatureTable,
-    fit_context,
-    fit_table,
-    open_table,
-    table_faults,
-    write_table,
-)
+from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
-from recpo.log.prepared import HELD_OUT, HISTORIES, ITEM_FEATURES, ITEMS, QUANTILES, TRAIN_PAST, USER_FEATURES, USERS
+from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
 from recpo.log.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -72,32 +63,9 @@ from recpo.log.schema import (
     validate_no_faults,
 )
 from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
-from recpo.log.splits import (
-    Split,
-    TemporalSplit,
-    held_out_events,
-    last_events,
-    outside_events,
-    past_items,
-    period_rows,
-    train_items,
-)
+from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
-from recpo.log.writing import (
-    Encoding,
-    LabeledLog,
-    Output,
-    Source,
-    Sources,
-    Workplace,
-    totals,
-    without_repeats,
-    workplace,
-    write_manifest,
-    write_past,
-    write_rows,
-    write_shards,
-)
+from recpo.log.writing import Encoding, Output, Sources, Workplace
 
 #: the steps that the progress bar shows
 STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PERIODS, "histories")
@@ -165,12 +133,10 @@ class Preparation:
         """Features and other columns of tables: the user's, completed by the preset."""
         return self.features.over(PRESET_FEATURES[self.preset])
 
-    def describe(self, log: Log) -> dict[str, Any]:
-        """The arguments for the manifest, with the complete mapping and the names of the log's files."""
-        plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
+    def describe(self) -> dict[str, Any]:
+        """The options for the manifest, with the complete mapping."""
         return {
-            **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
-            "log": sorted(file.shown for file in log.files),
+            **{name: value for name, value in vars(self).items() if isinstance(value, str | int | float)},
             "columns": self.mapping.to_json(),
             "split": describe(self.split),
             "label": describe(self.label),
@@ -180,39 +146,14 @@ class Preparation:
             "csv": asdict(self.csv),
         }
 
-    def run(
-        self,
-        log: Source,
-        out: str | Path,
-        *,
-        items: Source | None = None,
-        users: Source | None = None,
-        engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
-        work: str | Path | None = None,
-        overwrite: bool = False,
-        progress: bool = True,
-    ) -> dict[str, Any]:
-        """Writes the prepared directory ``out`` and returns its manifest.
-
-        Args:
-            log: the events, as in ``Sources``.
-            out: the directory, as in ``Output``.
-            items: item table; None = there is none.
-            users: user table; None = there is none.
-            engine: what runs the expressions.
-            work: directory for temporary files; None = beside ``out``.
-            overwrite: replace ``out``, if it is a prepared directory.
-            progress: show a bar on a terminal.
+    def write(self, sources: Sources, output: Output) -> dict[str, Any]:
+        """Writes a prepared directory and returns its manifest.
 
         Raises:
-            RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
+            RecpoError: the log has faults (all of them in one message), cannot be split, or the output exists.
         """
-        return self.write(Sources(log, items, users), Output(out, engine, work, overwrite, progress))
-
-    def write(self, sources: Sources, output: Output) -> dict[str, Any]:
-        """Like ``run``, with its arguments in two groups."""
         self._validate_tables(sources)
-        with workplace(sources, output, len(STAGES)) as place:
+        with writing.workplace(sources, output, len(STAGES)) as place:
             return PrepareRun(self, place).write()
 
     def _validate_tables(self, sources: Sources) -> None:
@@ -236,13 +177,29 @@ class PrepareRun:
     """One pass from files to shards: read, check, split, keep, label, then write catalog, features, shards, histories.
 
     An extension (``recpo.log.extension``) overrides some of these steps.
+
+    Attributes:
+        log: the files of the log, its columns and types.
+        boundaries: of the periods, for the manifest.
+        items: ``item_id`` and ``item_index`` of the catalog.
+        users: ``user_id`` and ``user_index``.
+        events: the kept events with the indices of their item and user, period, position, request and label.
+        feedback: how labels and watch times become feedback levels.
     """
+
+    log: Log
+    boundaries: dict[str, Any]
+    items: ir.Table
+    users: ir.Table
+    events: ir.Table
+    feedback: FeedbackDefinition
 
     def __init__(self, choice: Preparation, place: Workplace) -> None:
         self.choice, self.place, self.engine, self.partial = choice, place, place.engine, place.directory
         self.tables: dict[TableSide, FeatureTable] = {}
         self.more = choice.more
         self.features = FeatureSchema()
+        self.context: FittedFeatures | None = None
         self.feature_tables: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
@@ -252,41 +209,38 @@ class PrepareRun:
 
     def write(self) -> dict[str, Any]:
         """Writes the directory, and returns its manifest."""
-        log, faults = self._read()
-        read = self._check(log, faults)
-        log = self._with_types(log)
-        events, boundaries = self._split(read, log)
-        items, users, kept = self._keep(events, log)
-        labeled = self._label(log, items, users, kept, boundaries)
-        outside = self._outside(events, labeled)
-        sizes = self._write_catalog(labeled)
-        context = self._write_features(labeled)
-        shards = {name: self._write_period(labeled, number, context) for number, name in enumerate(PERIODS)}
-        self._write_histories(labeled)
-        later = self._write_for_extension(labeled, outside)
+        read = self._check(self._read())
+        self._settle_types()
+        events = self._split(read)
+        self._label(self._keep(events))
+        outside = self._outside(events)
+        sizes = self._write_catalog()
+        self._write_features()
+        shards = {name: self._write_period(number) for number, name in enumerate(PERIODS)}
+        self._write_histories()
+        later = self._write_for_extension(outside)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
         manifest = {
             "recpo_version": __version__,
             "max_context": self.choice.max_context,
-            "boundaries": boundaries,
+            "boundaries": self.boundaries,
             "shards": shards,
             "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
-            **self._facts(labeled, shards),
+            **self._facts(shards),
             **self._feature_entries(),
             **sizes,
         }
-        return write_manifest(self.partial, manifest, self.checksums)
+        return writing.write_manifest(self.partial, manifest, self.checksums)
 
-    def _facts(self, labeled: LabeledLog, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
-        log = labeled.log
         return {
-            "config": self.choice.describe(log),
-            "columns": {column: log.columns.get(column) for column in LogColumns.ALL},
+            "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files)},
+            "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
-            "feedback": labeled.feedback.to_json(),
-            "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
-            "warnings": self._warnings(log, self.counts["watch_time_ties"], labeled.feedback),
+            "feedback": self.feedback.to_json(),
+            "counts": {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)},
+            "warnings": self._warnings(self.counts["watch_time_ties"], self.feedback),
             "segments": [len(shards["train"])],
         }
 
@@ -295,25 +249,26 @@ class PrepareRun:
         self.place.bar.update(STAGES.index(name) - self.place.bar.n)
         self.place.bar.set_description(f"prepare: {name}")
 
-    def _read(self) -> tuple[Log, list[Fault]]:
+    def _read(self) -> list[Fault]:
         """Opens the files and settles their columns and types; returns the faults that are found without the rows."""
         self._stage("reading")
-        choice = self.choice
-        log, faults = open_log(self.place.log, choice.mapping, choice.columns, self.place.work, self.more, choice.csv)
-        self.more = self.more.among(log.columns)
-        faults += label_faults(choice.label, log)
-        for side, files in self.place.tables.items():
-            faults += self._read_table(side, files, log)
-        return log, faults
+        choice, place = self.choice, self.place
+        self.log, faults = open_log(place.log, choice.mapping, choice.columns, place.work, self.more, choice.csv)
+        self.more = self.more.among(self.log.columns)
+        faults += label_faults(choice.label, self.log)
+        for side, files in place.tables.items():
+            if files:
+                faults += self._read_table(side, files)
+        return faults
 
-    def _check(self, log: Log, faults: list[Fault]) -> ir.Table:
+    def _check(self, faults: list[Fault]) -> ir.Table:
         """Checks every row, and returns the distinct events in standard form.
 
         Raises:
             RecpoError: there are faults; all of them are in the message.
         """
         self._stage("checking")
-        choice, mapping = self.choice, self.choice.mapping
+        choice, mapping, log = self.choice, self.choice.mapping, self.log
         if log.files and log.columns:
             used = list(dict.fromkeys(log.columns.values()))
             rows = self.engine.read_parquet([file.path for file in log.files], used)
@@ -321,96 +276,87 @@ class PrepareRun:
             read, neutralized, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
-            faults = [*faults, *row_faults, *self._unmatched_flags(rows, raw, log)]
-        validate_no_faults(faults, self._file_warnings(log))
+            faults = [*faults, *row_faults, *self._unmatched_flags(rows, raw)]
+        validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
-        kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
+        kept = self.engine.count(distinct)
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         return standardize(distinct, mapping, choice.max_watch_time, self.more)
 
-    def _warnings(self, log: Log, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
-        return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings(log)]
+    def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
+        return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings()]
 
-    def _file_warnings(self, log: Log) -> list[str]:
+    def _file_warnings(self) -> list[str]:
         """Warnings about the files of the log and of the feature tables."""
-        return [text for one in (log, *(table.log for table in self.tables.values())) for text in one.warnings]
+        return [text for one in (self.log, *(table.log for table in self.tables.values())) for text in one.warnings]
 
-    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
-        return unmatched_flags(self.engine, rows, raw, log)
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table) -> list[Fault]:
+        return unmatched_flags(self.engine, rows, raw, self.log)
 
-    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
-        """Opens a feature table, if there is one."""
-        if not files:
-            return []
+    def _read_table(self, side: TableSide, files: Sequence[Place]) -> list[Fault]:
+        """Opens a feature table."""
         choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
         columns = choice.table_columns
-        name, kind = choice.mapping.named()[key], log.types.get(key)
-        table, faults = open_table(files, side, name, kind, columns, choice.features, self.place.work)
+        name, kind = choice.mapping.named()[key], self.log.types.get(key)
+        table, faults = feature_tables.open_table(files, side, name, kind, columns, choice.features, self.place.work)
         if table is None:
             return faults
         self.tables[side] = table
-        return faults + table_faults(self.engine, table, columns.available_from_unit)
+        return faults + feature_tables.table_faults(self.engine, table, columns.available_from_unit)
 
-    def _with_types(self, log: Log) -> Log:
-        """The log with the types that its columns are written in."""
-        return log
+    def _settle_types(self) -> None:
+        """Settles the types that the columns of the log are written in: here, its own."""
 
-    def _split(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
-        """The events with their periods, and the boundaries of the periods."""
+    def _split(self, events: ir.Table) -> ir.Table:
+        """The events with their periods."""
         self._stage("splitting")
-        time = events[LogColumns.TIMESTAMP]
+        split, time = self.choice.split, events[LogColumns.TIMESTAMP]
         ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
-        has_clock = self.choice.mapping.time_unit != "order"
-        boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
-        events = self.choice.split.assign(events, boundaries)
-        if not self.choice.split.is_per_event:
-            events = self.engine.materialize("events", events)
-        return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
+        boundaries = split.boundaries(ends["first"], ends["last"], self.choice.mapping.time_unit != "order")
+        self.boundaries = {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
+        events = split.assign(events, boundaries)
+        return events if split.is_per_event else self.engine.materialize("events", events)
 
-    def _keep(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
-        """The items of the catalog, the users, and their events with both indices."""
-        choice, engine = self.choice, self.engine
-        items = engine.materialize("items", self._items(events, log))
-        known = events.semi_join(items, LogColumns.ITEM_ID)
-        users = engine.materialize("users", self._users(known, log))
+    def _keep(self, events: ir.Table) -> ir.Table:
+        """Finds the items of the catalog and the users; returns their events with both indices."""
+        engine = self.engine
+        self.items = engine.materialize("items", self._items(events))
+        known = events.semi_join(self.items, LogColumns.ITEM_ID)
+        self.users = engine.materialize("users", self._users(known))
         self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
-        if choice.min_user_events:
-            active = known.semi_join(users, LogColumns.USER_ID)
+        if self.choice.min_user_events:
+            active = known.semi_join(self.users, LogColumns.USER_ID)
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
-        return items, users, place_events(events, items, users)
+        return place_events(events, self.items, self.users)
 
-    def _items(self, events: ir.Table, log: Log) -> ir.Table:
+    def _items(self, events: ir.Table) -> ir.Table:
         listed = self.tables["item"].rows(self.engine)[ID] if self.choice.catalog == "items" else None
         return item_indices(events, self.choice.catalog, self.choice.min_item_events, listed)
 
-    def _users(self, events: ir.Table, log: Log) -> ir.Table:
+    def _users(self, events: ir.Table) -> ir.Table:
         """The users of the events of kept items."""
         return user_indices(events, self.choice.min_user_events)
 
-    def _label(
-        self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table, boundaries: dict[str, Any]
-    ) -> LabeledLog:
+    def _label(self, events: ir.Table) -> None:
         """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
         self._stage("labeling")
-        engine, base = self.engine, self.choice.label.duration_base
-        counts = engine.materialize("counts", bucket_counts(events, base))
+        engine, label = self.engine, self.choice.label
+        counts = engine.materialize("counts", bucket_counts(events, label.base))
         quantiles = quantile_table(counts)
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, QUANTILES)
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
-        placed, label = add_positions(events, time_order(events)), self.choice.label
+        placed = add_positions(events, time_order(events))
         if not label.reads_events_once:
             placed = engine.materialize("placed", placed)
-        shaped = engine.materialize("shaped", label.add_counted(placed, counts))
+        self.events = engine.materialize("shaped", label.add_counted(placed, counts))
         if not label.reads_events_once:
             engine.drop("placed")
-        fitted = engine.table(cutoff_table(quantiles))
-        described = _described_label(label, log)
-        feedback = definition(fitted, self.choice.feedback, base, self.choice.max_watch_time, described)
-        return LabeledLog(log, items, users, shaped, boundaries, feedback)
+        fitted, described = engine.table(cutoff_table(quantiles)), _described_label(label, self.log)
+        self.feedback = definition(fitted, self.choice.feedback, label.base, self.choice.max_watch_time, described)
 
-    def _outside(self, events: ir.Table, labeled: LabeledLog) -> ir.Table | None:
+    def _outside(self, events: ir.Table) -> ir.Table | None:
         """The dropped events that an extension needs; None = the split cannot be extended.
 
         After this step, the rows of the log are no longer needed.
@@ -418,29 +364,26 @@ class PrepareRun:
         if not self.choice.split.is_per_event:
             self.engine.drop("distinct", "events")
             return None
-        outside = self.engine.materialize("outside", outside_events(events, labeled.items, labeled.users))
+        outside = self.engine.materialize("outside", splits.outside_events(events, self.items, self.users))
         self.engine.drop("distinct")
         return outside
 
-    def _write_catalog(self, labeled: LabeledLog) -> dict[str, int]:
+    def _write_catalog(self) -> dict[str, int]:
         """Writes the items and the users; returns their numbers."""
-        types = labeled.log.types
-        item_ids, user_ids = types[LogColumns.ITEM_ID], types[LogColumns.USER_ID]
-        user_rows = labeled.users.order_by(Derived.USER_INDEX)
-        available = self._available(labeled.items, labeled.events)
-        rows = item_table(labeled.items, labeled.events, self.choice.feedback, available)
+        item_ids, user_ids = self._id_types()
+        available = self._available()
+        rows = item_table(self.items, self.events, self.choice.feedback, available)
         return {
             "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), ITEMS),
-            "num_users": self._write_rows(user_rows, user_schema(user_ids), USERS),
+            "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), user_schema(user_ids), USERS),
         }
 
-    def _available(self, items: ir.Table, events: ir.Table) -> ir.Table | None:
+    def _available(self) -> ir.Table | None:
         given = self._given_times()
         if given is None:
             return None
-        found = self.engine.materialize("available", available_from(items, events, given))
-        count = self.engine.row(found.aggregate(earlier=found["earlier"].cast("int64").sum().fill_null(0)))["earlier"]
-        self.counts["shown_before_available_from"] = int(count)
+        found = self.engine.materialize("available", available_from(self.items, self.events, given))
+        self.counts["shown_before_available_from"] = self.engine.count(found.filter(found["earlier"]))
         return found
 
     def _given_times(self) -> ir.Table | None:
@@ -453,26 +396,22 @@ class PrepareRun:
             rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
         )
 
-    def _write_features(self, labeled: LabeledLog) -> FittedFeatures | None:
-        """Writes the feature tables; returns the fitted request features."""
+    def _write_features(self) -> None:
+        """Fits and writes the features of the tables, and fits those of requests."""
         self._stage("features")
         found: dict[str, tuple[Feature, ...]] = {}
-        for side, indices in (("item", labeled.items), ("user", labeled.users)):
-            table = self.tables.get(side)  # type: ignore[call-overload]
-            if table is not None:
-                fitted = fit_table(self.engine, table, indices, labeled.events, self.partial)
-                counts = write_table(self.engine, table, indices, fitted, self.partial)
-                found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
-        context = None
+        for side, table in self.tables.items():
+            indices = self.items if side == "item" else self.users
+            fitted = feature_tables.fit_table(self.engine, table, indices, self.events, self.partial)
+            counts = feature_tables.write_table(self.engine, table, indices, fitted, self.partial)
+            found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
         if self.more.context:
-            context = fit_context(self.engine, self.more.context, labeled.events, self.partial)
-            found["context"] = context.features
+            self.context = feature_tables.fit_context(self.engine, self.more.context, self.events, self.partial)
+            found["context"] = self.context.features
         self.features = FeatureSchema(**found)
-        return context
 
     def _feature_files(self) -> list[str]:
-        tables: tuple[tuple[Side, str], ...] = (("item", ITEM_FEATURES), ("user", USER_FEATURES))
-        files = [name for side, name in tables if self.features.of(side)]
+        files = [name for side, name in FEATURE_FILES.items() if self.features.of(side)]
         return files + [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
 
     def _feature_entries(self) -> dict[str, Any]:
@@ -484,50 +423,51 @@ class PrepareRun:
             entries["behaviors"] = list(self.more.behaviors)
         return entries
 
-    def _write_histories(self, labeled: LabeledLog) -> None:
+    def _write_histories(self) -> None:
         """Writes the last events of every user, for serving."""
         self._stage("histories")
-        self._written(self._write_rows(self._histories(labeled), self._history_schema(labeled.log), HISTORIES))
+        item_ids, user_ids = self._id_types()
+        schema = history_schema(user_ids, item_ids, self.more.behaviors, self._plain_context())
+        self._written(self._write_rows(splits.as_histories(self._histories()), schema, HISTORIES))
         self.place.bar.update()
 
-    def _histories(self, labeled: LabeledLog) -> ir.Table:
-        return last_events(labeled.events, labeled.items, labeled.users, self.choice.max_context, self.more.behaviors)
+    def _histories(self) -> ir.Table:
+        """The last events of every user, with their positions."""
+        return splits.recent_events(self.events, self.items, self.users, self.choice.max_context, self.more.behaviors)
 
-    def _history_schema(self, log: Log) -> pa.Schema:
-        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID]
-        return history_schema(*ids, self.more.behaviors, self._plain_context(log))
-
-    def _write_for_extension(self, labeled: LabeledLog, outside: ir.Table | None) -> list[str]:
+    def _write_for_extension(self, outside: ir.Table | None) -> list[str]:
         """Writes the files that ``prepare --extends`` reads instead of train shards, if the split can be extended."""
         if outside is None:
             return []
         (self.partial / TRAIN_PAST).mkdir(exist_ok=True)
         past = f"{TRAIN_PAST}/{len(self.train_past):05d}.parquet"
-        self._write_train_past(labeled.events, past)
-        rows = held_out_events(outside, labeled.events, labeled.items, labeled.users)
-        self._write_rows(rows, self._held_out_schema(labeled.log), HELD_OUT)
+        pairs = writing.without_repeats(self.engine.stream(splits.train_items(self.events)))
+        writing.write_rows(pairs, PAST_SCHEMA, self.partial / past)
+        rows = splits.held_out_events(outside, self.events, self.items, self.users)
+        self._write_rows(rows, self._held_out_schema(), HELD_OUT)
         return [HELD_OUT, *self.train_past, past]
 
-    def _held_out_schema(self, log: Log) -> pa.Schema:
-        request_id = log.types.get(LogColumns.REQUEST_ID, pa.int64())
-        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], request_id
-        context = {CONTEXT + name: kind for name, kind in self._plain_context(log).items()}
-        return held_out_schema(*ids, bool(self.more.behaviors), context)
+    def _held_out_schema(self) -> pa.Schema:
+        item_ids, user_ids = self._id_types()
+        request_ids = self.log.types.get(LogColumns.REQUEST_ID, pa.int64())
+        context = {CONTEXT + name: kind for name, kind in self._plain_context().items()}
+        return held_out_schema(user_ids, item_ids, request_ids, bool(self.more.behaviors), context)
 
-    def _plain_context(self, log: Log) -> dict[str, pa.DataType]:
+    def _id_types(self) -> tuple[pa.DataType, pa.DataType]:
+        """Types of the external ids of items and users."""
+        return self.log.types[LogColumns.ITEM_ID], self.log.types[LogColumns.USER_ID]
+
+    def _plain_context(self) -> dict[str, pa.DataType]:
         """Types of the plain request features, by name."""
-        return {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
-
-    def _write_train_past(self, shaped: ir.Table, file: str) -> None:
-        write_rows(without_repeats(self.engine.stream(train_items(shaped))), PAST_SCHEMA, self.partial / file)
+        return {one.name: plain_type(one, self.log.types[CONTEXT + one.name]) for one in self.more.context}
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
-        return write_rows(self.engine.stream(rows), schema, self.partial / file)
+        return writing.write_rows(self.engine.stream(rows), schema, self.partial / file)
 
-    def _write_period(self, labeled: LabeledLog, period: int, context: FittedFeatures | None) -> list[dict[str, Any]]:
+    def _write_period(self, period: int) -> list[dict[str, Any]]:
         """Writes the shards of a period, and for held-out periods the items that users had before."""
         self._stage(PERIODS[period])
-        shards = self._write_shards(labeled, period, context)
+        shards = self._write_shards(period, has_context=period != TRAIN)
         if not any(shard["targets"] for shard in shards):
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
@@ -538,29 +478,22 @@ class PrepareRun:
             )
         if period == TRAIN:
             return shards
-        return write_past(self.engine.stream(self._past(labeled.events, period)), shards, self.partial)
+        return writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
 
-    def _write_shards(
-        self,
-        labeled: LabeledLog,
-        period: int,
-        context: FittedFeatures | None,
-        has_context: bool | None = None,
-        first: int = 0,
-    ) -> list[dict[str, Any]]:
-        rows = period_rows(labeled.events, period, self.choice.max_context, has_context=has_context)
-        return write_shards(
+    def _write_shards(self, period: int, has_context: bool, first: int = 0) -> list[dict[str, Any]]:
+        rows = splits.period_rows(self.events, period, self.choice.max_context, has_context)
+        return writing.write_shards(
             self.engine.stream(rows),
             self.partial / PERIODS[period],
             self.choice.rows_per_shard,
-            Encoding(labeled.feedback, tuple(self.more.behaviors), context),
+            Encoding(self.feedback, tuple(self.more.behaviors), self.context),
             self._written,
             self.place.writers,
             first,
         )
 
-    def _past(self, events: ir.Table, period: int) -> ir.Table:
-        return past_items(events, period)
+    def _past(self, period: int) -> ir.Table:
+        return splits.past_items(self.events, period)
 
     def _written(self, rows: int) -> None:
         self.rows_written += rows

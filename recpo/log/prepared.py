@@ -41,7 +41,7 @@ from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.engine import Place, locate, readable
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.id_map import IdMap
-from recpo.log.schema import RETIRED, Derived
+from recpo.log.schema import EVENT_SCHEMA, RETIRED, Derived, LogColumns
 
 if TYPE_CHECKING:
     from recpo.base.types import Features
@@ -52,24 +52,14 @@ ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "historie
 #: Feature tables: row v - 1 is item v, row u is user u.
 ITEM_FEATURES: Final = "item_features.parquet"
 USER_FEATURES: Final = "user_features.parquet"
+FEATURE_FILES: Final[dict[Side, str]] = {"item": ITEM_FEATURES, "user": USER_FEATURES}
 #: Inputs of ``prepare --extends``: the events of the held-out periods, and the pairs of users and items before them.
 HELD_OUT, TRAIN_PAST = "held_out.parquet", "train_past"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has verified: path, size and modification time, checksum
 _COMPARED: set[tuple[object, ...]] = set()
-# the columns of training batches; shards also have columns for people: watch_time, duration
-_EVENT_COLUMNS = (
-    "user_index",
-    "item_index",
-    "timestamp",
-    "label",
-    "dislike",
-    "feedback",
-    "propensity",
-    "is_target",
-    "request",
-)
-_HELD_OUT_COLUMNS = (*_EVENT_COLUMNS, "is_random")
+#: columns of shards that are for people and in no batch
+_FOR_PEOPLE: Final = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
 
 class Events(NamedTuple):
@@ -358,7 +348,8 @@ class Prepared(Artifact):
             shard: index of the shard.
             reads: what to read beyond the columns that every batch has.
         """
-        names = list(_EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
+        left_out = (*_FOR_PEOPLE, LogColumns.IS_RANDOM) if split == "train" else _FOR_PEOPLE
+        names = [name for name in EVENT_SCHEMA.names if name not in left_out]
         names += [Derived.BEHAVIORS] * bool(reads.behaviors and self.behaviors)
         context = self.feature_schema.context if reads.context else ()
         table = self.table(self._shard_file(split, shard), names + [CONTEXT + feature.name for feature in context])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,56 +21,34 @@ from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
 from recpo.log import shaping, splits
 from recpo.log.engine import Engine
-from recpo.log.events import more_columns
+from recpo.log.events import appended, more_columns
 from recpo.log.feature_columns import (
     BEHAVIOR,
     CONTEXT,
     ENCODED,
     PRESET_BEHAVIORS,
     PRESET_FEATURES,
-    EventColumns,
     FeatureColumns,
     TableSide,
-    behaviors_to_json,
-    event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
-from recpo.log.prepared import (
-    HELD_OUT,
-    HISTORIES,
-    ITEM_FEATURES,
-    ITEMS,
-    QUANTILES,
-    TRAIN_PAST,
-    USER_FEATURES,
-    USERS,
-    Prepared,
-)
-from recpo.log.schema import PERIODS, TRAIN, Columns, Derived, FlagColumn, LogColumns, read_column
-from recpo.log.splits import TemporalSplit, as_histories
+from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS, Prepared
+from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, read_column
+from recpo.log.splits import TemporalSplit
 
-_NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
+#: options that an extension may have of its own; preset is a part of columns
+_OWN_OPTIONS: Final = ("preset", "strict", "csv")
 
 
 @dataclass(frozen=True)
 class KeptPreparation(Preparation):
-    """The options of a prepared directory, with exactly its columns, features and behaviors."""
+    """The options of a prepared directory, with exactly its columns; its features and behaviors are spelled out."""
 
     @property
     def mapping(self) -> Columns:
         """No preset adds a column."""
         return self.columns
-
-    @property
-    def more(self) -> EventColumns:
-        """No preset adds a behavior or a feature of requests."""
-        return event_columns("plain", self.features, self.behaviors or {})
-
-    @property
-    def table_columns(self) -> FeatureColumns:
-        """No preset adds a feature."""
-        return self.features
 
 
 def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
@@ -92,21 +70,20 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
             code="mismatch",
             field=others[0],
         )
+    plain: dict[str, Any] = {name: one for name, one in config.items() if isinstance(one, str | int | float)}
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
     found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
     units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
-    plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
     kept = KeptPreparation(
         columns=Columns(**found, **units),
         split=_made(config["split"], splits, asked.split),
         label=_made(config["label"], shaping, asked.label),
         feedback=FeedbackRule(**config["feedback"]),
-        max_watch_time=config["max_watch_time"],
         strict=asked.strict,
         csv=asked.csv,
         features=_kept_features(data),
         behaviors=_kept_behaviors(data),
-        **{name: config[name] for name in plain},
+        **{name: value for name, value in plain.items() if name not in _OWN_OPTIONS},
     )
     _validate_split(kept, data)
     return kept
@@ -114,26 +91,16 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
 
 def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
     """Names of the options that the caller set to other values than those of ``config``."""
-    default = Preparation()
-    names = [field.name for field in fields(Preparation) if field.name not in _NO_PLAIN_OPTIONS]
-    changed = [name for name in names if getattr(asked, name) != getattr(default, name)]
-    others = [name for name in changed if _plain(getattr(asked, name)) != config[name]]
-    if asked.features != default.features and asked.features.to_json() != config["features"]:
-        others.append("features")
-    behaviors = None if asked.behaviors is None else behaviors_to_json(asked.behaviors)
-    if behaviors is not None and behaviors != config["behaviors"]:
-        others.append("behaviors")
-    columns = (asked.preset, asked.columns)
-    if columns != (default.preset, default.columns) and asked.mapping.to_json() != config["columns"]:
-        others.append("columns")
-    return others
+    default, said = Preparation(), asked.describe()
+    changed = [name for name in said if getattr(asked, name) != getattr(default, name)]
+    changed += ["columns"] * (asked.preset != default.preset and "columns" not in changed)
+    return [name for name in changed if name not in _OWN_OPTIONS and said[name] != config[name]]
 
 
 def _kept_features(data: Prepared) -> FeatureColumns:
     """The features of ``data``, with the columns that they were read from."""
     schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
-    given, preset = config["features"], PRESET_FEATURES[config["preset"]]
-    says = given if given["available_from"] is not None else asdict(preset)
+    given, unit = config["features"], PRESET_FEATURES[config["preset"]].available_from_unit
     columns = {side: tables[side]["columns"] if side in tables else {} for side in ("item", "user")}
     sides: dict[str, Any] = {side: _declared(schema.of(side)) for side in columns}  # type: ignore[arg-type]
     return FeatureColumns(
@@ -142,7 +109,7 @@ def _kept_features(data: Prepared) -> FeatureColumns:
         item_id=columns["item"].get(ID),
         user_id=columns["user"].get(ID),
         available_from=columns["item"].get(AVAILABLE),
-        available_from_unit=says["available_from_unit"],
+        available_from_unit=unit if given["available_from"] is None else given["available_from_unit"],
     )
 
 
@@ -184,12 +151,6 @@ def validate_sources(data: Prepared, given: Mapping[TableSide, bool]) -> None:
                 code="missing_option",
                 field=f"{side}s",
             )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, FeedbackRule):
-        return asdict(value)
-    return value if isinstance(value, str | int | float | bool) else describe(value)
 
 
 def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
@@ -248,7 +209,7 @@ class PreviousData:
         """Verifies the checksum of every file that is read completely, and counts its bytes."""
         listed = [shard["file"] for period in PERIODS[1:] for shard in self.data.manifest["shards"][period]]
         listed += [HELD_OUT, ITEMS, USERS, HISTORIES, QUANTILES, *self.vocabularies()]
-        listed += [name for name in (ITEM_FEATURES, USER_FEATURES) if name in self.data.manifest["files"]]
+        listed += [name for name in FEATURE_FILES.values() if name in self.data.manifest["files"]]
         self.data.verify(listed)
         self.bytes_read = sum((self.root / name).stat().st_size for name in listed)
 
@@ -296,8 +257,7 @@ class PreviousData:
         ]
         found = contexts[0].union(contexts[1]).drop(Derived.IS_TARGET)
         rows = self.history_rows(items, users).semi_join(placed, user).anti_join(valid, user).anti_join(test, user)
-        rows = self._as_events(rows).select(found.columns).cast(dict(found.schema().items()))
-        found = _with_positions(found.union(rows), users)
+        found = _with_positions(appended(found, self._as_events(rows)), users)
         alone = found[user].cast("int64") * (1 << 32) + found[Derived.POSITION]
         return found.mutate(
             **{
@@ -355,27 +315,6 @@ class PreviousData:
                     yield from kept.to_batches()
 
 
-def at_hand(shaped: ir.Table) -> ir.Table:
-    """The current events (previously held out, or new) among ``shaped``."""
-    return shaped.filter(shaped[Derived.PERIOD] >= TRAIN)
-
-
-def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:
-    """The last ``max_context`` events of every user, from earlier and current events, as raw events.
-
-    Args:
-        earlier: ``PreviousData.earlier_history``.
-        fresh: ``recpo.log.splits.recent_events`` of the current events.
-        shaped: the current events.
-        max_context: number of events.
-    """
-    user = Derived.USER_INDEX
-    lengths = shaped.group_by(user).aggregate(length=shaped[Derived.POSITION].max() + 1)
-    kept = earlier.left_join(lengths, user).drop(f"{user}_right")
-    kept = kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - max_context)
-    return as_histories(fresh.union(kept.select(fresh.columns).cast(dict(fresh.schema().items()))))
-
-
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:
     """Adds ``position`` to the last train events of every user, which are ordered by place."""
     user = Derived.USER_INDEX
@@ -398,8 +337,3 @@ def _in_milliseconds(rows: ir.Table) -> ir.Table:
 
 def _known(values: ir.FloatingColumn) -> ir.FloatingColumn:
     return ibis.ifelse(values.isnan(), ibis.null("float64"), values.cast("float64"))
-
-
-def names_of_more(events: ir.Table) -> Iterable[str]:
-    """The columns of behaviors and request features, plain and encoded, of current events."""
-    return [*more_columns(events), *(name for name in events.columns if name.startswith(ENCODED))]

@@ -7,30 +7,15 @@ chosen: a question names the option with which the user decides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
 
-from recpo.log.column_facts import (
-    EVENT_KINDS,
-    ColumnFacts,
-    Opinions,
-    WatchShare,
-    behavior_of,
-    clock_units,
-    is_plausible,
-    length_units,
-    opinions,
-    plain_name,
-    rank_as,
-    read_as,
-    true_texts,
-    unit_of_name,
-    watch_shares,
-)
+from recpo.log import column_facts
+from recpo.log.column_facts import ColumnFacts, Opinions, opinions, plain_name, rank_as, true_texts, unit_of_name
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
+from recpo.log.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -116,151 +101,301 @@ def recognize(
         given: column names and units that the user has decided.
         table: its rows, in which a watch time is found by its values; None = names and facts only.
     """
-    by_name = {one.name: one for one in facts}
-    preset = _preset(by_name)
-    columns, how = _roles(by_name, preset, given)
-    texts = _true_texts(columns, by_name, given)
-    behaviors, opinion_doubts = _add_opinions(columns, how, texts, by_name)
-    questions = [
-        f"{role}: not recognized among the columns {', '.join(by_name)}: pass --columns.{role} NAME"
-        for role in LogColumns.REQUIRED
-        if role not in columns
-    ]
-    unsuitable = _unsuitable(columns, texts, by_name, given)
-    questions += unsuitable.values()
-    units, doubts = {}, []
-    for role in _UNIT_OPTION:
-        if role in columns and role not in unsuitable:
-            partner = {name: by_name[column] for name, column in columns.items() if name in _UNIT_OPTION}
-            unit, asked, doubt = _unit(role, partner, preset, given)
-            units[role] = unit
-            questions += [asked] if asked else []
-            doubts += [doubt] if doubt else []
-    if table is not None and LogColumns.WATCH_TIME not in columns and units.get(LogColumns.DURATION) is not None:
-        share, said = _watched(table, columns, units[LogColumns.DURATION] or "", by_name, given)
-        doubts += said
-        if share is not None:
-            columns[LogColumns.WATCH_TIME], how[LogColumns.WATCH_TIME] = share.column, "by its values"
-            units[LogColumns.WATCH_TIME] = share.unit
-    findings = tuple(
-        Finding(role, column, units.get(role), f"{how[role]}: {by_name[column].evidence}", texts.get(role, ()))
-        for role, column in sorted(columns.items(), key=lambda one: LogColumns.ALL.index(one[0]))
-    )
-    found = Recognition(preset, findings, behaviors, tuple(questions), (*doubts, *opinion_doubts))
-    return _with_the_rest(found, by_name)
+    return _Recognizer({one.name: one for one in facts}, given).recognition(table)
+
+
+class _Recognizer:
+    """Decides about the columns of a log, one role after the other.
+
+    Attributes:
+        facts: name -> facts about the column.
+        given: column names and units that the user has decided.
+        columns: standard name -> recognized column.
+        how: standard name -> how the column was recognized: by the user, the preset, its name, or its values.
+    """
+
+    def __init__(self, facts: Mapping[str, ColumnFacts], given: Columns) -> None:
+        self.facts, self.given = facts, given
+        self.preset = _preset(facts)
+        self.columns: dict[str, str] = {}
+        self.how: dict[str, str] = {}
+        self.units: dict[str, str | None] = {}
+        self.behaviors: dict[str, str | FlagColumn] = {}
+        self.questions: list[str] = []
+        self.doubts: list[str] = []
+
+    def recognition(self, table: pa.Table | None) -> Recognition:
+        """What is recognized, and what remains open."""
+        self._find_roles()
+        texts = self._true_texts()
+        opinion_doubts = self._add_opinions(texts)
+        self.questions += [
+            f"{role}: not recognized among the columns {', '.join(self.facts)}: pass --columns.{role} NAME"
+            for role in LogColumns.REQUIRED
+            if role not in self.columns
+        ]
+        unsuitable = self._unsuitable(texts)
+        self.questions += unsuitable.values()
+        suitable = self.columns.keys() - unsuitable.keys()
+        self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
+        if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
+            self._find_watch_time(table)
+        self.doubts += opinion_doubts
+        found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
+        evidence = {role: f"{self.how[role]}: {self.facts[name].evidence}" for role, name in found}
+        findings = (
+            Finding(role, name, self.units.get(role), evidence[role], texts.get(role, ())) for role, name in found
+        )
+        rest = self._add_behaviors()
+        self.doubts += [*self._other_readings(rest), *self._doubts_of(rest), *self._unlabeled(rest)]
+        open_points = tuple(self.questions), tuple(self.doubts)
+        return Recognition(self.preset, tuple(findings), self.behaviors, *open_points, tuple(one.name for one in rest))
+
+    def _set(self, role: str, column: str, how: str) -> None:
+        self.columns[role], self.how[role] = column, how
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self.columns.values()
+
+    def _find_roles(self) -> None:
+        """Columns by the user, the preset, or their names; a time also by its values."""
+        for role, column in self.given.named().items():
+            if column in self.facts:
+                self._set(role, column, "given")
+        for role, column in PRESETS[self.preset].named().items() if self.preset != "plain" else ():
+            if role not in self.columns and column in self.facts and _suits(self.facts[column], role):
+                self._set(role, column, f"preset {self.preset}")
+        for role in LogColumns.ALL:
+            suiting = [name for name, one in self.facts.items() if self._is_free(name) and _suits(one, role)]
+            ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
+            if role not in self.columns and ranked:
+                self._set(role, min(ranked)[1], "by its name")
+        if LogColumns.TIMESTAMP not in self.columns:
+            clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
+            if len(clocks) == 1:
+                self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
+
+    def _true_texts(self) -> dict[str, tuple[str, ...]]:
+        """Standard name -> the texts that mean true, for flags in columns of texts."""
+        found = {role: flag.values for role, flag in self.given.flags().items() if role in self.columns}
+        for role, column in self.columns.items():
+            facts = self.facts[column]
+            if role in found or facts.kind != "text" or role not in (*_FLAGS, LogColumns.LABEL):
+                continue
+            stated = opinions(column, facts.texts) or Opinions((), (), False)
+            by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
+            if texts := true_texts(facts.texts) or by_role.get(role, ()):
+                found[role] = texts
+        return found
+
+    def _add_opinions(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
+        """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
+        doubts = []
+        for name, facts in self.facts.items():
+            stated = opinions(name, facts.texts) if self._is_free(name) else None
+            if stated is None or plain_name(name) in column_facts.EVENT_KINDS:
+                continue
+            if not stated.is_certain:
+                shown = "', '".join(facts.texts[:5])
+                flag = f"'{{column: {name}, equals: VALUE}}'"
+                doubts.append(
+                    f"`{name}` ('{shown}') could be feedback; if it is, pass --columns.dislike {flag} or "
+                    f"--columns.label {flag} with the values that mean it"
+                )
+                continue
+            read = []
+            if stated.dislikes and LogColumns.DISLIKE not in self.columns:
+                self._set(LogColumns.DISLIKE, name, "by its values")
+                texts[LogColumns.DISLIKE] = stated.dislikes
+                read.append(f"{_or(stated.dislikes)} is read as a dislike")
+            if stated.likes and not {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
+                self._set(LogColumns.LABEL, name, "by its values")
+                texts[LogColumns.LABEL] = stated.likes
+                read.append(f"{_or(stated.likes)} is read as a like")
+            elif stated.likes and "like" not in self.behaviors:
+                self.behaviors["like"] = _flag_of(name, stated.likes)
+                read.append(f"{_or(stated.likes)} is read as the behavior like")
+            doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
+        return doubts
+
+    def _unsuitable(self, texts: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """Standard name -> question, for columns that the user named and ``recpo prepare`` would refuse."""
+        questions = {}
+        for role, column in self.columns.items():
+            facts, decided = self.facts[column], role in texts or role == LogColumns.TIMESTAMP
+            if self.how[role] != "given" or decided or _suits(facts, role):
+                continue
+            if role in (*_FLAGS, LogColumns.LABEL) and facts.kind in ("text", "whole"):
+                remedy = f"say which values mean true: --columns.{role} '{{column: {column}, equals: VALUE}}'"
+            else:
+                remedy = f"pass --columns.{role} NAME of another column"
+            questions[role] = f"{role}: `{column}` ({facts.evidence}) has other values than a {role}: {remedy}"
+        return questions
+
+    def _unit(self, role: str) -> str | None:
+        """The unit of one column; None = it has none, or a question about it was added."""
+        if (said := getattr(self.given, _UNIT_OPTION[role])) is not None:
+            return str(said)
+        return self._time_unit() if role == LogColumns.TIMESTAMP else self._length_unit(role)
+
+    def _time_unit(self) -> str | None:
+        facts = self.facts[self.columns[LogColumns.TIMESTAMP]]
+        if not facts.is_number:
+            return None
+        units, said, shown = facts.clock_units, unit_of_name(facts.name), f"`{facts.name}` ({facts.evidence})"
+        if len(units) == 1:
+            if said not in (None, units[0]):
+                self.doubts.append(f"{facts.name} is called {said}, its values are times in {units[0]} only")
+            return units[0]
+        if any(_clock_of(value) for value in (facts.least, facts.most)):
+            several = "has values of several units, or some that are no times: pass --columns.time_unit UNIT"
+            self.questions.append(f"timestamp: {shown} {several}")
+            return None
+        self.doubts.append(
+            f"{shown} is no clock time in any unit: it only orders the events of a user (time_unit order); where it "
+            "counts seconds from another begin than 1970, add that to it to split by time"
+        )
+        return "order"
+
+    def _length_unit(self, role: str) -> str | None:
+        option, own = _UNIT_OPTION[role], self.facts[self.columns[role]]
+        preset = getattr(PRESETS[self.preset], option) if self.preset != "plain" else None
+        units, said = column_facts.length_units(own, role), unit_of_name(own.name) or preset
+        if said is not None and (said in units or said == "min" or not units):
+            if not column_facts.is_plausible(own, role, said):
+                found = f"median {column_facts.read_as(own, said)}"
+                self.doubts.append(
+                    f"`{own.name}` is in {said} by its name, but then its values are not plausible: {found}"
+                )
+            return said
+        if said is None and len(units) > 1:
+            units = self._of_partner(role, units)
+        if len(units) == 1 and said is None:
+            return units[0]
+        readings = sorted({*units, said or "s", "s", "ms"}, key=("s", "ms", "us", "min", "ns").index)
+        shown = ", ".join(column_facts.read_as(own, unit) for unit in readings)
+        options = " or ".join(f"--columns.{option} {unit}" for unit in readings)
+        self.questions.append(
+            f"{role}: `{own.name}` ({own.evidence}; median of those above 0: {shown}): pass {options}"
+        )
+        return None
+
+    def _of_partner(self, role: str, units: list[str]) -> list[str]:
+        """The units in which watch times and durations fit each other, if the unit of the other column is decided."""
+        partner = LogColumns.DURATION if role == LogColumns.WATCH_TIME else LogColumns.WATCH_TIME
+        if partner not in self.columns:
+            return units
+        own, other = self.facts[self.columns[role]], self.facts[self.columns[partner]]
+        named = getattr(self.given, _UNIT_OPTION[partner]) or unit_of_name(other.name)
+        settled = [named] if named else column_facts.length_units(other, partner)
+        if len(settled) != 1 or not other.median or not own.median:
+            return units
+        reference, suiting = other.median * MILLISECONDS_PER_UNIT[settled[0]], []
+        for unit in units:
+            here = own.median * MILLISECONDS_PER_UNIT[unit]
+            ratio = here / reference if role == LogColumns.WATCH_TIME else reference / here
+            suiting += [unit] if _RATIO[0] <= ratio <= _RATIO[1] else []
+        return suiting or units
+
+    def _find_watch_time(self, table: pa.Table) -> None:
+        """Finds the watch time by its values beside the durations, if one column is certain; adds what to check."""
+        numbers = [
+            name
+            for name, one in self.facts.items()
+            if self._is_free(name) and one.kind in ("whole", "number") and one.few is None
+        ]
+        duration, unit = self.columns[LogColumns.DURATION], self.units[LogColumns.DURATION] or ""
+        found = column_facts.watch_shares(table, numbers, duration, unit, self.columns.get(LogColumns.ITEM_ID))
+        stated = {one.column: self.given.watch_time_unit or unit_of_name(one.column) or one.unit for one in found}
+        found = [one for one in found if one.unit == stated[one.column]]
+        certain = [one for one in found if one.is_certain]
+        if len(certain) == 1:
+            (one,) = certain
+            self._set(LogColumns.WATCH_TIME, one.column, "by its values")
+            self.units[LogColumns.WATCH_TIME] = one.unit
+            self.doubts.append(
+                f"`{one.column}` is read as the watch time in {one.unit}: {one.within:.0%} of its values are at most "
+                f"`{duration}`; if it is something else, remove it from prepare.yaml and choose another label"
+            )
+        elif found:
+            options = " or ".join(
+                f"--columns.watch_time {one.column} --columns.watch_time_unit {one.unit}" for one in certain or found
+            )
+            self.doubts.append(
+                f"no column is certain to be the watch time, but some values are shares of `{duration}`: if one is, "
+                f"pass {options}"
+            )
+
+    def _add_behaviors(self) -> list[ColumnFacts]:
+        """Adds the behaviors that flags state; returns the columns that are not used."""
+        known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
+        for name, facts in self.facts.items():
+            behavior = known.get(name) or column_facts.behavior_of(name)
+            if not self._is_free(name) or behavior is None or behavior in self.behaviors:
+                continue
+            if facts.kind == "flag":
+                self.behaviors[behavior] = name
+            elif texts := true_texts(facts.texts):
+                self.behaviors[behavior] = _flag_of(name, texts)
+        used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
+        return [one for name, one in self.facts.items() if name not in used]
+
+    def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
+        """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
+        if self.preset != "plain":
+            return []
+        item, doubts = self.columns.get(LogColumns.ITEM_ID), []
+        if item is not None and rank_as(LogColumns.ITEM_ID, item) is not None:
+            others = [one.name for one in rest if rank_as(LogColumns.ITEM_ID, one.name) is not None]
+            if others:
+                doubts.append(f"`{item}` is the item; if it is {_any_of(others)}, pass --columns.item_id NAME")
+        if LogColumns.WATCH_TIME in self.columns and LogColumns.DURATION not in self.columns:
+            lengths = [one.name for one in rest if one.kind in ("whole", "number") and (one.least or 0.0) >= 0]
+            if lengths:
+                remedy = f"if it is {_any_of(lengths)}, pass --columns.duration NAME"
+                doubts.append(f"no column is the item's duration, so watch times of all items count alike; {remedy}")
+        flags = [one.name for one in rest if one.kind == "flag" and one.distinct > 1]
+        if flags and LogColumns.DISLIKE not in self.columns:
+            doubts.append(f"no column is a dislike; if {_any_of(flags)} says one, pass --columns.dislike NAME")
+        return doubts
+
+    def _doubts_of(self, rest: Sequence[ColumnFacts]) -> list[str]:
+        """Unused columns that state the kind of event, or are called like a flag and are none."""
+        doubts = [
+            f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; read flags "
+            f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
+            "feedback"
+            for one in rest
+            if plain_name(one.name) in column_facts.EVENT_KINDS and one.kind == "text"
+        ]
+        return doubts + [
+            f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
+            for role in _FLAGS
+            for one in rest
+            if rank_as(role, one.name) is not None and one.kind != "flag"
+        ]
+
+    def _unlabeled(self, rest: Sequence[ColumnFacts]) -> list[str]:
+        """What it costs if no column says how good an event was, and the columns that might."""
+        if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
+            return []
+        columns = [*(self.facts[name_of(column)] for column in self.behaviors.values()), *rest]
+        numbers = [one for one in columns if one.is_number and one.distinct > 1]
+        shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
+        remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
+        return [
+            "no column says how good an event was, so every event has the same label: a policy can imitate what users "
+            "open, but it cannot be aligned with what they like; "
+            + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
+        ]
 
 
 def _flag_of(column: str, texts: Sequence[str]) -> FlagColumn:
     return FlagColumn(column, texts[0] if len(texts) == 1 else tuple(texts))
 
 
-def _true_texts(
-    columns: Mapping[str, str], by_name: Mapping[str, ColumnFacts], given: Columns
-) -> dict[str, tuple[str, ...]]:
-    """Standard name -> the texts that mean true, for flags in columns of texts."""
-    found = {role: flag.values for role, flag in given.flags().items() if role in columns}
-    for role, column in columns.items():
-        facts = by_name[column]
-        if role in found or facts.kind != "text" or role not in (*_FLAGS, LogColumns.LABEL):
-            continue
-        stated = opinions(column, facts.texts) or Opinions((), (), False)
-        by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
-        if texts := true_texts(facts.texts) or by_role.get(role, ()):
-            found[role] = texts
-    return found
-
-
-def _add_opinions(
-    columns: dict[str, str],
-    how: dict[str, str],
-    texts: dict[str, tuple[str, ...]],
-    by_name: Mapping[str, ColumnFacts],
-) -> tuple[dict[str, str | FlagColumn], list[str]]:
-    """Adds dislikes and labels that columns of texts state; returns the behaviors that they state, and doubts."""
-    behaviors: dict[str, str | FlagColumn] = {}
-    doubts = []
-    for name, facts in by_name.items():
-        stated = opinions(name, facts.texts) if name not in columns.values() else None
-        if stated is None or plain_name(name) in EVENT_KINDS:
-            continue
-        if not stated.is_certain:
-            shown = "', '".join(facts.texts[:5])
-            flag = f"'{{column: {name}, equals: VALUE}}'"
-            doubts.append(
-                f"`{name}` ('{shown}') could be feedback; if it is, pass --columns.dislike {flag} or --columns.label "
-                f"{flag} with the values that mean it"
-            )
-            continue
-        read = []
-        if stated.dislikes and LogColumns.DISLIKE not in columns:
-            columns[LogColumns.DISLIKE], texts[LogColumns.DISLIKE] = name, stated.dislikes
-            how[LogColumns.DISLIKE] = "by its values"
-            read.append(f"{_or(stated.dislikes)} is read as a dislike")
-        if stated.likes and not {LogColumns.WATCH_TIME, LogColumns.LABEL} & columns.keys():
-            columns[LogColumns.LABEL], texts[LogColumns.LABEL] = name, stated.likes
-            how[LogColumns.LABEL] = "by its values"
-            read.append(f"{_or(stated.likes)} is read as a like")
-        elif stated.likes and "like" not in behaviors:
-            behaviors["like"] = _flag_of(name, stated.likes)
-            read.append(f"{_or(stated.likes)} is read as the behavior like")
-        doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
-    return behaviors, doubts
-
-
 def _or(texts: Sequence[str]) -> str:
     return " or ".join(f"'{text}'" for text in texts)
-
-
-def _unsuitable(
-    columns: Mapping[str, str],
-    texts: Mapping[str, tuple[str, ...]],
-    by_name: Mapping[str, ColumnFacts],
-    given: Columns,
-) -> dict[str, str]:
-    """Standard name -> question, for columns that the user named and whose values ``recpo prepare`` would refuse."""
-    questions = {}
-    for role, column in columns.items():
-        facts = by_name[column]
-        if getattr(given, role) is None or role in texts or role == LogColumns.TIMESTAMP or _suits(facts, role):
-            continue
-        if role in (*_FLAGS, LogColumns.LABEL) and facts.kind in ("text", "whole"):
-            remedy = f"say which values mean true: --columns.{role} '{{column: {column}, equals: VALUE}}'"
-        else:
-            remedy = f"pass --columns.{role} NAME of another column"
-        questions[role] = f"{role}: `{column}` ({facts.evidence}) has other values than a {role}: {remedy}"
-    return questions
-
-
-def _watched(
-    table: pa.Table,
-    columns: Mapping[str, str],
-    duration_unit: str,
-    by_name: Mapping[str, ColumnFacts],
-    given: Columns,
-) -> tuple[WatchShare | None, list[str]]:
-    """The watch time by its values beside the durations, if one column is certain; and what to check."""
-    numbers = [
-        name
-        for name, one in by_name.items()
-        if name not in columns.values() and one.kind in ("whole", "number") and one.few is None
-    ]
-    duration = columns[LogColumns.DURATION]
-    found = watch_shares(table, numbers, duration, duration_unit, columns.get(LogColumns.ITEM_ID))
-    stated = {one.column: given.watch_time_unit or unit_of_name(one.column) or one.unit for one in found}
-    found = [one for one in found if one.unit == stated[one.column]]
-    certain = [one for one in found if one.is_certain]
-    if len(certain) == 1:
-        (one,) = certain
-        doubt = (
-            f"`{one.column}` is read as the watch time in {one.unit}: {one.within:.0%} of its values are at most "
-            f"`{duration}`; if it is something else, remove it from prepare.yaml and choose another label"
-        )
-        return one, [doubt]
-    options = [f"--columns.watch_time {one.column} --columns.watch_time_unit {one.unit}" for one in certain or found]
-    if not options:
-        return None, []
-    remedy = f"if one is, pass {' or '.join(options)}"
-    return None, [f"no column is certain to be the watch time, but some values are shares of `{duration}`: {remedy}"]
 
 
 def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
@@ -274,33 +409,6 @@ def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
         if required and (name == "recbole" or any(column in by_name for column in optional)):
             found.append(name)
     return found[0] if len(found) == 1 else "plain"
-
-
-def _roles(
-    by_name: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Standard name -> column, and how it was recognized: by the user, the preset, its name, or its values."""
-    columns, how = {}, {}
-    for role, column in given.named().items():
-        if column in by_name:
-            columns[role], how[role] = column, "given"
-    for role, column in PRESETS[preset].named().items() if preset != "plain" else ():
-        if role not in columns and column in by_name and _suits(by_name[column], role):
-            columns[role], how[role] = column, f"preset {preset}"
-    taken = set(columns.values())
-    for role in LogColumns.ALL:
-        ranked = [
-            (rank_as(role, name), name) for name, one in by_name.items() if name not in taken and _suits(one, role)
-        ]
-        best = min(((rank, name) for rank, name in ranked if rank is not None), default=None)
-        if role not in columns and best is not None:
-            columns[role], how[role] = best[1], "by its name"
-            taken.add(best[1])
-    if LogColumns.TIMESTAMP not in columns:
-        clocks = [name for name, one in by_name.items() if name not in taken and _is_clock(one)]
-        if len(clocks) == 1:
-            columns[LogColumns.TIMESTAMP], how[LogColumns.TIMESTAMP] = clocks[0], "by its values"
-    return columns, how
 
 
 def _suits(facts: ColumnFacts, role: str) -> bool:
@@ -319,150 +427,11 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
 
 
 def _is_clock(facts: ColumnFacts) -> bool:
-    return facts.kind == "time" or facts.dated >= _MOSTLY or (facts.distinct > 1 and len(clock_units(facts)) == 1)
-
-
-def _unit(
-    role: str, facts: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
-) -> tuple[str | None, str | None, str | None]:
-    """The unit of one column, or the question about it; and a doubt about it, if any."""
-    option = _UNIT_OPTION[role]
-    if (said := getattr(given, option)) is not None:
-        return said, None, None
-    if role == LogColumns.TIMESTAMP:
-        return _time_unit(facts[role])
-    return _length_unit(role, facts, getattr(PRESETS[preset], option) if preset != "plain" else None, given)
-
-
-def _time_unit(facts: ColumnFacts) -> tuple[str | None, str | None, str | None]:
-    if not facts.is_number:
-        return None, None, None
-    units, said = clock_units(facts), unit_of_name(facts.name)
-    ask = f"timestamp: `{facts.name}` ({facts.evidence})"
-    if len(units) == 1:
-        other = f"{facts.name} is called {said}, its values are times in {units[0]} only" if said else None
-        return units[0], None, other if said not in (None, units[0]) else None
-    ends = [_clock_of(value) for value in (facts.least, facts.most)]
-    if any(ends):
-        return (
-            None,
-            f"{ask} has values of several units, or some that are no times: pass --columns.time_unit UNIT",
-            None,
-        )
-    doubt = (
-        f"`{facts.name}` ({facts.evidence}) is no clock time in any unit: it only orders the events of a user "
-        "(time_unit order); where it counts seconds from another begin than 1970, add that to it to split by time"
-    )
-    return "order", None, doubt
+    return facts.kind == "time" or facts.dated >= _MOSTLY or (facts.distinct > 1 and len(facts.clock_units) == 1)
 
 
 def _clock_of(value: float | None) -> bool:
-    return value is not None and bool(clock_units(ColumnFacts("", "whole", 1, 0, 1, least=value, most=value)))
-
-
-def _length_unit(
-    role: str, facts: Mapping[str, ColumnFacts], preset: str | None, given: Columns
-) -> tuple[str | None, str | None, str | None]:
-    own, said = facts[role], unit_of_name(facts[role].name) or preset
-    units = length_units(own, role)
-    option, shown = _UNIT_OPTION[role], f"{role}: `{own.name}` ({own.evidence}; median of those above 0: "
-    if said is not None and (said in units or said == "min" or not units):
-        doubt = (
-            f"`{own.name}` is in {said} by its name, but then its values are not plausible: median {read_as(own, said)}"
-        )
-        return said, None, None if is_plausible(own, role, said) else doubt
-    if said is None and len(units) > 1:
-        units = _of_partner(role, facts, units, given)
-    if len(units) == 1 and said is None:
-        return units[0], None, None
-    readings = sorted({*units, said or "s", "s", "ms"}, key=("s", "ms", "us", "min", "ns").index)
-    options = " or ".join(f"--columns.{option} {unit}" for unit in readings)
-    return None, f"{shown}{', '.join(read_as(own, unit) for unit in readings)}): pass {options}", None
-
-
-def _of_partner(role: str, facts: Mapping[str, ColumnFacts], units: list[str], given: Columns) -> list[str]:
-    """The units in which watch times and durations fit each other, if the unit of the other column is decided."""
-    other = LogColumns.DURATION if role == LogColumns.WATCH_TIME else LogColumns.WATCH_TIME
-    if other not in facts:
-        return units
-    named = getattr(given, _UNIT_OPTION[other]) or unit_of_name(facts[other].name)
-    settled = [named] if named else length_units(facts[other], other)
-    if len(settled) != 1 or not facts[other].median or not facts[role].median:
-        return units
-    scale = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-    reference = (facts[other].median or 0.0) * scale[settled[0]]
-    suiting = []
-    for unit in units:
-        here = (facts[role].median or 0.0) * scale[unit]
-        ratio = here / reference if role == LogColumns.WATCH_TIME else reference / here
-        suiting += [unit] if _RATIO[0] <= ratio <= _RATIO[1] else []
-    return suiting or units
-
-
-def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Recognition:
-    """Adds behaviors, doubts about other columns, and unused columns."""
-    taken = {one.column for one in found.findings}
-    behaviors = dict(found.behaviors)
-    known = {column: name for name, column in PRESET_BEHAVIORS[found.preset].items()}
-    for name, facts in by_name.items():
-        behavior = known.get(name) or behavior_of(name)
-        if name in taken or behavior is None or behavior in behaviors:
-            continue
-        if facts.kind == "flag":
-            behaviors[behavior] = name
-        elif texts := true_texts(facts.texts):
-            behaviors[behavior] = _flag_of(name, texts)
-    used = taken | {name_of(column) for column in behaviors.values()}
-    rest = [name for name in by_name if name not in used]
-    doubts = _other_readings(found, [by_name[name] for name in rest])
-    kinds = [by_name[name] for name in rest if plain_name(name) in EVENT_KINDS and by_name[name].kind == "text"]
-    doubts += [
-        f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; read flags from it "
-        f"(behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no feedback"
-        for one in kinds
-    ]
-    doubts += [
-        f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
-        for role in _FLAGS
-        for one in by_name.values()
-        if one.name in rest and rank_as(role, one.name) is not None and one.kind != "flag"
-    ]
-    doubts += _unlabeled(found, by_name, [*(name_of(column) for column in behaviors.values()), *rest])
-    return replace(found, behaviors=behaviors, doubts=(*found.doubts, *doubts), unused=tuple(rest))
-
-
-def _unlabeled(found: Recognition, by_name: Mapping[str, ColumnFacts], rest: Sequence[str]) -> list[str]:
-    """What it costs if no column says how good an event was, and the columns that might."""
-    graded = (LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE)
-    if any(found.column(role) is not None for role in graded):
-        return []
-    numbers = [by_name[name] for name in rest if by_name[name].is_number and by_name[name].distinct > 1]
-    shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
-    remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
-    return [
-        "no column says how good an event was, so every event has the same label: a policy can imitate what users "
-        "open, but it cannot be aligned with what they like; "
-        + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
-    ]
-
-
-def _other_readings(found: Recognition, rest: Sequence[ColumnFacts]) -> list[str]:
-    """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
-    if found.preset != "plain":
-        return []
-    item, doubts = found.column(LogColumns.ITEM_ID), []
-    if item is not None and rank_as(LogColumns.ITEM_ID, item) is not None:
-        others = [one.name for one in rest if rank_as(LogColumns.ITEM_ID, one.name) is not None]
-        doubts += [f"`{item}` is the item; if it is {_any_of(others)}, pass --columns.item_id NAME"] if others else []
-    if found.column(LogColumns.WATCH_TIME) is not None and found.column(LogColumns.DURATION) is None:
-        lengths = [one.name for one in rest if one.kind in ("whole", "number") and (one.least or 0.0) >= 0]
-        if lengths:
-            remedy = f"if it is {_any_of(lengths)}, pass --columns.duration NAME"
-            doubts.append(f"no column is the item's duration, so watch times of all items count alike; {remedy}")
-    flags = [one.name for one in rest if one.kind == "flag" and one.distinct > 1]
-    if flags and found.column(LogColumns.DISLIKE) is None:
-        doubts.append(f"no column is a dislike; if {_any_of(flags)} says one, pass --columns.dislike NAME")
-    return doubts
+    return value is not None and bool(ColumnFacts("", "whole", 1, 0, 1, least=value, most=value).clock_units)
 
 
 def _any_of(names: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.events import bucket
@@ -30,6 +30,10 @@ from recpo.log.schema import TRAIN, Derived, LogColumns
 
 Ties = Literal["mid", "full"]
 """How equal watch times count: by half, or in full."""
+
+#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
+#: neutralized and counted.
+Severity = Literal["fatal", "impossible", "missing"]
 
 _WTG_RESOLUTION: Final = 1e6
 _CUTOFFS: Final = ("q25", "q50", "q75")
@@ -52,12 +56,7 @@ class Label(ABC):
 
     def __post_init__(self) -> None:
         validate_ranges(self)
-        if not self.base > 1:
-            raise RecpoError(
-                f"label: base {self.base} of the duration buckets must be greater than 1",
-                code="out_of_range",
-                field="base",
-            )
+        validate_range(self.base > 1, "base", "of the duration buckets must be greater than 1", self.base)
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
@@ -68,7 +67,7 @@ class Label(ABC):
         """
 
     def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``duration_base``.
+        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``base``.
 
         Args:
             events: standard events with ``user_index`` and ``period``.
@@ -95,14 +94,9 @@ class Label(ABC):
             )
         return self.add(events)
 
-    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
-        """True for values in the log's ``label`` that this method cannot read; None = it reads any number."""
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
+        """Problem, severity, remedy and offending rows of values in the log's ``label``; None = it reads any number."""
         return None
-
-    @property
-    def duration_base(self) -> float:
-        """Base of the duration buckets for this label."""
-        return self.base
 
 
 @dataclass(frozen=True)
@@ -133,18 +127,14 @@ class WatchQuantiles(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
-        return self._labeled(events, bucket_counts(events, self.base))
-
-    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """The bucket's shares are those of ``counts``."""
-        return self._labeled(events, counts)
+        return self.add_counted(events, bucket_counts(events, self.base))
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """Uses the kept table for the bucket's ranks, and the train events among ``events`` for the user's own."""
-        keyed = events.mutate(bucket=bucket(events, self.base))
-        return self._labeled(events, watch_counts(keyed, ["bucket"], kept=fitted))
+        return self.add_counted(events, bucket_counts(events, self.base, kept=fitted))
 
-    def _labeled(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """The bucket's shares are those of ``counts``."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
         table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
@@ -285,9 +275,10 @@ class BinaryColumn(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
     reads_events_once: ClassVar[bool] = True
 
-    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
-        """Anything but 0 and 1."""
-        return (label != 0) & (label != 1)
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn]:
+        """Anything but 0 and 1 is fatal."""
+        fix = "map another column to label, or choose another label such as NumericColumn"
+        return "a value that BinaryColumn cannot read", "fatal", fix, (value != 0) & (value != 1) & ~value.isnan()
 
     def add(self, events: ir.Table) -> ir.Table:
         """The column itself."""
@@ -335,16 +326,14 @@ class NumericColumn(Label):
                 f"label NumericColumn: low {self.low} must be below high {self.high}", code="bad_value", field="low"
             )
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether the ends or the threshold are given."""
-        return self.low is not None or self.threshold is not None
-
-    def clipped(self, value: ir.FloatingColumn) -> ir.BooleanColumn | None:
-        """True for finite values outside the ends; None = there are no ends."""
+    def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
+        """Finite values outside the ends, if there are ends."""
         if self.low is None or self.high is None:
             return None
-        return ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+        problem = f"outside low {self.low:g} and high {self.high:g}, taken as the nearer one"
+        fix = "set --label.low and --label.high to the ends of the column's scale"
+        outside = ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+        return problem, "impossible", fix, outside
 
     def add(self, events: ir.Table) -> ir.Table:
         """Linear scaling, or a threshold.
@@ -427,9 +416,9 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
     return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
 
 
-def bucket_counts(events: ir.Table, base: float) -> ir.Table:
+def bucket_counts(events: ir.Table, base: float, kept: ir.Table | None = None) -> ir.Table:
     """The ``watch_counts`` of duration buckets: of the quantiles of all users, and of those of labels."""
-    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
+    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"], kept=kept)
 
 
 def quantile_table(counts: ir.Table) -> ir.Table:

@@ -167,7 +167,8 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
 
 
 def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
-    memory, master = f"{_mebibytes(options.memory_limit)}m", options.spark_master
+    # Spark does not start with less memory
+    memory, master = f"{max(512, options.memory_bytes >> 20)}m", options.spark_master
     is_local = master.startswith("local")
     if is_local and options.threads is not None:
         master = f"local[{options.threads}]"
@@ -189,16 +190,6 @@ def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
 def _has_java() -> bool:
     home = os.environ.get("JAVA_HOME")
     return bool(home and (Path(home) / "bin" / "java").exists()) or shutil.which("java") is not None
-
-
-def _mebibytes(memory: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", memory, re.IGNORECASE)
-    if match is None:
-        raise RecpoError(
-            f"memory_limit {memory!r}: expected something like 4GB or 512MB", code="bad_value", field="memory_limit"
-        )
-    size = float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
-    return max(512, int(size) >> 20)  # Spark does not start with less memory
 
 
 def _column(field: pa.Field) -> str:

@@ -18,7 +18,7 @@ import ibis.expr.types as ir
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.log.events import more_columns, time_order
-from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT
 from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -156,7 +156,7 @@ class LeaveLastOut(Split):
         return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
 
-def period_rows(events: ir.Table, period: int, max_context: int, *, has_context: bool | None = None) -> ir.Table:
+def period_rows(events: ir.Table, period: int, max_context: int, has_context: bool) -> ir.Table:
     """The rows of one period for ``recpo.log.writing.write_shards``, sorted by user and time.
 
     They have the columns of ``EVENT_SCHEMA`` except the feedback level; times in seconds are float64 here.
@@ -168,9 +168,9 @@ def period_rows(events: ir.Table, period: int, max_context: int, *, has_context:
         events: labeled events with ``position`` and ``period``.
         period: 0, 1 or 2.
         max_context: number of context events.
-        has_context: whether there are context events; None = only in the held-out periods.
+        has_context: whether there are context events.
     """
-    if not (period != TRAIN if has_context is None else has_context):
+    if not has_context:
         chosen = events.filter(events[Derived.PERIOD] == TRAIN)
     else:
         targets = events.filter(events[Derived.PERIOD] == period)
@@ -239,13 +239,6 @@ def held_out_events(outside: ir.Table, placed: ir.Table, items: ir.Table, users:
     return rows.order_by([rows[name].asc(nulls_first=True) for name in names])
 
 
-def last_events(
-    events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
-) -> ir.Table:
-    """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
-    return as_histories(recent_events(events, items, users, max_context, behaviors))
-
-
 def recent_events(
     events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
 ) -> ir.Table:
@@ -266,7 +259,7 @@ def recent_events(
 
 
 def as_histories(rows: ir.Table) -> ir.Table:
-    """The raw events of ``recent_events``, sorted by user and time, behaviors and features of requests by name."""
+    """The raw events (``history_schema``) of ``recent_events``, sorted by user and time."""
     rows = rows.order_by([rows[Derived.USER_INDEX], rows[Derived.POSITION]])
     rows = rows.drop(Derived.USER_INDEX, Derived.POSITION)
     prefixed = [name for name in rows.columns if name.startswith((BEHAVIOR, CONTEXT))]
@@ -282,8 +275,7 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
         LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
         Derived.IS_TARGET: events[Derived.PERIOD] == period,
     }
-    encoded = [name for name in events.columns if name.startswith(ENCODED)]
-    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events), *encoded) if name != Derived.FEEDBACK]
+    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events)) if name != Derived.FEEDBACK]
     return {name: made[name] if name in made else events[name] for name in names}
 
 

@@ -5,10 +5,10 @@ Also warns about labels and units that the fitted watch times make doubtful.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Literal
+from typing import Final
 
 import ibis
 import ibis.expr.types as ir
@@ -21,11 +21,7 @@ from recpo.log.events import length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
 from recpo.log.schema import Columns, Example, Fault, LogColumns
-from recpo.log.shaping import Label, NumericColumn
-
-#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
-#: neutralized and counted.
-Severity = Literal["fatal", "impossible", "missing"]
+from recpo.log.shaping import Label, NumericColumn, Severity
 
 _EXAMPLES: Final = 3
 _VALUES_SHOWN: Final = 8
@@ -64,9 +60,9 @@ def check_rows(
     log: Log,
     mapping: Columns,
     label: Label,
-    max_watch_time: float = 86_400.0,
-    strict: bool = False,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+    max_watch_time: float,
+    strict: bool,
+    more: EventColumns,
 ) -> tuple[int, dict[str, int], list[Fault]]:
     """Counts the offending rows of every check.
 
@@ -83,12 +79,14 @@ def check_rows(
     Returns:
         Number of rows; number of neutralized values by reason; faults.
     """
-    checks = [*row_checks(raw, mapping, max_watch_time, more), *_label_checks(raw, label)]
+    checks = row_checks(raw, mapping, max_watch_time, more)
+    if LogColumns.LABEL in raw.columns and (found := label.check(number(raw[LogColumns.LABEL]))) is not None:
+        checks.append(Check(LogColumns.LABEL, *found))
     counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
-    found = engine.row(raw.aggregate(rows=raw.count(), **counts))
+    row = engine.row(raw.aggregate(rows=raw.count(), **counts))
     neutralized, faults = {}, []
     for place, check in enumerate(checks):
-        count = int(found[f"c{place}"] or 0)
+        count = int(row[f"c{place}"] or 0)
         if not count:
             continue
         if check.severity == "fatal" or (strict and check.severity == "impossible"):
@@ -99,7 +97,7 @@ def check_rows(
     faults += _scale_faults(engine, raw, log, label)
     if strict:
         faults += _duplicates(engine, raw, log)
-    return int(found["rows"]), neutralized, faults
+    return int(row["rows"]), neutralized, faults
 
 
 def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
@@ -122,11 +120,8 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
         shown = [str(value) for value in engine.table(values)["value"].to_pylist() if value is not None]
         problem = f"no row has {' or '.join(map(repr, flag.values))}, wanted as {column}"
         has = f"the column has {', '.join(map(repr, shown))}" if shown else "the column is empty"
-        faults.append(
-            Fault(
-                log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out", code="unknown_name"
-            )
-        )
+        fix = f"{has}: correct `equals`, or leave {column} out"
+        faults.append(Fault(log.name, flag.column, problem, fix, code="unknown_name"))
     return faults
 
 
@@ -137,8 +132,10 @@ def row_checks(
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
 ) -> list[Check]:
     """All checks that apply to the columns of ``raw``."""
+    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
+    keys = [column for column in (LogColumns.USER_ID, LogColumns.ITEM_ID) if column in raw.columns]
     return [
-        *_key_checks(raw),
+        *(Check(column, "null key", "fatal", fix, raw[column].isnull()) for column in keys),
         *_time_checks(raw, mapping),
         *_length_checks(raw, mapping, max_watch_time),
         *_flag_checks(raw),
@@ -147,18 +144,9 @@ def row_checks(
     ]
 
 
-def _key_checks(raw: ir.Table) -> list[Check]:
-    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
-    return [
-        Check(column, "null key", "fatal", fix, raw[column].isnull())
-        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID)
-        if column in raw.columns
-    ]
-
-
-def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
+def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
     if LogColumns.TIMESTAMP not in raw.columns:
-        return []
+        return
     time, unit = raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"
     absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
     useless = timestamp_ms(time, unit).isnull() & ~absent
@@ -169,80 +157,53 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
     else:
         fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
     missing = "an event needs a user, an item and a time: remove these rows or fill the time"
-    return [
-        Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent),
-        Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
-    ]
+    yield Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent)
+    yield Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless)
 
 
-def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
-    checks = []
+def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> Iterator[Check]:
     if LogColumns.WATCH_TIME in raw.columns:
         watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
         unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
         known = ~watch.isnan()
-        checks += [
-            Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
-            Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
-            Check(
-                LogColumns.WATCH_TIME,
-                f"infinite or longer than max_watch_time = {max_watch_time:g} s",
-                "impossible",
-                f"{unit} or raise max_watch_time",
-                known & (watch > max_watch_time * 1000),
-            ),
-        ]
+        yield Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan())
+        yield Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0))
+        problem = f"infinite or longer than max_watch_time = {max_watch_time:g} s"
+        too_long = known & (watch > max_watch_time * 1000)
+        yield Check(LogColumns.WATCH_TIME, problem, "impossible", f"{unit} or raise max_watch_time", too_long)
     if LogColumns.DURATION in raw.columns:
         duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
         unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
         missing = duration.isnull() | duration.isnan()
-        checks += [
-            Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
-            Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
-        ]
-    return checks
+        yield Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0))
+        yield Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf())
 
 
-def _flag_checks(raw: ir.Table) -> list[Check]:
-    checks = []
+def _flag_checks(raw: ir.Table) -> Iterator[Check]:
     behaviors = [column for column in raw.columns if column.startswith(BEHAVIOR)]
     for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             absent = value.isnull() | value.isnan()
-            checks += [
-                Check(column, "missing, taken as false", "missing", fix, absent),
-                Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1)),
-            ]
-    return checks
+            yield Check(column, "missing, taken as false", "missing", fix, absent)
+            yield Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1))
 
 
-def _number_checks(raw: ir.Table) -> list[Check]:
-    checks = []
+def _number_checks(raw: ir.Table) -> Iterator[Check]:
     if LogColumns.LABEL in raw.columns:
         label = number(raw[LogColumns.LABEL])
-        checks += [
-            Check(
-                LogColumns.LABEL,
-                "missing",
-                "missing",
-                "an event without a label is neutral",
-                label.isnull() | label.isnan(),
-            ),
-            Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
-        ]
+        absent = label.isnull() | label.isnan()
+        yield Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent)
+        yield Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf())
     if LogColumns.PROPENSITY in raw.columns:
         value, fix = number(raw[LogColumns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
         absent = value.isnull() | value.isnan()
-        checks += [
-            Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent),
-            Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
-        ]
-    return checks
+        yield Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent)
+        outside = ~absent & ((value <= 0) | (value > 1))
+        yield Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, outside)
 
 
-def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
-    checks = []
+def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> Iterator[Check]:
     for feature in context:
         column = CONTEXT + feature.name
         if column not in raw.columns:
@@ -252,41 +213,18 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
         if value.type().is_floating():
             absent |= value.isnan()
             if isinstance(feature, Number):
-                finite = "a number is finite"
-                checks.append(Check(column, "infinite", "impossible", finite, value.isinf()))
+                yield Check(column, "infinite", "impossible", "a number is finite", value.isinf())
             else:
                 whole = ~absent & ((value != value.floor()) | value.isinf())
-                checks.append(Check(column, "a number that is not whole", "fatal", "declare it a Number", whole))
-        checks.append(Check(column, "missing", "missing", fix, absent))
-    return checks
-
-
-def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
-    if LogColumns.LABEL not in raw.columns:
-        return []
-    value = number(raw[LogColumns.LABEL])
-    if isinstance(label, NumericColumn):
-        return _end_checks(value, label)
-    unreadable = label.unreadable(value)
-    if unreadable is None:
-        return []
-    name = type(label).__name__
-    fix = "map another column to label, or choose another label such as NumericColumn"
-    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
-
-
-def _end_checks(value: ir.FloatingColumn, label: NumericColumn) -> list[Check]:
-    clipped = label.clipped(value)
-    if clipped is None:
-        return []
-    problem = f"outside low {label.low:g} and high {label.high:g}, taken as the nearer one"
-    fix = "set --label.low and --label.high to the ends of the column's scale"
-    return [Check(LogColumns.LABEL, problem, "impossible", fix, clipped)]
+                yield Check(column, "a number that is not whole", "fatal", "declare it a Number", whole)
+        yield Check(column, "missing", "missing", fix, absent)
 
 
 def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
     """The fault of a label without ends, which names those of the column."""
-    if not isinstance(label, NumericColumn) or label.has_scale or LogColumns.LABEL not in raw.columns:
+    if not isinstance(label, NumericColumn) or LogColumns.LABEL not in raw.columns:
+        return []
+    if label.low is not None or label.threshold is not None:
         return []
     value = number(raw[LogColumns.LABEL])
     known = raw.select(value=value).filter(~value.isnan() & ~value.isinf())
@@ -310,13 +248,18 @@ def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list
     return [Example(file.shown, row_in_file(row["row"], file.left_out), row["value"]) for file, row in places]
 
 
+def copies(rows: ir.Table, keys: Sequence[str]) -> ir.Table:
+    """The rows whose ``keys`` an earlier row of the files has."""
+    place = ibis.row_number().over(group_by=keys, order_by=[rows[Engine.FILE], rows[Engine.ROW]])
+    return rows.mutate(copy=place).filter(ibis._.copy > 0)
+
+
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
     columns = [column for column in raw.columns if column not in (Engine.FILE, Engine.ROW)]
     if not set(LogColumns.REQUIRED) <= set(columns):
         return []
-    place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
-    again = raw.mutate(copy=place).filter(ibis._.copy > 0)
-    count = engine.row(again.aggregate(rows=again.count()))["rows"]
+    again = copies(raw, columns)
+    count = engine.count(again)
     if not count:
         return []
     first = examples(engine, again, LogColumns.ITEM_ID, log)
@@ -377,12 +320,5 @@ def label_faults(label: Label, log: Log) -> list[Fault]:
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
         "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
-    return [
-        Fault(
-            log.name,
-            None,
-            f"label {name} needs {' and '.join(lacking)}, which the log has not",
-            fix,
-            code="missing_column",
-        )
-    ]
+    problem = f"label {name} needs {' and '.join(lacking)}, which the log has not"
+    return [Fault(log.name, None, problem, fix, code="missing_column")]

@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,9 +26,9 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
-from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine
+from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine, writable
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
-from recpo.log.files import Log, find_files, write_frame
+from recpo.log.files import find_files
 from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
@@ -117,27 +116,6 @@ def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.Parqu
     # A dictionary of values that rarely repeat costs time and space.
     repeating = [name for name in schema.names if name in (*_REPEATING, *more) or name.startswith(CONTEXT)]
     return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
-
-
-@dataclass(frozen=True)
-class LabeledLog:
-    """The events of a log, ready to be written.
-
-    Attributes:
-        log: its files, columns and types.
-        items: ``item_id`` and ``item_index`` of the catalog.
-        users: ``user_id`` and ``user_index``.
-        events: the kept events with the indices of their item and user, period, position, request and label.
-        boundaries: of the periods, for the manifest.
-        feedback: how labels and watch times become feedback levels.
-    """
-
-    log: Log
-    items: ir.Table
-    users: ir.Table
-    events: ir.Table
-    boundaries: dict[str, Any]
-    feedback: FeedbackDefinition
 
 
 @dataclass(frozen=True)
@@ -471,8 +449,9 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
     ):
         for what, source in given.items():
             if isinstance(source, pa.Table):
-                frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
-                found[what] = [write_frame(source, temporary, frame)]
+                found[what] = [temporary / ("frame.parquet" if what == "log" else f"{what}-frame.parquet")]
+                with writable(found[what][0]) as sink:
+                    pq.write_table(source, sink)
         tables: dict[TableSide, Sequence[Place]] = {"item": found.get("items", []), "user": found.get("users", [])}
         yield Workplace(started, engine.writers, directory, temporary, bar, found["log"], tables)
 

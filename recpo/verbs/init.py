@@ -16,7 +16,7 @@ from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
-from recpo.log.inspection import Inspection, inspect_log, split_of, timezone_of
+from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.recognition import Recognition
 from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
@@ -102,18 +102,16 @@ def write_preparation(found: Inspection, out: Path) -> dict[str, Path]:
 
 def preparation_of(found: Inspection) -> dict[str, Any]:
     """The options of ``recpo.prepare`` that ``prepare.yaml`` has."""
-    column = found.recognition.column(LogColumns.TIMESTAMP)
-    timezone = None if column is None else timezone_of(found.sample.table[column])
-    name, options, _ = split_of(found.recognition, found.counts, found.label, timezone)
-    split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[name]
+    split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[found.split.class_name]
     label: Any = getattr(shaping, found.label.class_name)
     columns, log = found.columns, _log_of(found)
-    chosen: dict[str, Any] = {"log": log, "preset": found.recognition.preset, "csv": found.sample.form}
+    chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
     if found.label.column is not None:
         columns = replace(columns, label=found.label.column)
-    if _differs_from_preset(found.recognition):
-        chosen["behaviors"] = dict(found.recognition.behaviors)
-    return {**chosen, "columns": columns, "label": label(**found.label.init_args), "split": split(**options)}
+    if _differs_from_preset(found):
+        chosen["behaviors"] = dict(found.behaviors)
+    chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
+    return {**chosen, "columns": columns}
 
 
 def _validate_answered(found: Inspection) -> None:
@@ -149,26 +147,23 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
-    counts, recognition, label = found.counts, found.recognition, found.label
+    counts, label = found.counts, found.label
     about = "" if counts.is_whole else "about "
-    column = recognition.column(LogColumns.TIMESTAMP)
-    timezone = None if column is None else timezone_of(found.sample.table[column])
-    split, options, why = split_of(recognition, counts, label, timezone)
-    unknown = [name for name in recognition.unused if name != label.column]
+    unknown = [name for name in found.unused if name != label.column]
     return _render(
         "prepare.yaml.jinja",
         events=f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items",
         files={step: str(file) for step, file in files.items()},
         paths={name: _quoted(path) for name, path in _paths(files["prepare"].parent).items()},
         log=_quoted(_log_of(found)),
-        preset=recognition.preset,
+        preset=found.preset,
         csv=_csv_entries(found.sample.form),
         columns=_column_lines(found),
         label=_class_entry(label.class_name, label.init_args),
         label_why=_comment(label.why),
-        split=_class_entry(split, options),
-        split_why=_comment(why),
-        behaviors=_quoted(dict(recognition.behaviors)) if _differs_from_preset(recognition) else None,
+        split=_class_entry(found.split.class_name, found.split.init_args),
+        split_why=_comment(found.split.why),
+        behaviors=_quoted(dict(found.behaviors)) if _differs_from_preset(found) else None,
         tables={side: _quoted(file) for side, file in found.tables.items()},
         unused=_comment(", ".join(unknown)),
     )
@@ -193,7 +188,7 @@ def _csv_entries(form: CsvFormat) -> dict[str, str]:
 
 def _column_lines(found: Inspection) -> list[str]:
     """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
-    preset = PRESETS[found.recognition.preset]
+    preset = PRESETS[found.preset]
     entries: list[tuple[str, str | FlagColumn, str]] = []
     for one in found.findings:
         entries.append((one.role, one.source, one.evidence))
@@ -201,7 +196,7 @@ def _column_lines(found: Inspection) -> list[str]:
         entries.append((LogColumns.LABEL, column, found.label.why))
     units = ("time_unit", "watch_time_unit", "duration_unit")
     entries += [(name, unit, "") for name in units if (unit := getattr(found.columns, name)) is not None]
-    kept = [entry for entry in entries if found.recognition.preset == "plain" or getattr(preset, entry[0]) != entry[1]]
+    kept = [entry for entry in entries if found.preset == "plain" or getattr(preset, entry[0]) != entry[1]]
     lines = [(f"{name}: {_quoted(value)}", why) for name, value, why in kept or entries]
     width = max(len(text) for text, _ in lines) + 2
     return [f"{text:<{width}}# {_comment(why)}" if why else text for text, why in lines]

@@ -162,7 +162,7 @@ def test_what_it_recognizes(log, tmp_path, capfd):
     read += [columns.watch_time_unit] if columns.watch_time else []
     separator = "|" if "|" in said else " "
     assert [str(name) for name in read[: len(said.split(separator))]] == said.split(separator)
-    assert (found.recognition.preset, found.label.class_name) == (preset, label)
+    assert (found.preset, found.label.class_name) == (preset, label)
     assert " ".join(found.objectives) == alignments
     assert sorted(found.written) == sorted(["prepare", "pretrain", *found.objectives])
     written = yaml.safe_load((tmp_path / "out" / "prepare.yaml").read_text())

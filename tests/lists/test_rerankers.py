@@ -223,7 +223,7 @@ def test_shorter_slates_are_prefixes_of_longer_ones():
 
 
 def test_attributes_come_from_any_frame(tmp_path):
-    ids = IdMap.from_values(["a", "b", "c"])
+    ids = IdMap(pa.array(["a", "b", "c"]))
     frame = pa.table(
         {
             "video": ["c", "z", "a", "b"],
@@ -244,7 +244,7 @@ def test_attributes_come_from_any_frame(tmp_path):
 
 
 def test_what_is_missing_is_named():
-    ids, (items, scores, _) = IdMap.from_values(range(1, V + 1)), request(0)
+    ids, (items, scores, _) = IdMap(pa.array(range(1, V + 1))), request(0)
     with refused("unknown_name", "author"):
         AttributeCap("author").order(items, scores, 3, catalog())
     with refused("missing_option", "vectors"):

@@ -21,6 +21,7 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import TemporalSplit
+from recpo.log.writing import Output, Sources
 from tests.log.conftest import DAY_MS, START_MS, make_log
 from tests.refusals import refused
 
@@ -85,13 +86,13 @@ def user_rows(users=45, seed=2):
 
 def prepare(out, log=None, items=None, users=None, engine=ENGINE, **choice):
     choice = {"features": COLUMNS, "behaviors": BEHAVIORS, "split": TemporalSplit(), **choice}
-    Preparation(**choice).run(
-        rich_log() if log is None else log,
-        out,
-        items=item_rows() if items is None else items,
-        users=user_rows() if users is None else users,
-        engine=engine,
-        progress=False,
+    Preparation(**choice).write(
+        Sources(
+            rich_log() if log is None else log,
+            items=item_rows() if items is None else items,
+            users=user_rows() if users is None else users,
+        ),
+        Output(out, engine=engine, progress=False),
     )
     return Prepared.open(out)
 
@@ -148,8 +149,8 @@ def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
     counts, sizes = [], []
     for number in (4, 12, 20):
         queries.clear()
-        Preparation(label=EveryEvent()).run(
-            make_log(), tmp_path / str(number), items=wide_items(number), engine=ENGINE, progress=False
+        Preparation(label=EveryEvent()).write(
+            Sources(make_log(), items=wide_items(number)), Output(tmp_path / str(number), engine=ENGINE, progress=False)
         )
         counts.append(len(queries))
         sizes.append(sum(map(len, queries)))
@@ -166,7 +167,9 @@ def test_the_name_of_the_item_ids_is_remembered(tmp_path):
         ({"features": FeatureColumns(item_id="track")}, tracks, "track"),
     ):
         out = tmp_path / expected
-        Preparation(label=EveryEvent(), columns=columns, **choice).run(log, out, items=items, engine=ENGINE)
+        Preparation(label=EveryEvent(), columns=columns, **choice).write(
+            Sources(log, items=items), Output(out, engine=ENGINE)
+        )
         assert Prepared.open(out).item_column == expected
 
 
@@ -175,7 +178,7 @@ def test_vocabularies_of_many_columns_are_counted_together(tmp_path, monkeypatch
     monkeypatch.setattr(feature_files, "_COLUMNS_OF_QUERY", 3)
     table = wide_items(16)
     out = tmp_path / "out"
-    Preparation(label=EveryEvent()).run(make_log(), out, items=table, engine=ENGINE, progress=False)
+    Preparation(label=EveryEvent()).write(Sources(make_log(), items=table), Output(out, engine=ENGINE, progress=False))
     data = Prepared.open(out)
     items = data.table("items.parquet")
     train = set(items["item_id"].filter(pc.greater(items["train_count"], 0)).to_pylist())
@@ -323,7 +326,7 @@ def test_the_order_of_rows_and_files_changes_no_byte(data, tmp_path):
 
 
 def test_without_tables_context_or_behaviors_there_is_no_file_and_no_column(tmp_path):
-    Preparation().run(rich_log(), tmp_path / "out", engine=ENGINE, progress=False)
+    Preparation().write(Sources(rich_log()), Output(tmp_path / "out", engine=ENGINE, progress=False))
     data = Prepared.open(tmp_path / "out")
     assert not {"features", "behaviors", "feature_tables"} & data.manifest.keys()
     assert not data.feature_schema
@@ -429,7 +432,9 @@ def test_options_that_make_no_sense_are_refused(tmp_path, choice, said):
     if choice["features"] is not COLUMNS or choice.get("catalog"):
         choice["features"] = FeatureColumns(context=choice["features"].context)
     with refused(*said):
-        Preparation(**choice).run(rich_log(), tmp_path / "out", items=items, engine=ENGINE, progress=False)
+        Preparation(**choice).write(
+            Sources(rich_log(), items=items), Output(tmp_path / "out", engine=ENGINE, progress=False)
+        )
 
 
 @pytest.mark.slow
@@ -441,7 +446,7 @@ def test_csv_tables_and_the_movielens_preset(tmp_path):
     (tmp_path / "ratings.csv").write_text("\n".join(["userId,movieId,rating,timestamp", *rows]) + "\n")
     choice = Preparation(preset="movielens", label=EveryEvent())
     log, items = str(tmp_path / "ratings.csv"), str(tmp_path / "movies.csv")
-    choice.run(log, tmp_path / "out", items=items, engine=ENGINE, progress=False)
+    choice.write(Sources(log, items=items), Output(tmp_path / "out", engine=ENGINE, progress=False))
     data = Prepared.open(tmp_path / "out")
     assert data.feature_schema.item == (Categories("genres", separator="|", num_codes=5),)
     assert data.vocabulary("item", "genres").to_pylist() == ["Comedy", "(no genres listed)", "Action"]

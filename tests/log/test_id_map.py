@@ -18,7 +18,7 @@ IDS = st.one_of(
 @given(ids=IDS)
 def test_there_and_back(ids):
     ids = sorted(ids)
-    mapping = IdMap.from_values(ids)
+    mapping = IdMap(pa.array(ids))
     internal = mapping.to_internal(ids)
     assert internal.tolist() == list(range(1, len(ids) + 1))
     assert mapping.to_external(internal).to_pylist() == ids
@@ -69,10 +69,10 @@ def test_the_type_survives_saving(tmp_path, kind):
         (lambda: IdMap(pa.array([1, 1, 2])), ("duplicate", "item_id")),
         (lambda: IdMap(pa.array(["a", None])), ("missing_value", "item_id")),
         (lambda: IdMap(pa.array([1.5])), ("wrong_type", "item_id")),
-        (lambda: IdMap.from_values([1, 2]).to_internal(["1"]), ("wrong_type", "item_id")),
-        (lambda: IdMap.from_values(["1"]).to_internal([1]), ("wrong_type", "item_id")),
-        (lambda: IdMap.from_values([1, 2]).to_internal([1, "b"]), ("wrong_type", "item_id")),
-        (lambda: IdMap.from_values([1, 2]).to_external([3]), ("out_of_range", "item_id")),
+        (lambda: IdMap(pa.array([1, 2])).to_internal(["1"]), ("wrong_type", "item_id")),
+        (lambda: IdMap(pa.array(["1"])).to_internal([1]), ("wrong_type", "item_id")),
+        (lambda: IdMap(pa.array([1, 2])).to_internal([1, "b"]), ("wrong_type", "item_id")),
+        (lambda: IdMap(pa.array([1, 2])).to_external([3]), ("out_of_range", "item_id")),
     ],
 )
 def test_mistakes_are_reported(make, message):

@@ -19,6 +19,7 @@ from recpo.log import writing as publishing
 from recpo.log.engine import EngineOptions, Location, locate, start_engine
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
+from recpo.log.writing import Output, Sources
 from tests.log.conftest import make_log, write_log
 from tests.refusals import refused
 
@@ -45,7 +46,7 @@ def put_log(store, table, name, tmp_path):
 
 def run(log, out, **choice):
     overwrite = choice.pop("overwrite", False)
-    return Preparation(**choice).run(log, out, progress=False, engine=ENGINE, overwrite=overwrite)
+    return Preparation(**choice).write(Sources(log), Output(out, progress=False, engine=ENGINE, overwrite=overwrite))
 
 
 def contents(directory):

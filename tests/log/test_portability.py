@@ -29,7 +29,7 @@ from recpo.log.shaping import (
     quantile_table,
     watch_ties,
 )
-from recpo.log.splits import LeaveLastOut, TemporalSplit, last_events, period_rows
+from recpo.log.splits import LeaveLastOut, TemporalSplit, as_histories, period_rows, recent_events
 from recpo.log.validate import row_checks
 
 LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(0, 1), EveryEvent()]
@@ -100,5 +100,7 @@ def test_the_pipeline_compiles_for_spark():
     )
     shaped = unbound(EveryEvent().add(placed), "shaped")
     assert compiles(
-        item_table(items, shaped, FeedbackRule()), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9)
+        item_table(items, shaped, FeedbackRule()),
+        as_histories(recent_events(shaped, items, users, 9)),
+        period_rows(shaped, 2, 9, True),
     )

@@ -1,6 +1,7 @@
 """Preference lists: rejected items come from their sources, are never liked items, and depend only on their row."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,13 +10,17 @@ import torch
 from recpo.base.feedback import FeedbackRule
 from recpo.batches.held_out import Rank
 from recpo.batches.preference_lists import PreferenceListLayout, uniform
-from recpo.batches.slates import Catalog
 from recpo.batches.train_batches import TrainBatches
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from tests.refusals import refused
 
 NONE = {"dislikes": 0, "skipped": 0, "uniform": 0, "popularity": 0}
 NUM_ITEMS = 40
+
+
+def catalog(num_items, counts=None):
+    """The part of ``Prepared`` that layouts read."""
+    return SimpleNamespace(num_items=num_items, item_counts=lambda: np.ones(num_items) if counts is None else counts)
 
 
 def layout_of(**counts):
@@ -50,9 +55,9 @@ def events():
 
 
 def batch_of(events, layout, rows=None, epoch=0, counts=None, seed=7):
-    windows = layout.windows_of(events)
+    windows = layout.scoring_windows(events.keys)
     rows = np.arange(len(windows.slate_start)) if rows is None else rows
-    return layout.batch_maker(Catalog(NUM_ITEMS, counts), seed)(events, windows.take(rows), rows, epoch)
+    return layout.batch_maker(catalog(NUM_ITEMS, counts), seed)(events, windows.take(rows), rows, epoch)
 
 
 def sets_of(events, user):
@@ -65,7 +70,7 @@ def sets_of(events, user):
 
 
 def users_of(events, layout):
-    return events.user_index[layout.windows_of(events).slate_start]
+    return events.user_index[layout.scoring_windows(events.keys).slate_start]
 
 
 def test_every_positive_event_is_chosen_once_and_sees_what_preceded_its_request(events):
@@ -173,16 +178,16 @@ def test_hard_negatives_bring_along_what_must_not_be_one(events):
 
 def test_an_empty_window_is_an_empty_slate(events):
     layout = layout_of(uniform=2, in_batch=1)
-    windows = layout.windows_of(events).empty(1)
-    batch = layout.batch_maker(Catalog(NUM_ITEMS), 0)(events, windows, np.zeros(1, np.int64), 0)
+    windows = layout.scoring_windows(events.keys).empty(1)
+    batch = layout.batch_maker(catalog(NUM_ITEMS), 0)(events, windows, np.zeros(1, np.int64), 0)
     assert not batch.slates.mask.any()
     assert (batch.slates.item_ids == 0).all()
 
 
 def test_exposed_items_are_the_own_labeled_or_disliked_ones_that_were_never_positive(events):
     layout = layout_of(exposed=NUM_ITEMS, fill=False)
-    windows = layout.windows_of(events)
-    slates = layout.batch_maker(Catalog(NUM_ITEMS), 0)(events, windows, np.arange(len(windows.slate_start)), 0).slates
+    windows = layout.scoring_windows(events.keys)
+    slates = layout.batch_maker(catalog(NUM_ITEMS), 0)(events, windows, np.arange(len(windows.slate_start)), 0).slates
     assert len(windows.slate_start) > 5
     known = events.dislike | ~np.isnan(events.label)
     for row, chosen in enumerate(events.by_request[windows.slate_start]):

@@ -19,13 +19,16 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import EVENT_SCHEMA, PERIODS, Columns
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut
+from recpo.log.writing import Output, Sources
 from tests.log.conftest import DAY_MS, START_MS, make_log, write_log
 from tests.reference import watch_labels as reference
 from tests.refusals import refused
 
 
 def run(log, out, **choice):
-    return Preparation(**choice).run(log, out, progress=False, engine=EngineOptions(memory_limit="512MB"))
+    return Preparation(**choice).write(
+        Sources(log), Output(out, progress=False, engine=EngineOptions(memory_limit="512MB"))
+    )
 
 
 def files(directory):

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from recpo.log.column_facts import behavior_of, clock_units, column_facts, length_units, rank_as, unit_of_name
+from recpo.log.column_facts import behavior_of, column_facts, length_units, rank_as, unit_of_name
 from recpo.log.csv_files import CsvFormat, text_format
 from recpo.log.recognition import recognize
 from recpo.log.schema import Columns, FlagColumn
@@ -58,7 +58,7 @@ def test_names_in_every_spelling(role, names):
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 def test_a_clock_has_one_unit(unit):
     factor = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
-    assert clock_units(facts(t=[second * factor for second in SECONDS])[0]) == [unit]
+    assert facts(t=[second * factor for second in SECONDS])[0].clock_units == [unit]
 
 
 @pytest.mark.parametrize(

@@ -261,8 +261,8 @@ def test_defaults_of_labels_and_what_they_need():
     assert WatchRatio() == WatchRatio(1.0)
     assert NumericColumn() == NumericColumn(None, None, None)
     for label in (WatchQuantiles(base=3.0), WatchTimeGain(base=3.0)):
-        assert label.duration_base == 3.0
-    assert WatchRatio().duration_base == D2Q().duration_base == 2.0
+        assert label.base == 3.0
+    assert WatchRatio().base == D2Q().base == 2.0
     assert WatchQuantiles.needs == WatchTimeGain.needs == D2Q.needs == WatchRatio.needs == ("watch_time", "duration")
     assert BinaryColumn.needs == NumericColumn.needs == ("label",)
     assert EveryEvent.needs == ()
@@ -270,16 +270,16 @@ def test_defaults_of_labels_and_what_they_need():
 
 def test_what_a_label_cannot_read(engine):
     value = ibis.memtable(pa.table({"value": [0.0, 1.0, 0.5, 2.0, -1.0]}))
-    found = engine.table(value.mutate(wrong=BinaryColumn().unreadable(value["value"])))
+    found = engine.table(value.mutate(wrong=BinaryColumn().check(value["value"])[-1]))
     assert found["wrong"].to_pylist() == [False, False, True, True, True]
-    assert NumericColumn(0, 1).unreadable(value["value"]) is None
+    assert WatchQuantiles().check(value["value"]) is None
 
 
 def test_values_outside_the_ends(engine):
     value = ibis.memtable(pa.table({"value": [0.0, 1.0, -0.5, 2.0, None, float("nan"), float("inf")]}))
-    found = engine.table(value.mutate(outside=NumericColumn(0, 1).clipped(value["value"]).fill_null(False)))
+    found = engine.table(value.mutate(outside=NumericColumn(0, 1).check(value["value"])[-1].fill_null(False)))
     assert found["outside"].to_pylist() == [False, False, True, True, False, False, False]
-    assert NumericColumn(threshold=4).clipped(value["value"]) is None
+    assert NumericColumn(threshold=4).check(value["value"]) is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Layouts and batches: every event is scored once, and no later event is visible."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, strategies as st
 from recpo.base.feedback import FeedbackRule
 from recpo.batches.held_out import evaluation_batch
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import Catalog, ImpressionLayout, SequenceLayout, feedback_batch
+from recpo.batches.slates import ImpressionLayout, SequenceLayout, feedback_batch
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from tests.refusals import refused
 
@@ -36,6 +38,11 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         by_request=request_order(request_start),
         offsets=_run_offsets(user),
     )
+
+
+def catalog(num_items):
+    """The part of ``Prepared`` that layouts read."""
+    return SimpleNamespace(num_items=num_items, item_counts=lambda: np.ones(num_items))
 
 
 NO_PAST = np.zeros(2, int), np.zeros(0, int)
@@ -95,7 +102,7 @@ def test_every_event_is_scored_once_and_sees_only_what_came_before_its_request(l
 
 
 def batch_of(events, layout):
-    windows = layout.windows_of(events)
+    windows = layout.scoring_windows(events.keys)
     batch = feedback_batch(events, windows, np.arange(len(windows.slate_start)))
     return batch.slates, batch.histories, windows
 
@@ -104,7 +111,7 @@ def batch_of(events, layout):
 def test_windows_hold_whole_requests_and_as_many_as_fit(log, overlap):
     """From the user's end each window takes requests while its history and its slate have room."""
     events, layout = events_of(*log), SequenceLayout(7, overlap)
-    windows = layout.windows_of(events)
+    windows = layout.scoring_windows(events.keys)
     order, start = events.by_request, events.request_start
     for row in range(len(windows.slate_start)):
         first, stop = windows.slate_start[row], windows.slate_stop[row]
@@ -123,8 +130,8 @@ def test_windows_hold_whole_requests_and_as_many_as_fit(log, overlap):
 
 def test_the_last_window_only_is_the_most_recent_one():
     events = events_of([4, 23, 9])
-    windows = SequenceLayout(5, 2, last_window_only=True).windows_of(events)
-    everything = SequenceLayout(5, 2).windows_of(events)
+    windows = SequenceLayout(5, 2, last_window_only=True).scoring_windows(events.keys)
+    everything = SequenceLayout(5, 2).scoring_windows(events.keys)
     assert windows.slate_stop.tolist() == [4, 27, 36]
     assert set(zip(*windows, strict=True)) <= set(zip(*everything, strict=True))
 
@@ -157,8 +164,8 @@ def test_requests_that_overlap_in_time_do_not_see_themselves(layout):
     """a b a b: the second a knows nothing, and the second b only the first a."""
     events = events_of([4], requests=[0, 1, 0, 1])
     events = events._replace(positive=np.ones(4, bool))
-    windows = layout.windows_of(events)
-    batch = layout.batch_maker(Catalog(4), 0)(events, windows, np.arange(len(windows.slate_start)), 0)
+    windows = layout.scoring_windows(events.keys)
+    batch = layout.batch_maker(catalog(4), 0)(events, windows, np.arange(len(windows.slate_start)), 0)
     known = {}
     for row in range(len(windows.slate_start)):
         for item, visible, logged in zip(
@@ -247,6 +254,6 @@ def test_grades_are_those_of_the_feedback_levels_in_every_kind_of_slate():
     held_out = evaluation_batch(events, np.array([0, 1]), 2, *NO_PAST).feedback.slates
     np.testing.assert_array_equal(held_out.grade, [expected, expected])
     lists = PreferenceListLayout(history_length=4, dislikes=1, skipped=0, uniform=1, popularity=0, in_batch=0)
-    batch = lists.batch_maker(Catalog(12), 0)(events, lists.windows_of(events), np.arange(2), 0)
+    batch = lists.batch_maker(catalog(12), 0)(events, lists.scoring_windows(events.keys), np.arange(2), 0)
     np.testing.assert_array_equal(batch.slates.grade[:, :2], [[0.875, 0.0], [0.875, 0.0]])
     assert batch.slates.grade[:, 2].isnan().all(), "a sampled item has no feedback"

@@ -23,6 +23,7 @@ from recpo.log.events import timestamp_ms
 from recpo.log.prepare import Preparation
 from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio
 from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
 from tests.refusals import refused
 
@@ -60,7 +61,7 @@ def contents(directory):
 def both(log, folder, **choice):
     """Prepares with either engine, compares every byte, returns the manifest."""
     for name, engine in (("duckdb", DUCKDB), ("spark", SPARK)):
-        manifest = Preparation(**choice).run(log, folder / name, engine=engine, progress=False)
+        manifest = Preparation(**choice).write(Sources(log), Output(folder / name, engine=engine, progress=False))
     assert contents(folder / "spark") == contents(folder / "duckdb")
     for name in ("duckdb", "spark"):
         shutil.rmtree(folder / name)
@@ -205,7 +206,9 @@ def test_the_faults_of_a_log_are_reported_alike(spark, tmp_path):
     messages = []
     for engine in (DUCKDB, SPARK):
         with pytest.raises(RecpoError) as caught:
-            Preparation(strict=True).run(str(tmp_path / "log"), tmp_path / "out", engine=engine, progress=False)
+            Preparation(strict=True).write(
+                Sources(str(tmp_path / "log")), Output(tmp_path / "out", engine=engine, progress=False)
+            )
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert "part 1.parquet row 7 (null)" in messages[0]
@@ -304,14 +307,14 @@ def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "pyspark.errors", None)
         with refused("not_installed", "pyspark"):
-            Preparation().run(path, tmp_path / "out", engine=SPARK, progress=False)
+            Preparation().write(Sources(path), Output(tmp_path / "out", engine=SPARK, progress=False))
     pytest.importorskip("pyspark")
     # another test may have left its session in this process
     monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     with refused("not_installed", "java"):
-        Preparation().run(path, tmp_path / "out", engine=SPARK, progress=False)
+        Preparation().write(Sources(path), Output(tmp_path / "out", engine=SPARK, progress=False))
     assert not (tmp_path / "out").exists()
 
 

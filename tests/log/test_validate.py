@@ -11,6 +11,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.log.shaping import BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles
+from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
 from tests.refusals import refused
 
@@ -25,7 +26,9 @@ def put(table, column, values, kind=None):
 
 
 def run(log, out, **choice):
-    return Preparation(**choice).run(log, out, progress=False, engine=EngineOptions(memory_limit="512MB", threads=1))
+    return Preparation(**choice).write(
+        Sources(log), Output(out, progress=False, engine=EngineOptions(memory_limit="512MB", threads=1))
+    )
 
 
 def fault(log, tmp_path, **choice):
@@ -259,4 +262,4 @@ def test_a_period_without_events(tmp_path):
 def test_memory_limit(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log)
     with refused("bad_value", "memory_limit"):
-        Preparation().run(path, tmp_path / "out", engine=EngineOptions(memory_limit="lots"))
+        Preparation().write(Sources(path), Output(tmp_path / "out", engine=EngineOptions(memory_limit="lots")))

@@ -13,6 +13,7 @@ from recpo.artifacts.checksums import seal
 from recpo.base.errors import RecpoError
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import MANIFEST, Prepared
+from recpo.log.writing import Output, Sources
 from tests.refusals import refused
 
 USERS, EVENTS = 12, 30
@@ -32,7 +33,7 @@ def original(tmp_path_factory):
         "dislike": rng.random(rows) < 0.1,
     }
     pq.write_table(pa.table(log), root / "log.parquet")
-    Preparation(rows_per_shard=100).run(str(root / "log.parquet"), root / "prepared", progress=False)
+    Preparation(rows_per_shard=100).write(Sources(str(root / "log.parquet")), Output(root / "prepared", progress=False))
     return root / "prepared"
 
 

@@ -9,7 +9,7 @@ import recpo
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import ImpressionLayout
-from recpo.batches.train_batches import Epochs, Segments, TrainBatches
+from recpo.batches.train_batches import Epochs, TrainBatches
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.run import Run
 from recpo.training.warm_start import GrownRows, WarmStart, growth_of
@@ -140,9 +140,9 @@ def test_the_newest_segment_is_read_once_with_a_share_of_older_ones(nights):
     _, second, _ = nights
     layout, older = ImpressionLayout(history_length=4), sum(second.segments[:-1])
     fresh = sum(shard["targets"] for shard in second.manifest["shards"]["train"][older:])
-    alone = TrainBatches(second, layout, 4, 0, Rank(), Epochs(segments=Segments(newest_only=True)))
+    alone = TrainBatches(second, layout, 4, 0, Rank(), Epochs(newest_only=True))
     assert sum(int(batch.slates.mask.sum()) for batch in alone) == fresh
-    replayed = TrainBatches(second, layout, 4, 0, Rank(), Epochs(segments=Segments(True, 0.5)))
+    replayed = TrainBatches(second, layout, 4, 0, Rank(), Epochs(newest_only=True, replay=0.5))
     assert len(replayed) == len(alone) + round(0.5 * len(alone))
     epochs = []
     for epoch in (0, 0, 1):
@@ -153,7 +153,7 @@ def test_the_newest_segment_is_read_once_with_a_share_of_older_ones(nights):
     replayed.epoch, replayed.start = 1, 3
     assert [batch.context_ids.tolist() for batch in replayed] == epochs[2][3:]
     with refused("conflicting_options", "data.assign"):
-        TrainBatches(second, layout, 4, 0, Rank(), Epochs(assign="shards", segments=Segments(newest_only=True)))
+        TrainBatches(second, layout, 4, 0, Rank(), Epochs(assign="shards", newest_only=True))
 
 
 def test_replay_belongs_to_the_newest_segment(nights):
