@@ -23,14 +23,11 @@ def generalized_advantage_estimate(
     gamma: float = 0.99,
     lam: float = 0.95,
     mask: Tensor | None = None,
-    truncations: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation along the last axis (GAE, arXiv 1506.02438).
 
     ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
-    ``A + v``. Termination (``dones``) means that nothing follows. Truncation means that later steps were not recorded:
-    the recursion stops there, and ``bootstrap_values`` replaces the next value.
+    ``A + v``. Termination (``dones``) means that nothing follows.
 
     Args:
         rewards: ``[..., S]``, the last axis is time.
@@ -40,35 +37,21 @@ def generalized_advantage_estimate(
         gamma: discount.
         lam: 0 = one-step temporal difference, 1 = Monte Carlo.
         mask: ``[..., S]``; masked steps are skipped (their successor follows their predecessor) and return 0.
-        truncations: ``[..., S]`` bool or 0/1.
-        bootstrap_values: ``[..., S]``, read where truncated.
 
     Returns:
         advantages and returns, each ``[..., S]``, without gradient.
-
-    Raises:
-        RecpoError: ``truncations`` without ``bootstrap_values``.
     """
-    if truncations is not None and bootstrap_values is None:
-        raise RecpoError(
-            "truncations need bootstrap_values: the value that stands for the unrecorded next state",
-            code="missing_option",
-            field="bootstrap_values",
-        )
     kept = kept_mask(rewards, mask)
     rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
     ends = torch.zeros_like(kept) if dones is None else dones.bool()
-    cut = torch.zeros_like(kept) if truncations is None else truncations.bool()
-    bootstrap = values if bootstrap_values is None else bootstrap_values.detach()
     following = torch.as_tensor(next_value, dtype=values.dtype, device=values.device).detach()
     following = following.expand(values.shape[:-1])
     running = torch.zeros_like(following)
     steps = []
     for t in reversed(range(rewards.shape[-1])):
         goes_on = ~ends[..., t]
-        next_t = zero_masked(torch.where(cut[..., t], bootstrap[..., t], following), goes_on)
-        delta = rewards[..., t] + gamma * next_t - values[..., t]
-        advantage = delta + gamma * lam * zero_masked(running, goes_on & ~cut[..., t])
+        delta = rewards[..., t] + gamma * zero_masked(following, goes_on) - values[..., t]
+        advantage = delta + gamma * lam * zero_masked(running, goes_on)
         steps.append(zero_masked(advantage, kept[..., t]))
         running = torch.where(kept[..., t], advantage, running)
         following = torch.where(kept[..., t], values[..., t], following)

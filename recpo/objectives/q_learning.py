@@ -8,46 +8,10 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
-
-
-def bellman_target(
-    rewards: Tensor,
-    next_q: Tensor,
-    dones: Tensor,
-    *,
-    gamma: float = 0.99,
-    next_q_online: Tensor | None = None,
-) -> Tensor:
-    """``r + gamma (1 - done) max_a Q'(s', a)`` with ``Q'`` of the target network; no gradient.
-
-    With ``next_q_online`` the action is chosen by the online network and valued by the target network (double
-    Q-learning, arXiv 1509.06461), as SQN does.
-
-    Args:
-        rewards: ``[...]``.
-        next_q: ``[..., V]`` of the target network at the next state; may be nan where ``dones``.
-        dones: ``[...]`` bool or 0/1, 1 = the step ends its session.
-        gamma: discount.
-        next_q_online: ``[..., V]`` of the online network at the next state.
-
-    Returns:
-        ``[...]``.
-
-    Raises:
-        RecpoError: shapes that do not fit.
-    """
-    check_same_shape(rewards=rewards, dones=dones, next_states=next_q[..., 0])
-    check_same_shape(next_q=next_q, next_q_online=next_q_online)
-    next_q = next_q.detach()
-    if next_q_online is None:
-        best = next_q.amax(-1)
-    else:
-        best = next_q.gather(-1, next_q_online.detach().argmax(-1, keepdim=True)).squeeze(-1)
-    return rewards.detach() + gamma * zero_masked(best, ~dones.bool())
 
 
 def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -> Tensor:
@@ -87,13 +51,7 @@ class QLearning(Objective):
 
     likelihood_coef: float = 1.0
     q_coef: float = 1.0
-    huber: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.huber is not None and self.huber <= 0:
-            raise RecpoError(
-                f"QLearning.huber must be above 0, got {self.huber}.", code="out_of_range", field="QLearning.huber"
-            )
+    huber: PositiveFloat | None = None
 
     @property
     def requires(self) -> frozenset[str]:

@@ -13,13 +13,12 @@ import recpo.objectives
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
-from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.policy_gradient import value_loss
 from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists, simpo_loss
-from recpo.objectives.q_learning import bellman_target, q_loss
+from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.ops import kl, reduce, surrogate
 from tests.refusals import refused
@@ -27,13 +26,6 @@ from tests.refusals import refused
 B, S, T = 4, 5, 3
 TOKENS, ITEMS = (B, S, T), (B, S)
 SHAPES = {
-    aspo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
-    cispo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
-    ecpo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
-    gbpo_loss: {"logp": TOKENS, "advantages": ITEMS, "logp_old": TOKENS, "mask": TOKENS},
-    gspo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
-    ppo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
-    reinforce_loss: {"logp": TOKENS, "advantages": ITEMS, "logp_old": TOKENS, "mask": TOKENS},
     dpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected", "logp_ref_chosen", "logp_ref_rejected"), (B,)),
     softmax_dpo_loss: {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
@@ -56,8 +48,6 @@ SHAPES = {
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
     value_loss: {"values": ITEMS, "values_old": ITEMS, "returns": ITEMS},
-    entropy: {"logits": ITEMS, "mask": ITEMS},
-    bellman_target: {"rewards": ITEMS, "next_q": (B, S, 7), "dones": ITEMS, "next_q_online": (B, S, 7)},
     q_loss: {"q_values": ITEMS, "q_targets": ITEMS},
     pairwise_reward_loss: {"chosen": ITEMS, "rejected": ITEMS, "margin": ITEMS},
     pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
