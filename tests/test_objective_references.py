@@ -9,12 +9,22 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from recpo.objectives import ASPO, CISPO, ECPO, GBPO, GRPO, GSPO, PPO, Reinforce, advantages as torch_advantages, gae
+from recpo.objectives import (
+    ASPO,
+    CISPO,
+    ECPO,
+    GBPO,
+    GRPO,
+    GSPO,
+    PPO,
+    QLearning,
+    Reinforce,
+    advantages as torch_advantages,
+    gae,
+)
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import value_loss
 from recpo.objectives.preference import dpo_loss
-from recpo.objectives.q_learning import q_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from tests.objectives.token_losses import token_loss
@@ -305,14 +315,14 @@ def test_value_losses(seed):
     rng = np.random.default_rng(seed)
     v, old, target = rng.normal(size=(3, 9))
     tensors = [torch.tensor(x, requires_grad=True) for x in (v, old, target)]
-    loss = value_loss(*tensors, clip=0.3)
+    loss = PPO(value_clip=0.3).value_loss(*tensors)
     assert loss.tolist() == pytest.approx([ref.value(*x, 0.3) for x in zip(v, old, target, strict=True)])
     assert torch.autograd.grad(loss.sum(), tensors, allow_unused=True)[1:] == (None, None)
-    plain = value_loss(tensors[0], None, tensors[2])
+    plain = PPO().value_loss(tensors[0], None, tensors[2])
     assert plain.tolist() == pytest.approx((0.5 * (v - target) ** 2).tolist())
     huber = torch.nn.functional.huber_loss(tensors[0], tensors[2], reduction="none", delta=0.4)
-    torch.testing.assert_close(q_loss(tensors[0], tensors[2], huber=0.4), huber)
-    torch.testing.assert_close(q_loss(tensors[0], tensors[2]), plain)
+    torch.testing.assert_close(QLearning(huber=0.4).q_loss(tensors[0], tensors[2]), huber)
+    torch.testing.assert_close(QLearning().q_loss(tensors[0], tensors[2]), plain)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

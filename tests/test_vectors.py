@@ -23,9 +23,9 @@ from recpo.objectives.advantages import (
 from recpo.objectives.gae import generalized_advantage_estimate
 from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.policy_gradient import PPO, value_loss
+from recpo.objectives.policy_gradient import PPO
 from recpo.objectives.preference import DPO, dpo_loss
-from recpo.objectives.reward_model import pairwise_reward_loss
+from recpo.objectives.reward_model import PairwiseReward
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
@@ -195,7 +195,10 @@ def test_margin_listwise_dpo(name):
 
 def test_pairwise_reward():
     inputs, expected = vector("rm.pairwise")
-    loss = pairwise_reward_loss(*(tensor(inputs[name]) for name in ("chosen", "rejected", "margin")))
+    pairs = zip(*(inputs[name] for name in ("margin", "chosen", "rejected")), strict=True)
+    loss = torch.stack(
+        [PairwiseReward(margin).pair_loss(tensor(chosen), tensor(other)) for margin, chosen, other in pairs]
+    )
     close(loss, expected["loss"])
     close(loss.mean(), expected["mean"])
 
@@ -228,7 +231,8 @@ def test_value_loss():
     inputs, expected = vector("value_loss.clip0.2")
     values = tensor(inputs["values"], True)
     mask = tensor(inputs["mask"])
-    loss = value_loss(values, tensor(inputs["old_values"]), tensor(inputs["returns"]), clip=inputs["clip"])
+    objective = PPO(value_clip=inputs["clip"])
+    loss = objective.value_loss(values, tensor(inputs["old_values"]), tensor(inputs["returns"]))
     close(loss * mask, expected["per_token"])
     close(aggregate(loss, mask), expected["loss_token_mean"])
     close(gradient(aggregate(loss, mask), values)[0], expected["grad_values_token_mean"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import validate_range
 from recpo.base.ranges import NonNegativeFloat, PositiveInt
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
@@ -27,7 +27,7 @@ from recpo.objectives.inputs import (
     validate_log_probs,
 )
 from recpo.ops.kl import KLPenalty, kl_estimate
-from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
+from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
 from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped, log1mexp, weighted_score
 
 
@@ -194,32 +194,6 @@ class ClippedObjective(PolicyGradientObjective):
         return {"clip_fraction": masked_mean(clipped, mask)}
 
 
-def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, clip: float | None = None) -> Tensor:
-    """``0.5 max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)`` per step; without ``clip``, ``0.5 (v - R)^2``.
-
-    Args:
-        values: any shape, with gradient.
-        values_old: same shape, at the time of the rollout; only read with ``clip``.
-        returns: same shape.
-        clip: ``c``; None = no clipping.
-
-    Returns:
-        Same shape.
-
-    Raises:
-        RecpoError: ``clip`` without ``values_old``, or shapes that differ.
-    """
-    check_same_shape(values=values, returns=returns, values_old=values_old)
-    returns = returns.detach()
-    error = (values - returns).square()
-    if clip is not None:
-        if values_old is None:
-            raise RecpoError("a clipped value loss needs values_old", code="missing_option", field="values_old")
-        near = values_old.detach() + (values - values_old.detach()).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns).square())
-    return 0.5 * error
-
-
 @dataclass(frozen=True)
 class PPO(ClippedObjective):
     """Proximal policy optimization (arXiv 1707.06347), dual clip (arXiv 1912.09729), critic and entropy bonus.
@@ -267,11 +241,25 @@ class PPO(ClippedObjective):
             old = None
             if self.value_clip is not None:
                 old = zero_masked(required(inputs, "values_old", self), kept)
-            critic = value_loss(values, old, returns, clip=self.value_clip)
+            critic = self.value_loss(values, old, returns)
             loss = loss + self.value_coef * over_tokens(critic, loss)
             metrics["value_loss"] = masked_mean(critic.detach(), kept)
             metrics["explained_variance"] = explained_variance(values, returns, kept)
         return loss, metrics
+
+    def value_loss(self, values: Tensor, values_old: Tensor | None, returns: Tensor) -> Tensor:
+        """``0.5 max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)`` with ``c = value_clip``, all of one shape.
+
+        Without ``value_clip``, ``0.5 (v - R)^2``. Gradient flows into ``values`` only.
+        """
+        returns = returns.detach()
+        error = (values - returns).square()
+        if self.value_clip is not None:
+            assert values_old is not None
+            old = values_old.detach()
+            near = old + (values - old).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - returns).square())
+        return 0.5 * error
 
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""

@@ -352,7 +352,7 @@ def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
         return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).facts.files) if (Path(path) / FINISHED).is_file() else None
+    return _sha256_of(Run.open(path).files) if (Path(path) / FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
+from recpo.objectives import PPO, QLearning
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.policy_gradient import value_loss
 from recpo.objectives.preference import dpo_loss
-from recpo.objectives.q_learning import q_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
 from recpo.ops.reduce import aggregate, denominator, over_tokens
 from recpo.ops.surrogate import (
@@ -36,7 +35,6 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         (lambda: kl_estimate(X, X, "k4"), ("unknown_name", "kl_kind")),
         (lambda: clipped_surrogate(X, X, dual_clip=1.0), ("out_of_range", "dual_clip")),
         (lambda: clipped_surrogate(X, torch.zeros(3)), ("wrong_shape", "values")),
-        (lambda: value_loss(X, None, X, clip=0.1), ("missing_option", "values_old")),
         (lambda: dpo_loss(X, X, X, X, variant="slic"), ("unknown_name", "variant")),
         (lambda: dpo_loss(X, X, X, X, label_smoothing=0.5), ("out_of_range", "label_smoothing")),
     ],
@@ -52,8 +50,8 @@ def test_mistakes_are_named(call, message):
         (dpo_loss, 2, 2),
         (lambda *x: softmax_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
         (lambda *x: margin_listwise_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
-        (lambda *x: value_loss(*x, clip=0.1), 1, 2),
-        (q_loss, 1, 1),
+        (PPO(value_clip=0.1).value_loss, 1, 2),
+        (QLearning().q_loss, 1, 1),
         (lambda logp, weight: weighted_score(weight, logp), 1, 1),
         (categorical_kl, 1, 1),
         *[(lambda *x, kind=kind: kl_estimate(*x, kind), 1, 1) for kind in ("k1", "abs", "k2", "k3", "low_var")],
