@@ -24,7 +24,7 @@ from recpo.objectives.advantages import (
     ternary_advantage,
     whitened_advantage,
 )
-from recpo.objectives.gae import GAEAdvantage, generalized_advantage_estimate
+from recpo.objectives.gae import GAEAdvantage
 from tests.refusals import refused
 
 
@@ -178,7 +178,7 @@ def test_gae_estimator_ends_a_session_with_its_last_kept_position():
 
 def test_nothing_follows_a_termination():
     ended = torch.tensor([[0, 1, 0]])
-    found, _ = generalized_advantage_estimate(torch.ones(1, 3), torch.zeros(1, 3), ended, 0.0, gamma=0.5, lam=1.0)
+    found, _ = GAEAdvantage(0.5, 1.0).estimate(torch.ones(1, 3), torch.zeros(1, 3), ended, 0.0)
     assert found.tolist() == [[1.5, 1.0, 1.0]]
 
 
@@ -251,11 +251,11 @@ def test_groups_of_two_are_divided_by_one_and_not_by_two():
 
 def test_no_gradient_flows_into_rewards_and_values():
     rewards, values = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
-    for result in generalized_advantage_estimate(rewards, values, torch.zeros(2, 3), torch.zeros(2)):
+    for result in GAEAdvantage().estimate(rewards, values, torch.zeros(2, 3), torch.zeros(2)):
         assert not result.requires_grad
     assert not group_normalized_advantage(rewards).requires_grad
     assert not leave_one_out_advantage(rewards).requires_grad
-    for result in generalized_advantage_estimate(rewards, values, None, values[:, 0]):
+    for result in GAEAdvantage().estimate(rewards, values, None, values[:, 0]):
         assert not result.requires_grad
     batch = feedback(reward=rewards, ends_session=torch.zeros(2, 3).bool())
     for result in GAEAdvantage().advantages_and_returns(batch, values):
@@ -265,15 +265,12 @@ def test_no_gradient_flows_into_rewards_and_values():
 def test_defaults_of_gae_and_what_it_reads():
     assert GAEAdvantage() == GAEAdvantage(gamma=0.99, lam=0.95)
     assert GAEAdvantage().requires == {"rewards", "value"}
-    rewards, values = torch.randn(2, 2, 5)
-    given = generalized_advantage_estimate(rewards, values, None, 0.0, gamma=0.99, lam=0.95)
-    torch.testing.assert_close(generalized_advantage_estimate(rewards, values, None, 0.0), given, rtol=0, atol=0)
 
 
 def test_what_stands_at_a_masked_step_is_not_read():
     rewards, values = torch.tensor([[1.0, math.nan, 2.0]]), torch.tensor([[0.5, math.nan, 0.25]])
-    kept = {"mask": torch.tensor([[True, False, True]]), "gamma": 0.5, "lam": 1.0}
-    advantages, returns = generalized_advantage_estimate(rewards, values, None, 0.0, **kept)
+    kept = torch.tensor([[True, False, True]])
+    advantages, returns = GAEAdvantage(0.5, 1.0).estimate(rewards, values, None, 0.0, kept)
     assert returns.tolist() == [[2.0, 0.0, 2.0]]
     assert advantages.tolist() == [[1.5, 0.0, 1.75]]
 
@@ -320,7 +317,7 @@ def test_a_token_does_not_answer_for_the_rewards_of_earlier_tokens():
     advantages, returns = GAEAdvantage().advantages_and_returns(feedback(**columns, token_rewards=tokens), values)
     last = torch.arange(5) == 4
     every = values[..., None].expand_as(tokens)
-    want, _ = generalized_advantage_estimate(tokens, every, last.expand_as(tokens), 0.0, gamma=1.0, lam=1.0)
+    want, _ = GAEAdvantage(1.0, 1.0).estimate(tokens, every, last.expand_as(tokens), 0.0)
     torch.testing.assert_close(advantages, want * mask[..., None])
     torch.testing.assert_close(returns, tokens.sum(-1) * mask)
     one = feedback(**columns | {"reward": tokens[..., 0]}, token_rewards=tokens[..., :1])

@@ -358,8 +358,8 @@ def test_generalized_advantage_estimate(seed):
     dones, mask = rng.random((2, 2, 6)) < np.array([0.3, 0.7])[:, None, None]
     after, gamma, lam = rng.normal(size=2), rng.uniform(0.5, 1), rng.uniform(0, 1)
     hostile = [torch.tensor(np.where(mask, x, np.nan)) for x in (rewards, values)]
-    advantages, returns = gae.generalized_advantage_estimate(
-        *hostile, torch.tensor(dones), torch.tensor(after), gamma=gamma, lam=lam, mask=torch.tensor(mask)
+    advantages, returns = gae.GAEAdvantage(gamma, lam).estimate(
+        *hostile, torch.tensor(dones), torch.tensor(after), torch.tensor(mask)
     )
     for b in range(2):
         want = ref.gae(rewards[b], values[b], dones[b], after[b], gamma, lam, mask[b])

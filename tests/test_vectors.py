@@ -20,7 +20,7 @@ from recpo.objectives.advantages import (
     share_threshold,
     ternary_advantage,
 )
-from recpo.objectives.gae import generalized_advantage_estimate
+from recpo.objectives.gae import GAEAdvantage
 from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.policy_gradient import PPO
@@ -195,10 +195,8 @@ def test_margin_listwise_dpo(name):
 
 def test_pairwise_reward():
     inputs, expected = vector("rm.pairwise")
-    pairs = zip(*(inputs[name] for name in ("margin", "chosen", "rejected")), strict=True)
-    loss = torch.stack(
-        [PairwiseReward(margin).pair_loss(tensor(chosen), tensor(other)) for margin, chosen, other in pairs]
-    )
+    pairs = zip(inputs["margin"], tensor(inputs["chosen"]), tensor(inputs["rejected"]), strict=True)
+    loss = torch.stack([PairwiseReward(margin).pair_loss(chosen, rejected) for margin, chosen, rejected in pairs])
     close(loss, expected["loss"])
     close(loss.mean(), expected["mean"])
 
@@ -210,12 +208,8 @@ def test_gae(name):
     dones = tensor(inputs["dones"]) if "dones" in inputs else torch.zeros_like(rewards)
     next_value = tensor(inputs.get("next_value", 0.0))
     timed = inputs.get("layout") == "[T,B]"
-    advantages, returns = generalized_advantage_estimate(
-        *(x.T if timed else x for x in (rewards, values, dones)),
-        next_value,
-        gamma=inputs["gamma"],
-        lam=inputs["lam"],
-    )
+    estimator = GAEAdvantage(inputs["gamma"], inputs["lam"])
+    advantages, returns = estimator.estimate(*(x.T if timed else x for x in (rewards, values, dones)), next_value)
     close(advantages.T if timed else advantages, expected["advantages"])
     if "returns" in expected:
         close(returns, expected["returns"])

@@ -115,7 +115,7 @@ class Run(Artifact):
                 code="damaged",
                 field=FINISHED,
             )
-        run = cls(root, *(facts[name] for name in names), tuple(trust))
+        run = cls(root, **{name: facts[name] for name in names}, trust=tuple(trust))
         run.verify([name for name in run.files if not name.startswith(CHECKPOINTS)])
         validate_class_names(run.configuration, run.trust, root / RESOLVED)
         return run

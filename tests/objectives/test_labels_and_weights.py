@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood
-from recpo.objectives.advantages import GradedAdvantage, graded_advantage
+from recpo.objectives.advantages import GradedAdvantage
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
 from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss
 from tests.reference import objective_losses as ref
@@ -270,7 +270,7 @@ def test_weighted_likelihood_says_what_it_lacks():
 def test_graded_advantage(baseline, seed):
     rng = np.random.default_rng(seed)
     grades, mask = rng.choice([np.nan, 0.0, 0.125, 0.375, 0.875], (2, 5)), rng.random((2, 5)) < 0.7
-    got = graded_advantage(torch.tensor(grades), torch.tensor(mask), baseline=baseline)
+    got = GradedAdvantage(baseline).of_grades(torch.tensor(grades), torch.tensor(mask))
     for row in range(2):
         assert got[row].tolist() == pytest.approx(ref.graded(grades[row], mask[row], baseline))
 
@@ -290,5 +290,5 @@ def test_graded_advantage_reads_the_slate():
     for bound in (0.0, 1.0):
         assert GradedAdvantage(baseline=bound)(batch).tolist() == [[0.875 - bound, 0.125 - bound, 0.0]]
     grade = torch.tensor([0.5, 0.25], requires_grad=True)
-    assert not graded_advantage(grade).requires_grad
-    assert graded_advantage(grade[None] * math.nan).tolist() == [[0.0, 0.0]]
+    assert not GradedAdvantage().of_grades(grade).requires_grad
+    assert GradedAdvantage().of_grades(grade[None] * math.nan).tolist() == [[0.0, 0.0]]

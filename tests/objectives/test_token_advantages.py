@@ -19,8 +19,6 @@ from recpo.objectives.advantages import (
     PrefixGroupAdvantage,
     TernaryAdvantage,
     group_normalized_advantage,
-    prefix_group_advantage,
-    reward_gate,
 )
 from tests.reference import objective_losses as ref
 from tests.refusals import refused
@@ -46,10 +44,10 @@ def test_prefix_group_advantage(scale, seed):
     least = int(rng.integers(2, 4))
     hostile = torch.tensor(np.where(mask, rewards, np.nan))
     options = {"min_group": least, "scale": scale, "eps": 1e-4}
-    got = prefix_group_advantage(hostile, torch.tensor(codes), torch.tensor(mask), **options)
+    got = PrefixGroupAdvantage(**options).of_tokens(hostile, torch.tensor(codes), torch.tensor(mask))
     for b in range(size):
         want = ref.prefix_group(rewards[b], codes[b], mask[b], *options.values())
-        alone = prefix_group_advantage(hostile[b], torch.tensor(codes[b]), torch.tensor(mask[b]), **options)
+        alone = PrefixGroupAdvantage(**options).of_tokens(hostile[b], torch.tensor(codes[b]), torch.tensor(mask[b]))
         np.testing.assert_array_equal(alone.numpy(), got[b].numpy())
         np.testing.assert_allclose(got[b].numpy(), want, rtol=1e-9, atol=1e-9)
 
@@ -57,7 +55,7 @@ def test_prefix_group_advantage(scale, seed):
 def test_one_token_per_item_makes_it_the_advantage_of_grpo():
     torch.manual_seed(0)
     rewards, items, mask = torch.rand(3, 6), torch.randint(1, 4, (3, 6)), torch.rand(3, 6) < 0.8
-    got = prefix_group_advantage(rewards, items.unsqueeze(-1), mask)
+    got = PrefixGroupAdvantage().of_tokens(rewards, items.unsqueeze(-1), mask)
     torch.testing.assert_close(got.squeeze(-1), group_normalized_advantage(rewards, mask))
     torch.testing.assert_close(
         PrefixGroupAdvantage()(batch_of(rewards, items)), group_normalized_advantage(rewards), rtol=1e-5, atol=1e-6
@@ -78,10 +76,9 @@ def test_defaults_and_bounds_of_prefix_groups():
     assert PrefixGroupAdvantage().requires == {"rewards"}
     rewards, codes = torch.tensor([[0.0, 1e-6, 0.0]], requires_grad=True), torch.tensor([[[0, 0], [0, 1], [1, 0]]])
     alike = torch.full((1, 3), 0.1, dtype=torch.float64)  # three times a tenth is not three tenths
-    assert (prefix_group_advantage(alike, codes) == 0).all()
-    got = prefix_group_advantage(rewards, codes)
+    assert (PrefixGroupAdvantage().of_tokens(alike, codes) == 0).all()
+    got = PrefixGroupAdvantage().of_tokens(rewards, codes)
     assert not got.requires_grad
-    assert torch.equal(got, prefix_group_advantage(rewards, codes, min_group=2, scale=True, eps=1e-6))
     third, deviation = 1e-6 / 3, 1e-6 / math.sqrt(3)
     scale = deviation + 1e-6
     want = [[-third, -0.5e-6], [2 * third, 0.5e-6], [-third, -third]]
@@ -103,7 +100,7 @@ def test_prefix_baselines_leave_the_expected_gradient_as_it_is():
     for a in range(4):
         for b in range(4):
             pair = torch.tensor([a, b])
-            advantages = 2 * prefix_group_advantage(rewards[pair], codes[pair], scale=False)
+            advantages = 2 * PrefixGroupAdvantage(scale=False).of_tokens(rewards[pair], codes[pair])
             tokens = LogProbs(logp[pair][None], torch.ones(1, 2, 2, dtype=torch.bool))
             total = total + (pi[a] * pi[b]).detach() * Reinforce()(ObjectiveInputs(tokens, advantages[None])).loss
     torch.testing.assert_close(torch.autograd.grad(total, logits)[0], want)
@@ -145,7 +142,7 @@ def test_reward_gate(seed):
     hostile = torch.tensor(np.where(role == "neither", np.nan, rewards))
     arguments = [torch.tensor(items), torch.tensor(role == "liked"), torch.tensor(role == "drawn")]
     bounds = {"max_hit_share": 0.4, "min_separation": 0.6}
-    got = reward_gate(hostile, *arguments, **bounds)
+    got = GatedAdvantage(**bounds).passes(hostile, *arguments)
     want = [ref.gate(*x, 0.4, 0.6) for x in zip(rewards, items, role == "liked", role == "drawn", strict=True)]
     assert got.tolist() == want
 
@@ -155,20 +152,23 @@ def test_bounds_of_the_gate_are_in():
     items = torch.tensor([[1, 1, 2, 3, 4]])  # a liked item, drawn once; of the other draws one ties, one beats it
     liked = torch.tensor([[True, False, False, False, False]])
     shares = {"max_hit_share": 1 / 4, "min_separation": (0.5 + 0 + 1) / 3}
-    assert reward_gate(rewards, items, liked, ~liked, **shares).tolist() == [True]
+    assert GatedAdvantage(**shares).passes(rewards, items, liked, ~liked).tolist() == [True]
     for name, value in (("max_hit_share", 0.24), ("min_separation", 0.51)):
-        assert reward_gate(rewards, items, liked, ~liked, **{**shares, name: value}).tolist() == [False]
+        assert GatedAdvantage(**{**shares, name: value}).passes(rewards, items, liked, ~liked).tolist() == [False]
     both = [
         torch.cat([x, y]) for x, y in ((rewards, rewards), (items, items), (liked, liked & False), (~liked, ~liked))
     ]
-    assert reward_gate(*both, max_hit_share=1.0, min_separation=0.0).tolist() == [True, False]  # nothing liked
+    assert GatedAdvantage(max_hit_share=1.0, min_separation=0.0).passes(*both).tolist() == [
+        True,
+        False,
+    ]  # nothing liked
     # the defaults: half of the draws, three of four pairs
     items, liked = torch.tensor([[1, 1, 1, 2, 3]]), torch.tensor([[True, False, False, False, False]])
     for beaten, passes in ((0.5, True), (0.6, False)):
         rewards = torch.tensor([[0.5, 0.0, 0.0, beaten, 0.1]])
-        assert reward_gate(rewards, items, liked, ~liked).tolist() == [passes]
+        assert GatedAdvantage().passes(rewards, items, liked, ~liked).tolist() == [passes]
     items = torch.tensor([[1, 1, 1, 1, 3]])
-    assert reward_gate(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.1]]), items, liked, ~liked).tolist() == [False]
+    assert GatedAdvantage().passes(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.1]]), items, liked, ~liked).tolist() == [False]
     assert GatedAdvantage() == GatedAdvantage(GroupNormalizedAdvantage(), 0.5, 0.75)
     for bound in (0.0, 1.0):
         assert GatedAdvantage(max_hit_share=bound, min_separation=bound).max_hit_share == bound
