@@ -32,6 +32,7 @@ from recpo.objectives import (
     GBPO,
     GRPO,
     GSPO,
+    KTO,
     PPO,
     CatalogPolicyGradient,
     DrGRPO,
@@ -43,7 +44,7 @@ from recpo.objectives import (
 )
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
-from recpo.objectives.preference import PairVariant, dpo_loss, kto_loss
+from recpo.objectives.preference import PairVariant, dpo_loss
 from recpo.objectives.reward_model import pointwise_reward_loss
 
 BLUE, ORANGE, GRAY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
@@ -165,7 +166,7 @@ def kto(axes: Axes) -> None:
     zero, one = torch.zeros_like(h), torch.ones_like(h)
     for point, names in ((0.0, ("desirable", "undesirable")), (2.0, ("both, z = 2", None))):
         for sign, label, style in zip((one, -one), names, (UP, DOWN) if not point else (OTHER, OTHER), strict=True):
-            (curve,) = push(kto_loss(h, zero, sign, torch.tensor(point), beta=1.0), h)
+            (curve,) = push(KTO(beta=1.0).losses(h, zero, sign, torch.tensor(point)), h)
             axes.plot(h.detach(), curve, label=label, **style)
     framed(axes, "log-ratio  h   (β = 1, z = 0)", legend="lower right")
 

@@ -149,10 +149,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
     unbiased: bool = True
     eps: float = 1e-6
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    requires = frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -166,10 +163,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
 class LeaveOneOutAdvantage(AdvantageEstimator):
     """Reward minus the mean reward of the others on the slate (see ``leave_one_out_advantage``)."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    requires = frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -190,10 +184,7 @@ class GradedAdvantage(AdvantageEstimator):
 
     baseline: ClosedUnitInterval | None = None
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.LABELS, Requirement.DISLIKES})
+    requires = frozenset({Requirement.LABELS, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -426,10 +417,7 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
         super().__post_init__()
         validate_range(self.min_group >= 2, "PrefixGroupAdvantage.min_group", "must be at least 2", self.min_group)
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    requires = frozenset({Requirement.REWARDS})
 
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
         """See ``TokenAdvantageEstimator``."""

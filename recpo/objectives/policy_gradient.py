@@ -67,10 +67,7 @@ class PolicyGradientObjective(Objective):
         asked = {requirement for requirement, weight in optional.items() if weight}
         return frozenset({Requirement.ADVANTAGES, Requirement.OLD} | asked)
 
-    @property
-    def reads_token_advantages(self) -> bool:
-        """True: the loss is per token."""
-        return True
+    reads_token_advantages = True  # the loss is per token
 
     @property
     def zero_advantage_is_inert(self) -> bool:

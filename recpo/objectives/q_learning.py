@@ -32,10 +32,7 @@ class QLearning(Objective):
     q_coef: float = 1.0
     huber: PositiveFloat | None = None
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``Objective.requires``."""
-        return frozenset({Requirement.Q_VALUE})
+    requires = frozenset({Requirement.Q_VALUE})
 
     @property
     def reads_log_prob(self) -> bool:

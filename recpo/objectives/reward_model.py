@@ -36,15 +36,9 @@ class PairwiseReward(Objective):
 
     margin: float = 0.0
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``Objective.requires``."""
-        return frozenset({Requirement.CHOSEN, Requirement.SCORE})
+    requires = frozenset({Requirement.CHOSEN, Requirement.SCORE})
 
-    @property
-    def reads_log_prob(self) -> bool:
-        """False: only scores are compared."""
-        return False
+    reads_log_prob = False  # only scores are compared
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Lists with exactly one chosen item."""
@@ -181,10 +175,7 @@ class PointwiseReward(Objective):
         """One per target."""
         return len(self.target_names)
 
-    @property
-    def reads_log_prob(self) -> bool:
-        """False: only scores are trained."""
-        return False
+    reads_log_prob = False  # only scores are trained
 
     def targets(
         self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None, positive: Tensor | None = None

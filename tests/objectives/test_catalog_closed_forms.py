@@ -12,7 +12,6 @@ from scipy.optimize import brentq
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import KTO, MPO, CatalogPolicyGradient, WeightedLikelihood
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.preference import kto_loss
 from tests.refusals import refused
 
 NAN = math.nan
@@ -167,7 +166,7 @@ def test_defaults_of_the_newer_objectives():
         torch.tensor([1.0, -1.0]),
         0.0,
     )
-    got = kto_loss(logp, reference, signs, torch.tensor(zero))
+    got = KTO().losses(logp, reference, signs, torch.tensor(zero))
     assert got.tolist() == pytest.approx([1 / (1 + math.exp(0.1))] * 2)
 
 
@@ -314,17 +313,6 @@ def test_kto_item_by_item(over):
     finite = objective(inputs._replace(advantages=torch.tensor(advantages)))  # what is masked has a sign as well
     assert finite.loss.item() == pytest.approx(output.loss.item())
     assert finite.metrics["zero_share"] == output.metrics["zero_share"]
-
-
-def test_the_pure_loss_of_kto_reads_what_is_kept_and_moves_the_policy_alone():
-    logp, reference, signs, point = (
-        torch.tensor(x, requires_grad=True) for x in ([-1.0, -1.0, NAN], [-2.0, -2.0, NAN], [1.0, 1.0, -1.0], [0.5])
-    )
-    loss = kto_loss(logp, reference, signs, point, mask=torch.tensor([True, False, False]))
-    assert loss.tolist() == pytest.approx([1 / (1 + math.exp(0.05)), 0.0, 0.0])
-    gradient, *others = torch.autograd.grad(loss.sum(), [logp, reference, signs, point], allow_unused=True)
-    assert others == [None] * 3
-    assert gradient[1:].tolist() == [0.0, 0.0]
 
 
 def test_bounds_of_kto():

@@ -13,7 +13,7 @@ from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood
 from recpo.objectives.advantages import GradedAdvantage
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
-from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss
 from tests.reference import objective_losses as ref
 from tests.refusals import refused
 
@@ -172,10 +172,10 @@ def test_kto(seed):
     logp, reference = rng.normal(-3, 2, (2, *shape))
     signs, mask = rng.choice([-2.0, 0.0, 0.5], shape), rng.random(shape) < 0.8
     point = rng.uniform(0, 1, (shape[0], 1))
-    hostile = [torch.tensor(np.where(mask, x, np.nan), requires_grad=True) for x in (logp, reference, signs)]
+    leaves = [torch.tensor(x, requires_grad=True) for x in (logp, reference, point)]
     options = {"beta": 0.7, "desirable_weight": 1.2, "undesirable_weight": 0.4}
-    loss = kto_loss(*hostile, torch.tensor(point, requires_grad=True), mask=torch.tensor(mask), **options)
-    gradients = torch.autograd.grad(loss.sum(), hostile, allow_unused=True)
+    loss = KTO(**options).losses(*leaves[:2], torch.tensor(np.sign(signs) * mask), leaves[2])
+    gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
     assert gradients[1:] == (None, None)
     for b, s in np.ndindex(*shape):
         sign = int(np.sign(signs[b, s])) if mask[b, s] else 0

@@ -14,7 +14,7 @@ from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists
+from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, preference_lists
 from recpo.objectives.reward_model import pointwise_reward_loss
 from recpo.ops import kl, reduce, surrogate
 from tests.refusals import refused
@@ -35,7 +35,6 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"margin": (B, S), "mask": (B, S)},
     },
-    kto_loss: dict.fromkeys(("logp", "logp_ref", "signs", "mask"), ITEMS),
     mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
@@ -60,7 +59,6 @@ OTHERS = {
     "kl_coef": 0.1,
     "temperature": 0.5,
     "kl_target": 0.1,
-    "reference_point": torch.tensor(0.1),
     "clip_low": 0.2,
     "clip_high": 0.2,
 }
