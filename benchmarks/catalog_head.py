@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.objectives.grpo import GBPO
+from recpo.objectives.grpo import gbpo_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
 from recpo.ops.linear_logprob import linear_logprob
 
@@ -49,8 +49,7 @@ def gbpo_problem(items: int, dim: int) -> Problem:
     advantages[informative[:21]] = -1.0
 
     def loss(logp: Tensor, rows: Tensor) -> Tensor:
-        of_rows = advantages[rows, None].to(logp.dtype)
-        return GBPO().token_loss(logp, logp.detach(), of_rows, torch.ones_like(logp, dtype=torch.bool)).sum() / ROWS
+        return gbpo_loss(logp, advantages[rows].to(logp.dtype)).sum() / ROWS
 
     return Problem(*_head(ROWS, items, dim), torch.randint(1, items + 1, (ROWS, 1)), advantages != 0, loss)
 

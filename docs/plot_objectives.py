@@ -24,28 +24,14 @@ from torch import Tensor
 from recpo.artifacts.outputs import output_file
 from recpo.base.contracts import Objective
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.objectives import (
-    ASPO,
-    CISPO,
-    DAPO,
-    ECPO,
-    GBPO,
-    GRPO,
-    GSPO,
-    KTO,
-    PPO,
-    CatalogPolicyGradient,
-    DrGRPO,
-    Likelihood,
-    PairwiseReward,
-    QLearning,
-    Reinforce,
-    WeightedLikelihood,
-)
+from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
+from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
-from recpo.objectives.preference import PairVariant, dpo_loss
-from recpo.objectives.reward_model import pointwise_reward_loss
+from recpo.objectives.preference import PairVariant, dpo_loss, kto_loss
+from recpo.objectives.q_learning import q_loss
+from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 
 BLUE, ORANGE, GRAY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
 # Color and dashes say the same thing, so that a print in gray can be read.
@@ -150,11 +136,11 @@ def likelihood(axes: Axes) -> None:
 def weighted_likelihood(axes: Axes) -> None:
     """Against the advantage, by the temperature."""
     advantages = torch.linspace(-1, 1, 161, dtype=torch.float64)
-    logp = torch.full_like(advantages, -3.0, requires_grad=True)
+    logp = torch.full((len(advantages), 1), -3.0, dtype=torch.float64, requires_grad=True)
     for temperature, style in ((0.25, UP), (0.5, DOWN), (1.0, FOURTH)):
-        weights = WeightedLikelihood(temperature).weights(advantages, None)
-        (curve,) = push(-weights * logp, logp)
-        axes.plot(advantages, curve, label=f"temperature {temperature}", **style)
+        weights = likelihood_weights(advantages, temperature=temperature)
+        (curve,) = push(weighted_likelihood_loss(logp, weights), logp)
+        axes.plot(advantages, curve.squeeze(-1), label=f"temperature {temperature}", **style)
     axes.set(yscale="log", yticks=[0.02, 0.1, 1.0, 10.0])
     axes.minorticks_off()
     framed(axes, "advantage A", legend="upper left")
@@ -166,7 +152,7 @@ def kto(axes: Axes) -> None:
     zero, one = torch.zeros_like(h), torch.ones_like(h)
     for point, names in ((0.0, ("desirable", "undesirable")), (2.0, ("both, z = 2", None))):
         for sign, label, style in zip((one, -one), names, (UP, DOWN) if not point else (OTHER, OTHER), strict=True):
-            (curve,) = push(KTO(beta=1.0).losses(h, zero, sign, torch.tensor(point)), h)
+            (curve,) = push(kto_loss(h, zero, sign, torch.tensor(point), beta=1.0), h)
             axes.plot(h.detach(), curve, label=label, **style)
     framed(axes, "log-ratio  h   (β = 1, z = 0)", legend="lower right")
 
@@ -305,7 +291,7 @@ def catalog_policy_gradient(axes: Axes) -> None:
     logits = torch.stack([p.log(), (1 - p).log()], -1).requires_grad_()
     rewards = torch.tensor([1.0, 0.0], dtype=torch.float64).expand_as(logits)
     logp = logits.log_softmax(-1)
-    (exact,) = push(CatalogPolicyGradient(kl_coef=0.0).losses(logp, rewards, None), logits)
+    (exact,) = push(catalog_policy_gradient_loss(logp, rewards), logits)
     axes.plot(p, exact[:, 0], label="exact policy gradient", **UP)
     fitted = mpo_loss(logits.log_softmax(-1), rewards, temperature=0.2, log_base=logits.detach())
     axes.plot(p, push(fitted, logits)[0][:, 0], label="MPO, temperature 0.2, base = policy", **DOWN)
@@ -318,7 +304,7 @@ def q_learning(axes: Axes) -> None:
     """Against the temporal-difference error."""
     error = torch.linspace(-3, 3, 121, dtype=torch.float64, requires_grad=True)
     for huber, label, style in ((None, "squared", UP), (1.0, "huber 1.0", DOWN)):
-        (curve,) = push(QLearning(huber=huber).q_loss(error, torch.zeros_like(error)), error)
+        (curve,) = push(q_loss(error, torch.zeros_like(error), huber=huber), error)
         axes.plot(error.detach(), curve, label=label, **style)
     framed(axes, "error  Q(s, a) - y", "push on Q(s, a)")
 
@@ -327,8 +313,8 @@ def pairwise_reward(axes: Axes) -> None:
     """Against the gap of the scores."""
     gap = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
     other = torch.zeros_like(gap, requires_grad=True)
-    chosen, rejected = push(PairwiseReward().pair_loss(gap, other), gap, other)
-    (wider,) = push(PairwiseReward(2.0).pair_loss(gap, other), gap)
+    chosen, rejected = push(pairwise_reward_loss(gap, other), gap, other)
+    (wider,) = push(pairwise_reward_loss(gap, other, 2.0), gap)
     axes.plot(gap.detach(), chosen, label="chosen", **UP)
     axes.plot(gap.detach(), rejected, label="rejected", **DOWN)
     axes.plot(gap.detach(), wider, label="chosen, margin 2", **OTHER)

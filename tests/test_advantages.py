@@ -24,7 +24,7 @@ from recpo.objectives.advantages import (
     ternary_advantage,
     whitened_advantage,
 )
-from recpo.objectives.gae import GAEAdvantage
+from recpo.objectives.gae import GAEAdvantage, generalized_advantage_estimate
 from tests.refusals import refused
 
 
@@ -111,6 +111,9 @@ def test_threshold_edges():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert ternary_advantage(ties.to(dtype), None).tolist() == [1, 1, 1, 0]
         assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [1, 1, 1, 0]
+    for fraction in (0.0, 1.0):
+        with refused("out_of_range", "positive_fraction"):
+            share_threshold(ties, fraction)
 
 
 def test_a_rank_that_misses_a_whole_number_by_rounding_is_that_number():
@@ -176,10 +179,17 @@ def test_gae_estimator_ends_a_session_with_its_last_kept_position():
     assert GAEAdvantage(gamma=0.5, lam=1.0)(feedback(reward=rewards, mask=mask), values).equal(advantage)
 
 
-def test_nothing_follows_a_termination():
-    ended = torch.tensor([[0, 1, 0]])
-    found, _ = GAEAdvantage(0.5, 1.0).estimate(torch.ones(1, 3), torch.zeros(1, 3), ended, 0.0)
-    assert found.tolist() == [[1.5, 1.0, 1.0]]
+def test_termination_and_truncation_differ():
+    rewards, values = torch.ones(1, 3), torch.zeros(1, 3)
+    flag, bootstrap = torch.tensor([[0, 1, 0]]), torch.full((1, 3), 10.0)
+    ended, _ = generalized_advantage_estimate(rewards, values, flag, 0.0, gamma=0.5, lam=1.0)
+    cut, _ = generalized_advantage_estimate(
+        rewards, values, None, 0.0, gamma=0.5, lam=1.0, truncations=flag, bootstrap_values=bootstrap
+    )
+    assert ended.tolist() == [[1.5, 1.0, 1.0]]
+    assert cut.tolist() == [[4.0, 6.0, 1.0]]
+    with refused("missing_option", "bootstrap_values"):
+        generalized_advantage_estimate(rewards, values, None, 0.0, truncations=flag)
 
 
 def test_estimators_say_what_they_lack():
@@ -251,11 +261,12 @@ def test_groups_of_two_are_divided_by_one_and_not_by_two():
 
 def test_no_gradient_flows_into_rewards_and_values():
     rewards, values = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
-    for result in GAEAdvantage().estimate(rewards, values, torch.zeros(2, 3), torch.zeros(2)):
+    for result in generalized_advantage_estimate(rewards, values, torch.zeros(2, 3), torch.zeros(2)):
         assert not result.requires_grad
     assert not group_normalized_advantage(rewards).requires_grad
     assert not leave_one_out_advantage(rewards).requires_grad
-    for result in GAEAdvantage().estimate(rewards, values, None, values[:, 0]):
+    cut = {"truncations": torch.ones(2, 3), "bootstrap_values": values}
+    for result in generalized_advantage_estimate(rewards, values, None, values[:, 0], **cut):
         assert not result.requires_grad
     batch = feedback(reward=rewards, ends_session=torch.zeros(2, 3).bool())
     for result in GAEAdvantage().advantages_and_returns(batch, values):
@@ -265,12 +276,15 @@ def test_no_gradient_flows_into_rewards_and_values():
 def test_defaults_of_gae_and_what_it_reads():
     assert GAEAdvantage() == GAEAdvantage(gamma=0.99, lam=0.95)
     assert GAEAdvantage().requires == {"rewards", "value"}
+    rewards, values = torch.randn(2, 2, 5)
+    given = generalized_advantage_estimate(rewards, values, None, 0.0, gamma=0.99, lam=0.95)
+    torch.testing.assert_close(generalized_advantage_estimate(rewards, values, None, 0.0), given, rtol=0, atol=0)
 
 
 def test_what_stands_at_a_masked_step_is_not_read():
     rewards, values = torch.tensor([[1.0, math.nan, 2.0]]), torch.tensor([[0.5, math.nan, 0.25]])
-    kept = torch.tensor([[True, False, True]])
-    advantages, returns = GAEAdvantage(0.5, 1.0).estimate(rewards, values, None, 0.0, kept)
+    kept = {"mask": torch.tensor([[True, False, True]]), "gamma": 0.5, "lam": 1.0}
+    advantages, returns = generalized_advantage_estimate(rewards, values, None, 0.0, **kept)
     assert returns.tolist() == [[2.0, 0.0, 2.0]]
     assert advantages.tolist() == [[1.5, 0.0, 1.75]]
 
@@ -317,7 +331,7 @@ def test_a_token_does_not_answer_for_the_rewards_of_earlier_tokens():
     advantages, returns = GAEAdvantage().advantages_and_returns(feedback(**columns, token_rewards=tokens), values)
     last = torch.arange(5) == 4
     every = values[..., None].expand_as(tokens)
-    want, _ = GAEAdvantage(1.0, 1.0).estimate(tokens, every, last.expand_as(tokens), 0.0)
+    want, _ = generalized_advantage_estimate(tokens, every, last.expand_as(tokens), 0.0, gamma=1.0, lam=1.0)
     torch.testing.assert_close(advantages, want * mask[..., None])
     torch.testing.assert_close(returns, tokens.sum(-1) * mask)
     one = feedback(**columns | {"reward": tokens[..., 0]}, token_rewards=tokens[..., :1])

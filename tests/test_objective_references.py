@@ -9,25 +9,15 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from recpo.objectives import (
-    ASPO,
-    CISPO,
-    ECPO,
-    GBPO,
-    GRPO,
-    GSPO,
-    PPO,
-    QLearning,
-    Reinforce,
-    advantages as torch_advantages,
-    gae,
-)
+from recpo.objectives import advantages as torch_advantages, gae
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
+from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
-from tests.objectives.token_losses import token_loss
 from tests.reference import objective_losses as ref
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -73,16 +63,21 @@ def check(case, loss, values, weights, tolerance=1e-9):
 
 
 TOKEN_LOSSES = {
-    "ppo": (PPO(), ref.ppo, {}),
-    "grpo_wide": (GRPO(clip_low=0.5, clip_high=0.1), ref.ppo, {"low": 0.5, "high": 0.1}),
-    "ppo_dual": (PPO(dual_clip=1.5), ref.ppo, {"dual": 1.5}),
-    "ecpo": (ECPO(delta=0.3), ref.ecpo, {"delta": 0.3}),
-    "aspo": (ASPO(), ref.aspo, {}),
-    "aspo_uncapped": (ASPO(dual_clip=None), ref.aspo, {"dual": None}),
-    "cispo": (CISPO(), ref.cispo, {}),
-    "cispo_both": (CISPO(cap_low=0.7, cap_high=1.5), ref.cispo, {"low": 0.7, "high": 1.5}),
-    "gbpo": (GBPO(), ref.gbpo, {}),
-    "gbpo_without_old": (GBPO(), lambda logp, old, a: ref.gbpo(logp, None, a), {}),
+    "ppo": (ppo_loss, ref.ppo, {}, {}),
+    "ppo_wide": (ppo_loss, ref.ppo, {"clip_low": 0.5, "clip_high": 0.1}, {"low": 0.5, "high": 0.1}),
+    "ppo_dual": (ppo_loss, ref.ppo, {"dual_clip": 1.5}, {"dual": 1.5}),
+    "ecpo": (ecpo_loss, ref.ecpo, {"delta": 0.3}, {"delta": 0.3}),
+    "aspo": (aspo_loss, ref.aspo, {}, {}),
+    "aspo_uncapped": (aspo_loss, ref.aspo, {"dual_clip": None}, {"dual": None}),
+    "cispo": (cispo_loss, ref.cispo, {}, {}),
+    "cispo_both": (cispo_loss, ref.cispo, {"cap_low": 0.7, "cap_high": 1.5}, {"low": 0.7, "high": 1.5}),
+    "gbpo": (lambda logp, old, a, mask: gbpo_loss(logp, a, logp_old=old, mask=mask), ref.gbpo, {}, {}),
+    "gbpo_without_old": (
+        lambda logp, old, a, mask: gbpo_loss(logp, a, mask=mask),
+        lambda logp, old, a: ref.gbpo(logp, None, a),
+        {},
+        {},
+    ),
 }
 
 
@@ -91,35 +86,33 @@ TOKEN_LOSSES = {
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 @given(seed=SEEDS)
 def test_token_losses(name, dtype, seed):
-    objective, reference, options = TOKEN_LOSSES[name]
+    function, reference, options, reference_options = TOKEN_LOSSES[name]
     case = Case(seed, dtype)
-    expected = {index: reference(n, o, a, **options) for index, n, o, a in case.tokens()}
+    expected = {index: reference(n, o, a, **reference_options) for index, n, o, a in case.tokens()}
     if dtype != torch.float64:
         # near a jump of the gradient the format decides on which side a ratio falls
         jumps = (0.8, 1.2, 0.5, 1.1, 1.5, 3.0, 1 / 3, 0.7)
         if any(abs(math.exp(n - o) / jump - 1) < 1e-4 for _, n, o, _ in case.tokens() for jump in jumps):
             return
-    old = None if name == "gbpo_without_old" else case.old
-    loss = token_loss(objective, case.logp, old, case.a, case.mask)
+    loss = function(case.logp, case.old, case.a, mask=case.mask, **options)
     check(case, loss, {i: e[0] for i, e in expected.items()}, {i: e[1] for i, e in expected.items()}, FORMATS[dtype])
 
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_token_losses_in_bfloat16(name):
-    objective, reference, options = TOKEN_LOSSES[name]
+    function, reference, options, reference_options = TOKEN_LOSSES[name]
     case = Case(3, torch.bfloat16)
-    old = None if name == "gbpo_without_old" else case.old
-    loss = token_loss(objective, case.logp, old, case.a, case.mask)
+    loss = function(case.logp, case.old, case.a, mask=case.mask, **options)
     assert loss.dtype == torch.bfloat16
     for index, n, o, a in case.tokens():
-        assert loss[index].item() == pytest.approx(reference(n, o, a, **options)[0], rel=0.05, abs=0.02)
+        assert loss[index].item() == pytest.approx(reference(n, o, a, **reference_options)[0], rel=0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
 @given(seed=SEEDS)
 def test_gspo(level, seed):
     case = Case(seed)
-    loss = token_loss(GSPO(clip_low=0.1, clip_high=0.3, level=level), case.logp, case.old, case.a, case.mask)
+    loss = gspo_loss(case.logp, case.old, case.a, case.mask, clip_low=0.1, clip_high=0.3, level=level)
     total = (loss.sum(-1) / case.mask.sum(-1).clamp(min=1)).sum()
     (gradient,) = torch.autograd.grad(total, case.logp)
     for index, new, old, a in case.items():
@@ -136,7 +129,7 @@ def test_gspo(level, seed):
 def test_reinforce(cap, top_k, off_policy, seed):
     case = Case(seed)
     old = case.old if off_policy else None
-    loss = token_loss(Reinforce(ratio_cap=cap, top_k=top_k), case.logp, old, case.a, case.mask)
+    loss = reinforce_loss(case.logp, case.a, logp_old=old, mask=case.mask, ratio_cap=cap, top_k=top_k)
     expected = {}
     for (b, s), new, behavior, a in case.items():
         weight = ref.reinforce(new, behavior if off_policy else None, a, cap, top_k)
@@ -147,7 +140,7 @@ def test_reinforce(cap, top_k, off_policy, seed):
 @given(seed=SEEDS)
 def test_gbpo_at_the_level_of_the_item(seed):
     case = Case(seed)
-    loss = token_loss(GBPO(level="sequence"), case.logp, case.old, case.a, case.mask)
+    loss = gbpo_loss(case.logp, case.a, logp_old=case.old, mask=case.mask, level="sequence")
     for index, new, old, a in case.items():
         want = ref.gbpo(sum(new), sum(old), a)[0]
         assert loss[index][case.mask[index]].tolist() == pytest.approx([want] * len(new), rel=1e-9)
@@ -290,10 +283,11 @@ def test_distributions(seed):
     mask[:, 0] = True
     tp, tq = (torch.tensor(np.where(mask, x, np.nan), requires_grad=True) for x in (p, q))
     keep = torch.tensor(mask)
-    divergence = categorical_kl(tp, tq, keep)
+    divergence, disorder = categorical_kl(tp, tq, keep), entropy(tp, keep)
     rows = range(len(p))
     assert divergence.tolist() == pytest.approx([ref.categorical_kl(p[i][mask[i]], q[i][mask[i]]) for i in rows])
-    (gradient,) = torch.autograd.grad(divergence.sum(), tp)
+    assert disorder.tolist() == pytest.approx([ref.entropy(p[i][mask[i]]) for i in rows])
+    (gradient,) = torch.autograd.grad((divergence + disorder).sum(), tp)
     assert gradient.isfinite().all()
     assert (gradient[~keep] == 0).all()
 
@@ -315,14 +309,14 @@ def test_value_losses(seed):
     rng = np.random.default_rng(seed)
     v, old, target = rng.normal(size=(3, 9))
     tensors = [torch.tensor(x, requires_grad=True) for x in (v, old, target)]
-    loss = PPO(value_clip=0.3).value_loss(*tensors)
+    loss = value_loss(*tensors, clip=0.3)
     assert loss.tolist() == pytest.approx([ref.value(*x, 0.3) for x in zip(v, old, target, strict=True)])
     assert torch.autograd.grad(loss.sum(), tensors, allow_unused=True)[1:] == (None, None)
-    plain = PPO().value_loss(tensors[0], None, tensors[2])
+    plain = value_loss(tensors[0], None, tensors[2])
     assert plain.tolist() == pytest.approx((0.5 * (v - target) ** 2).tolist())
     huber = torch.nn.functional.huber_loss(tensors[0], tensors[2], reduction="none", delta=0.4)
-    torch.testing.assert_close(QLearning(huber=0.4).q_loss(tensors[0], tensors[2]), huber)
-    torch.testing.assert_close(QLearning().q_loss(tensors[0], tensors[2]), plain)
+    torch.testing.assert_close(q_loss(tensors[0], tensors[2], huber=0.4), huber)
+    torch.testing.assert_close(q_loss(tensors[0], tensors[2]), plain)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -354,15 +348,22 @@ def test_group_advantages(scale, unbiased, seed):
 @given(seed=SEEDS)
 def test_generalized_advantage_estimate(seed):
     rng = np.random.default_rng(seed)
-    rewards, values = rng.normal(size=(2, 2, 6))
-    dones, mask = rng.random((2, 2, 6)) < np.array([0.3, 0.7])[:, None, None]
+    rewards, values, bootstrap = rng.normal(size=(3, 2, 6))
+    dones, cuts, mask = rng.random((3, 2, 6)) < np.array([0.2, 0.2, 0.7])[:, None, None]
     after, gamma, lam = rng.normal(size=2), rng.uniform(0.5, 1), rng.uniform(0, 1)
     hostile = [torch.tensor(np.where(mask, x, np.nan)) for x in (rewards, values)]
-    advantages, returns = gae.GAEAdvantage(gamma, lam).estimate(
-        *hostile, torch.tensor(dones), torch.tensor(after), torch.tensor(mask)
+    advantages, returns = gae.generalized_advantage_estimate(
+        *hostile,
+        torch.tensor(dones),
+        torch.tensor(after),
+        gamma=gamma,
+        lam=lam,
+        mask=torch.tensor(mask),
+        truncations=torch.tensor(cuts),
+        bootstrap_values=torch.tensor(np.where(cuts, bootstrap, np.nan)),
     )
     for b in range(2):
-        want = ref.gae(rewards[b], values[b], dones[b], after[b], gamma, lam, mask[b])
+        want = ref.gae(rewards[b], values[b], dones[b], after[b], gamma, lam, mask[b], cuts[b], bootstrap[b])
         assert advantages[b].tolist() == pytest.approx(want, rel=1e-9, abs=1e-12)
         assert returns[b].tolist() == pytest.approx(np.where(mask[b], want + values[b], 0.0).tolist(), abs=1e-12)
 
@@ -377,6 +378,14 @@ def test_ternary_advantage(threshold, seed, fraction):
         torch.tensor(quantile), torch.tensor(dislike), positive_fraction=fraction, threshold=threshold
     )
     assert got.tolist() == ref.ternary(quantile, dislike, fraction, threshold)
+
+
+def test_bellman_target():
+    next_q = torch.tensor([[1.0, 3.0], [2.0, -1.0], [math.nan, math.nan]])
+    online = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    rewards, dones = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0, 0, 1])
+    assert bellman_target(rewards, next_q, dones, gamma=0.5).tolist() == [2.0, 1.0, 1.0]
+    assert bellman_target(rewards, next_q, dones, gamma=0.5, next_q_online=online).tolist() == [1.0, -0.5, 1.0]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -20,19 +20,18 @@ from recpo.objectives.advantages import (
     share_threshold,
     ternary_advantage,
 )
-from recpo.objectives.gae import GAEAdvantage
-from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
+from recpo.objectives.gae import generalized_advantage_estimate
+from recpo.objectives.grpo import DAPO, GBPO, GRPO, GSPO, DrGRPO, aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.policy_gradient import PPO
+from recpo.objectives.policy_gradient import PPO, entropy, ppo_loss, value_loss
 from recpo.objectives.preference import DPO, dpo_loss
-from recpo.objectives.reward_model import PairwiseReward
+from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
 from recpo.rewards.rewards import ValidityReward, rank_aware_reward
 from recpo.training.kl_control import adapted_kl_coef
 from recpo.training.options import KLTarget
-from tests.objectives.token_losses import token_loss
 
 VECTORS = {
     vector["id"]: vector
@@ -43,7 +42,6 @@ OTHERS = {
     "onesug_pairwise_as_printed": "not an objective of recpo",
     "rank_grpo.causal_dcg": "not an objective of recpo",
     "rank_grpo.ratio": "not an objective of recpo",
-    "entropy.masked_logits": "recpo.ops.linear_logprob and the policies, over their own choices",
     "duration_reward.quantile": "recpo.log.shaping",
     "dapo.dynamic_sampling": "recpo.training.rollout",
     "dapo.overlong": "items have no lengths that could run over",
@@ -195,8 +193,7 @@ def test_margin_listwise_dpo(name):
 
 def test_pairwise_reward():
     inputs, expected = vector("rm.pairwise")
-    pairs = zip(inputs["margin"], tensor(inputs["chosen"]), tensor(inputs["rejected"]), strict=True)
-    loss = torch.stack([PairwiseReward(margin).pair_loss(chosen, rejected) for margin, chosen, rejected in pairs])
+    loss = pairwise_reward_loss(*(tensor(inputs[name]) for name in ("chosen", "rejected", "margin")))
     close(loss, expected["loss"])
     close(loss.mean(), expected["mean"])
 
@@ -208,8 +205,12 @@ def test_gae(name):
     dones = tensor(inputs["dones"]) if "dones" in inputs else torch.zeros_like(rewards)
     next_value = tensor(inputs.get("next_value", 0.0))
     timed = inputs.get("layout") == "[T,B]"
-    estimator = GAEAdvantage(inputs["gamma"], inputs["lam"])
-    advantages, returns = estimator.estimate(*(x.T if timed else x for x in (rewards, values, dones)), next_value)
+    advantages, returns = generalized_advantage_estimate(
+        *(x.T if timed else x for x in (rewards, values, dones)),
+        next_value,
+        gamma=inputs["gamma"],
+        lam=inputs["lam"],
+    )
     close(advantages.T if timed else advantages, expected["advantages"])
     if "returns" in expected:
         close(returns, expected["returns"])
@@ -225,11 +226,18 @@ def test_value_loss():
     inputs, expected = vector("value_loss.clip0.2")
     values = tensor(inputs["values"], True)
     mask = tensor(inputs["mask"])
-    objective = PPO(value_clip=inputs["clip"])
-    loss = objective.value_loss(values, tensor(inputs["old_values"]), tensor(inputs["returns"]))
+    loss = value_loss(values, tensor(inputs["old_values"]), tensor(inputs["returns"]), clip=inputs["clip"])
     close(loss * mask, expected["per_token"])
     close(aggregate(loss, mask), expected["loss_token_mean"])
     close(gradient(aggregate(loss, mask), values)[0], expected["grad_values_token_mean"])
+
+
+def test_entropy_of_masked_logits():
+    inputs, expected = vector("entropy.masked_logits")
+    logits = tensor([[float(x) for x in row] for row in inputs["logits"]], True)
+    close(entropy(logits), expected["entropy"])
+    close(-entropy(logits).mean(), expected["loss_term"])
+    assert gradient(entropy(logits), logits)[0].isfinite().all()
 
 
 def test_adaptive_kl_coefficient():
@@ -262,7 +270,7 @@ def test_clipped_surrogate(name, sign):
 def test_cispo(key, caps):
     inputs, expected = vector("surrogate.cispo")
     logp = tensor(inputs["ratio"]).log().requires_grad_()
-    loss = token_loss(CISPO(**caps), logp, torch.zeros_like(logp), torch.ones_like(logp))
+    loss = cispo_loss(logp, torch.zeros_like(logp), torch.ones_like(logp), **caps)
     close(gradient(loss, logp)[0], expected[key])
     close(loss, expected[key])
 
@@ -271,8 +279,14 @@ def test_cispo(key, caps):
 def test_aspo(sign, key):
     inputs, expected = vector("surrogate.aspo")
     logp = tensor(inputs["ratio"]).log().requires_grad_()
-    objective = ASPO(clip_low=inputs["eps_low"], clip_high=inputs["eps_high"], dual_clip=inputs["c"])
-    loss = token_loss(objective, logp, torch.zeros_like(logp), torch.full_like(logp, sign))
+    loss = aspo_loss(
+        logp,
+        torch.zeros_like(logp),
+        torch.full_like(logp, sign),
+        clip_low=inputs["eps_low"],
+        clip_high=inputs["eps_high"],
+        dual_clip=inputs["c"],
+    )
     close(gradient(loss, logp)[0], expected[key])
     close(loss, expected[key])
 
@@ -281,8 +295,14 @@ def test_aspo(sign, key):
 def test_ecpo(sign):
     inputs, expected = vector("surrogate.ecpo")
     logp = tensor(inputs["ratio"]).log().requires_grad_()
-    objective = ECPO(clip_low=inputs["eps"], clip_high=inputs["eps"], delta=inputs["delta"])
-    loss = token_loss(objective, logp, torch.zeros_like(logp), torch.full_like(logp, float(sign)))
+    loss = ecpo_loss(
+        logp,
+        torch.zeros_like(logp),
+        torch.full_like(logp, float(sign)),
+        clip_low=inputs["eps"],
+        clip_high=inputs["eps"],
+        delta=inputs["delta"],
+    )
     close(loss, expected[f"A={sign}"]["loss"])
     close(gradient(loss, logp)[0], expected[f"A={sign}"]["grad_logp"])
 
@@ -293,7 +313,7 @@ def test_gbpo(name, sign):
     inputs, expected = vector(f"gbpo.{name}")
     logp = tensor(inputs["pi"]).log().requires_grad_()
     old = None if inputs["pi_old"] is None else torch.full_like(logp, inputs["pi_old"]).log()
-    loss = token_loss(GBPO(), logp, old, torch.full_like(logp, float(sign)))
+    loss = gbpo_loss(logp, torch.full_like(logp, float(sign)), logp_old=old)
     close(loss, expected[f"A={sign}"]["loss"])
     close(gradient(loss, logp)[0], expected[f"A={sign}"]["grad_logp"])
 
@@ -302,7 +322,7 @@ def test_gbpo(name, sign):
 def test_gbpo_levels(level):
     inputs, expected = vector("gbpo.token_vs_sequence_granularity")
     logp = tensor(inputs["token_probs"]).log().requires_grad_()
-    loss = token_loss(GBPO(level=level), logp, None, tensor(inputs["A"]))
+    loss = gbpo_loss(logp, tensor(inputs["A"]), level=level)
     if level == "sequence":
         loss = loss.mean()
     close(gradient(loss, logp)[0], expected[f"{level}_level_grad_logp_each_token"])
@@ -430,6 +450,8 @@ def test_gspo(name, level):
     output = GSPO(level=level, **clips)(batch)
     close(output.loss, expected["loss"])
     close(gradient(output.loss, leaf)[0], expected["grad_new_logp"])
+    tokens = gspo_loss(leaf, batch.logp.old[0], batch.advantages[0], mask, level=level, **clips)
+    close(aggregate(tokens, mask, "seq-mean-token-mean"), expected["loss"])
 
 
 def test_ppo_diagnostics():
@@ -438,6 +460,8 @@ def test_ppo_diagnostics():
     metrics = PPO(value_coef=0.0)(batch).metrics
     assert metrics["approx_kl"].item() == pytest.approx(expected["approx_kl_old_new_k1"], abs=1e-7)
     assert metrics["clip_fraction"].item() == pytest.approx(expected["clipfrac_0p2"])
+    loss = ppo_loss(batch.logp.policy, batch.logp.old, batch.advantages, mask=batch.logp.mask)
+    close(aggregate(loss, batch.logp.mask), PPO(value_coef=0.0)(batch).loss.item())
 
 
 @pytest.mark.parametrize("case", ["hit_at_1", "hit_at_3", "no_hit"])

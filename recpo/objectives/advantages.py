@@ -170,9 +170,28 @@ class LeaveOneOutAdvantage(AdvantageEstimator):
         return leave_one_out_advantage(rewards_of(batch, self), batch.slates.mask)
 
 
+def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: float | None = None) -> Tensor:
+    """Grade minus a baseline.
+
+    Args:
+        grade: ``[..., S]`` in [0, 1]; nan = unknown.
+        mask: ``[..., S]``, True keeps.
+        baseline: a constant; None = the mean over the known grades of the slate, the last axis; over a user's sequence
+            this is the user's mean grade.
+
+    Returns:
+        ``[..., S]`` in [-1, 1]; 0 at masked positions and where the grade is unknown.
+    """
+    kept = kept_mask(grade, mask)
+    known = kept & ~grade.isnan()
+    grade = zero_masked(grade.detach(), known)
+    mean = grade.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    return zero_masked(grade - (mean if baseline is None else baseline), known)
+
+
 @dataclass(frozen=True)
 class GradedAdvantage(AdvantageEstimator):
-    """Grade of the feedback minus a baseline, in [-1, 1].
+    """Grade of the feedback minus a baseline, in [-1, 1] (see ``graded_advantage``).
 
     All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch-time quartile.
     Unknown feedback has the advantage 0.
@@ -194,17 +213,7 @@ class GradedAdvantage(AdvantageEstimator):
                 code="missing_value",
                 field="grade",
             )
-        return self.of_grades(batch.slates.grade, batch.slates.mask)
-
-    def of_grades(self, grade: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The advantages ``[..., S]`` of grades in [0, 1], nan = unknown; 0 at masked positions and for unknown grades.
-
-        Without a constant baseline, it is the mean over the known grades of the slate, the last axis.
-        """
-        known = kept_mask(grade, mask) & ~grade.isnan()
-        grade = zero_masked(grade.detach(), known)
-        mean = grade.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
-        return zero_masked(grade - (mean if self.baseline is None else self.baseline), known)
+        return graded_advantage(batch.slates.grade, batch.slates.mask, baseline=self.baseline)
 
 
 # A rank (1 - fraction) * (n - 1) that misses a whole number by rounding alone is that number: 0.3 of 11 events is 4.
@@ -225,6 +234,7 @@ def share_threshold(label: Tensor, positive_fraction: float = 0.25) -> Tensor:
     Returns:
         A scalar, float32 or float64; nan where every entry is missing.
     """
+    validate_range(0.0 < positive_fraction < 1.0, "positive_fraction", "must lie in (0, 1)", positive_fraction)
     known = label.detach().flatten()
     known = known.to(torch.promote_types(known.dtype, torch.float32))
     known = known[~known.isnan()]
@@ -316,18 +326,55 @@ class TernaryAdvantage(AdvantageEstimator):
         return zero_masked(ternary_advantage(label, slates.dislike, threshold=threshold), slates.mask)
 
 
+def reward_gate(
+    rewards: Tensor,
+    item_ids: Tensor,
+    liked: Tensor,
+    drawn: Tensor,
+    *,
+    max_hit_share: float = 0.5,
+    min_separation: float = 0.75,
+) -> Tensor:
+    """Groups whose reward is used: the policy is unsure, and the reward discriminates.
+
+    - The policy is unsure: at most ``max_hit_share`` of its draws are items that the user liked in the log.
+    - The reward discriminates: of all pairs of a liked item and another draw, the share in which the liked item has the
+      higher reward (a tie counts half) is at least ``min_separation``.
+
+    Args:
+        rewards: ``[..., S]``.
+        item_ids: ``[..., S]``.
+        liked: ``[..., S]`` bool, logged items of the group that the user likes.
+        drawn: ``[..., S]`` bool, kept draws of the policy.
+        max_hit_share: in [0, 1].
+        min_separation: in [0, 1].
+
+    Returns:
+        ``[...]`` bool; False for a group without a liked item, or without a draw of anything else.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(rewards=rewards, item_ids=item_ids, liked=liked, drawn=drawn)
+    same = item_ids.unsqueeze(-1) == item_ids.unsqueeze(-2)
+    hit = drawn & (same & liked.unsqueeze(-2)).any(-1)
+    others = drawn & ~hit
+    hit_share = hit.sum(-1) / drawn.sum(-1).clamp(min=1)
+    own, other = rewards.unsqueeze(-1), rewards.unsqueeze(-2)
+    pairs = liked.unsqueeze(-1) & others.unsqueeze(-2)
+    won = zero_masked((own > other) + 0.5 * (own == other), pairs).sum((-1, -2))
+    separation = won / pairs.sum((-1, -2)).clamp(min=1)
+    return pairs.flatten(-2).any(-1) & (hit_share <= max_hit_share) & (separation >= min_separation)
+
+
 @dataclass(frozen=True)
 class GatedAdvantage(AdvantageEstimator):
     """The advantages of another estimator, and 0 in groups whose reward is unreliable or uninformative.
 
     After AdaGRPO (arXiv 2606.08480): a group passes if the policy rarely draws the items that the user liked in the
-    log, and the reward ranks these above the other draws. Both conditions need logged items in a group: set
-    ``rollout.logged_share``. A group without a liked item never passes. To let the other groups learn from the
-    likelihood of the log, set ``anchor_coef``.
-
-    - The policy is unsure: at most ``max_hit_share`` of its draws are items that the user liked in the log.
-    - The reward discriminates: of all pairs of a liked item and another draw, the share in which the liked item has the
-      higher reward (a tie counts half) is at least ``min_separation``.
+    log, and the reward ranks these above the other draws (see ``reward_gate``). Both conditions need logged items in a
+    group: set ``rollout.logged_share``. A group without a liked item never passes. To let the other groups learn from
+    the likelihood of the log, set ``anchor_coef``.
 
     Attributes:
         estimator: the estimator whose advantages pass.
@@ -365,29 +412,66 @@ class GatedAdvantage(AdvantageEstimator):
                 code="missing_option",
                 field="rollout.logged_share",
             )
-        liked, drawn = slates.mask & slates.is_logged & slates.positive, slates.mask & ~slates.is_logged
-        passes = self.passes(rewards_of(batch, self), slates.item_ids, liked, drawn)
+        passes = reward_gate(
+            rewards_of(batch, self),
+            slates.item_ids,
+            slates.mask & slates.is_logged & slates.positive,
+            slates.mask & ~slates.is_logged,
+            max_hit_share=self.max_hit_share,
+            min_separation=self.min_separation,
+        )
         return torch.where(passes.unsqueeze(-1), self.estimator(batch, values), 0.0)
 
-    def passes(self, rewards: Tensor, item_ids: Tensor, liked: Tensor, drawn: Tensor) -> Tensor:
-        """Groups whose reward is used, ``[...]`` bool; False without a liked item, or without a draw of anything else.
 
-        Args:
-            rewards: ``[..., S]``.
-            item_ids: ``[..., S]``.
-            liked: ``[..., S]`` bool, logged items of the group that the user likes.
-            drawn: ``[..., S]`` bool, kept draws of the policy.
-        """
-        same = item_ids.unsqueeze(-1) == item_ids.unsqueeze(-2)
-        hit = drawn & (same & liked.unsqueeze(-2)).any(-1)
-        others = drawn & ~hit
-        hit_share = hit.sum(-1) / drawn.sum(-1).clamp(min=1)
-        own, other = rewards.unsqueeze(-1), rewards.unsqueeze(-2)
-        pairs = liked.unsqueeze(-1) & others.unsqueeze(-2)
-        won = zero_masked((own > other) + 0.5 * (own == other), pairs).sum((-1, -2))
-        separation = won / pairs.sum((-1, -2)).clamp(min=1)
-        unsure = hit_share <= self.max_hit_share
-        return pairs.flatten(-2).any(-1) & unsure & (separation >= self.min_separation)
+def prefix_group_advantage(
+    rewards: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    min_group: int = 2,
+    scale: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Reward minus the mean reward of the candidates with the same prefix, for every token of an item.
+
+    The advantage of token t compares the choice at t with the other choices there: its baseline is the mean over the
+    candidates with the same first t - 1 tokens. At the first token these are all candidates of the group, so one token
+    per item gives ``group_normalized_advantage``. If fewer than ``min_group`` candidates share that prefix, the longest
+    prefix that enough candidates share gives the baseline. Baselines depend only on the prefix, so they change the
+    variance of the policy gradient but not its direction.
+
+    Args:
+        rewards: ``[..., S]``.
+        tokens: ``[..., S, T]``.
+        mask: ``[..., S]``, True keeps; masked candidates leave every group.
+        min_group: candidates that a prefix needs, 2 at least.
+        scale: divide by the standard deviation of the whole group.
+        eps: added to that.
+
+    Returns:
+        ``[..., S, T]``; 0 at masked candidates and throughout a group of equal rewards. Memory: ``S * S * T`` flags.
+
+    Raises:
+        RecpoError: ``min_group`` under 2, or shapes that differ.
+    """
+    check_same_shape(rewards=rewards, items=tokens[..., 0], mask=mask)
+    validate_range(min_group >= 2, "min_group", "must be at least 2", min_group)
+    kept = kept_mask(rewards, mask)
+    rewards = zero_masked(rewards.detach(), kept)
+    alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1 tokens
+    alike = torch.cat([torch.ones_like(alike[..., :1]), alike[..., :-1]], -1) & kept[..., None, :, None]
+    size = alike.sum(-2)
+    mean = (alike * rewards[..., None, :, None]).sum(-2) / size.clamp(min=1)
+    baseline = [mean[..., 0]]
+    for t in range(1, tokens.shape[-1]):
+        baseline.append(torch.where(size[..., t] >= min_group, mean[..., t], baseline[-1]))
+    advantage = rewards.unsqueeze(-1) - torch.stack(baseline, -1)
+    varies = (group_normalized_advantage(rewards, kept, scale=False) != 0).any(-1)[..., None, None]
+    if scale:
+        count = kept.sum(-1)
+        square = zero_masked(advantage[..., 0], kept).square().sum(-1) / (count - 1).clamp(min=1)
+        advantage = advantage / (square.sqrt() + eps)[..., None, None]
+    return zero_masked(advantage, kept.unsqueeze(-1) & varies)
 
 
 @dataclass(frozen=True)
@@ -395,13 +479,7 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
     """Group-relative advantages of every token of a semantic id, by the rewards of candidates with the same prefix.
 
     After SAPO (arXiv 2605.17648: one group-relative advantage per step) and HRPO (arXiv 2608.00750), with the reward of
-    the whole item at every token instead of exact matches of single tokens.
-
-    The advantage of token t compares the choice at t with the other choices there: its baseline is the mean over the
-    candidates with the same first t - 1 tokens. At the first token these are all candidates of the group, so one token
-    per item gives ``group_normalized_advantage``. If fewer than ``min_group`` candidates share that prefix, the longest
-    prefix that enough candidates share gives the baseline. Baselines depend only on the prefix, so they change the
-    variance of the policy gradient but not its direction.
+    the whole item at every token instead of exact matches of single tokens; see ``prefix_group_advantage``.
 
     Attributes:
         min_group: candidates that must share a prefix for its mean to be a baseline; fewer: a shorter prefix.
@@ -413,39 +491,19 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
     scale: bool = True
     eps: float = 1e-6
 
+    requires = frozenset({Requirement.REWARDS})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_range(self.min_group >= 2, "PrefixGroupAdvantage.min_group", "must be at least 2", self.min_group)
 
-    requires = frozenset({Requirement.REWARDS})
-
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
         """See ``TokenAdvantageEstimator``."""
-        return self.of_tokens(rewards_of(batch, self), tokens, batch.slates.mask)
-
-    def of_tokens(self, rewards: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The advantages ``[..., S, T]``; 0 at masked candidates and throughout a group of equal rewards.
-
-        Memory: ``S * S * T`` flags.
-
-        Args:
-            rewards: ``[..., S]``.
-            tokens: ``[..., S, T]``.
-            mask: ``[..., S]``, True keeps; masked candidates leave every group.
-        """
-        kept = kept_mask(rewards, mask)
-        rewards = zero_masked(rewards.detach(), kept)
-        alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1
-        alike = torch.cat([torch.ones_like(alike[..., :1]), alike[..., :-1]], -1) & kept[..., None, :, None]
-        size = alike.sum(-2)
-        mean = (alike * rewards[..., None, :, None]).sum(-2) / size.clamp(min=1)
-        baseline = [mean[..., 0]]
-        for t in range(1, tokens.shape[-1]):
-            baseline.append(torch.where(size[..., t] >= self.min_group, mean[..., t], baseline[-1]))
-        advantage = rewards.unsqueeze(-1) - torch.stack(baseline, -1)
-        varies = (group_normalized_advantage(rewards, kept, scale=False) != 0).any(-1)[..., None, None]
-        if self.scale:
-            count = kept.sum(-1)
-            square = zero_masked(advantage[..., 0], kept).square().sum(-1) / (count - 1).clamp(min=1)
-            advantage = advantage / (square.sqrt() + self.eps)[..., None, None]
-        return zero_masked(advantage, kept.unsqueeze(-1) & varies)
+        return prefix_group_advantage(
+            rewards_of(batch, self),
+            tokens,
+            batch.slates.mask,
+            min_group=self.min_group,
+            scale=self.scale,
+            eps=self.eps,
+        )

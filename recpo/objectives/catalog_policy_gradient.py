@@ -13,11 +13,51 @@ from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
-from recpo.ops.reduce import aggregate, zero_masked
+from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 
 MASS_TOLERANCE: Final = 1e-3
 MASS_TOLERANCE_OF_HALVES: Final = 0.1
 """How far the probabilities of a context may sum from 1: a rounding of float32, or of 8 bits per log-probability."""
+
+
+def catalog_policy_gradient_loss(
+    logp: Tensor,
+    rewards: Tensor,
+    *,
+    logp_ref: Tensor | None = None,
+    mask: Tensor | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+) -> Tensor:
+    """``-sum_i pi_i r_i + kl_coef KL(pi || pi_ref) - entropy_coef H(pi)``, per context.
+
+    All three are sums over the catalog: nothing is sampled, so there is no variance for a baseline to lower. Gradient
+    on the logit of item i: ``-pi_i (r_i - sum_j pi_j r_j)``, plus ``kl_coef pi_i (log pi_i - log pi_ref_i - KL)``, plus
+    ``entropy_coef pi_i (log pi_i + H)``. The logit of an item with a small probability hardly changes, however good the
+    item is; ``MPO`` has no such factor.
+
+    Args:
+        logp: ``[..., V]`` of every item, summed over tokens; normalized.
+        rewards: ``[..., V]``; no gradient flows into it.
+        logp_ref: ``[..., V]``; only read with ``kl_coef``; no gradient flows into it.
+        mask: ``[..., V]``, True keeps.
+        kl_coef: weight of the divergence from the reference, at least 0.
+        entropy_coef: weight of the entropy, at least 0.
+
+    Returns:
+        ``[...]``; 0 for a context without any kept item.
+
+    Raises:
+        RecpoError: ``kl_coef`` without a reference, or shapes that differ.
+    """
+    check_same_shape(logp=logp, rewards=rewards, logp_ref=logp_ref, mask=mask)
+    logp, pi = _distribution(logp, mask)
+    loss = -(pi * zero_masked(rewards.detach(), mask)).sum(-1)
+    if kl_coef:
+        if logp_ref is None:
+            raise RecpoError("kl_coef needs logp_ref", code="missing_option", field="logp_ref")
+        loss = loss + kl_coef * (pi * (logp - zero_masked(logp_ref.detach(), mask))).sum(-1)
+    return loss + entropy_coef * (pi * logp).sum(-1) if entropy_coef else loss
 
 
 def _distribution(logp: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -32,11 +72,6 @@ class CatalogPolicyGradient(Objective):
 
     ``-sum_i pi_i r_i + kl_coef KL(pi || pi_ref) - entropy_coef H(pi)``. With ``kl_coef`` its optimum is that of ``MPO``
     with ``temperature = kl_coef`` and the reference as base; only the path of training differs.
-
-    All three are sums over the catalog: nothing is sampled, so there is no variance for a baseline to lower. Gradient
-    on the logit of item i: ``-pi_i (r_i - sum_j pi_j r_j)``, plus ``kl_coef pi_i (log pi_i - log pi_ref_i - KL)``, plus
-    ``entropy_coef pi_i (log pi_i + H)``. The logit of an item with a small probability hardly changes, however good the
-    item is; ``MPO`` has no such factor.
 
     Attributes:
         kl_coef: weight of the exact divergence from the reference policy, in units of the reward. 0 = none; then all
@@ -71,25 +106,11 @@ class CatalogPolicyGradient(Objective):
         if self.kl_coef:
             reference = zero_masked(required(inputs, "reference", self).detach(), tokens).sum(-1)
         self._validate_mass(logp.detach(), mask)
-        losses = self.losses(logp, rewards, reference, mask)
+        losses = catalog_policy_gradient_loss(
+            logp, rewards, logp_ref=reference, mask=mask, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef
+        )
         loss = aggregate(losses, mask.any(-1), count=inputs.denominator)
         return LossOutput(loss, self._health(logp.detach(), rewards, reference, mask))
-
-    def losses(self, logp: Tensor, rewards: Tensor, logp_ref: Tensor | None, mask: Tensor | None = None) -> Tensor:
-        """The loss of every context ``[...]``; 0 without any kept item.
-
-        Args:
-            logp: ``[..., V]`` of every item, summed over tokens; normalized.
-            rewards: ``[..., V]``; no gradient flows into it.
-            logp_ref: ``[..., V]``; only read with ``kl_coef``; no gradient flows into it.
-            mask: ``[..., V]``, True keeps.
-        """
-        logp, pi = _distribution(logp, mask)
-        loss = -(pi * zero_masked(rewards.detach(), mask)).sum(-1)
-        if self.kl_coef:
-            assert logp_ref is not None
-            loss = loss + self.kl_coef * (pi * (logp - zero_masked(logp_ref.detach(), mask))).sum(-1)
-        return loss + self.entropy_coef * (pi * logp).sum(-1) if self.entropy_coef else loss
 
     def _validate_mass(self, logp: Tensor, mask: Tensor) -> None:
         """Raises if the candidates are not the full catalog, or the log-probabilities are not normalized."""

@@ -14,12 +14,71 @@ from recpo.objectives.advantages import kept_mask, rewards_of
 from recpo.ops.reduce import zero_masked
 
 
-@dataclass(frozen=True)
-class GAEAdvantage(ReturnEstimator):
-    """Generalized advantage estimation (arXiv 1506.02438) over the slate axis, whose positions are steps of sessions.
+def generalized_advantage_estimate(
+    rewards: Tensor,
+    values: Tensor,
+    dones: Tensor | None,
+    next_value: Tensor | float,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    mask: Tensor | None = None,
+    truncations: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation along the last axis (GAE, arXiv 1506.02438).
 
     ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
-    ``A + v``. A step that ends its session has ``d_t = 1``.
+    ``A + v``. Termination (``dones``) means that nothing follows. Truncation means that later steps were not recorded:
+    the recursion stops there, and ``bootstrap_values`` replaces the next value.
+
+    Args:
+        rewards: ``[..., S]``, the last axis is time.
+        values: ``[..., S]`` state values before each step.
+        dones: ``[..., S]`` bool or 0/1, 1 = the step ends its session; None = none does.
+        next_value: ``[...]`` or a number, the value after the last step.
+        gamma: discount.
+        lam: 0 = one-step temporal difference, 1 = Monte Carlo.
+        mask: ``[..., S]``; masked steps are skipped (their successor follows their predecessor) and return 0.
+        truncations: ``[..., S]`` bool or 0/1.
+        bootstrap_values: ``[..., S]``, read where truncated.
+
+    Returns:
+        advantages and returns, each ``[..., S]``, without gradient.
+
+    Raises:
+        RecpoError: ``truncations`` without ``bootstrap_values``.
+    """
+    if truncations is not None and bootstrap_values is None:
+        raise RecpoError(
+            "truncations need bootstrap_values: the value that stands for the unrecorded next state",
+            code="missing_option",
+            field="bootstrap_values",
+        )
+    kept = kept_mask(rewards, mask)
+    rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
+    ends = torch.zeros_like(kept) if dones is None else dones.bool()
+    cut = torch.zeros_like(kept) if truncations is None else truncations.bool()
+    bootstrap = values if bootstrap_values is None else bootstrap_values.detach()
+    following = torch.as_tensor(next_value, dtype=values.dtype, device=values.device).detach()
+    following = following.expand(values.shape[:-1])
+    running = torch.zeros_like(following)
+    steps = []
+    for t in reversed(range(rewards.shape[-1])):
+        goes_on = ~ends[..., t]
+        next_t = zero_masked(torch.where(cut[..., t], bootstrap[..., t], following), goes_on)
+        delta = rewards[..., t] + gamma * next_t - values[..., t]
+        advantage = delta + gamma * lam * zero_masked(running, goes_on & ~cut[..., t])
+        steps.append(zero_masked(advantage, kept[..., t]))
+        running = torch.where(kept[..., t], advantage, running)
+        following = torch.where(kept[..., t], values[..., t], following)
+    advantages = torch.stack(steps[::-1], -1) if steps else torch.zeros_like(rewards)
+    return advantages, advantages + values
+
+
+@dataclass(frozen=True)
+class GAEAdvantage(ReturnEstimator):
+    """Generalized advantage estimation over the slate axis, whose positions are the steps of sessions.
 
     Nothing follows a position that ends its session. If the last kept position does not end its session (its window was
     cut, or the log ends there), the later steps were not recorded. Its value then replaces them in the returns of the
@@ -58,47 +117,15 @@ class GAEAdvantage(ReturnEstimator):
             open_end = _last_kept(kept) & ~ends if self.gamma else open_end
         values = zero_masked(values.detach(), kept)
         rest = zero_masked(values, open_end).sum(-1)
-        advantages, returns = self.estimate(rewards, values, ends, rest, kept & ~open_end)
+        advantages, returns = generalized_advantage_estimate(
+            rewards, values, ends, rest, gamma=self.gamma, lam=self.lam, mask=kept & ~open_end
+        )
         returns = torch.where(open_end, values, returns)
         tokens = batch.slates.token_rewards
         if tokens is None or tokens.shape[-1] == 1:
             return advantages, returns
         before = tokens.detach().cumsum(-1) - tokens.detach()
         return zero_masked(advantages[..., None] - before, (kept & ~open_end)[..., None]), returns
-
-    def estimate(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        dones: Tensor | None,
-        next_value: Tensor | float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns along the last axis, each ``[..., S]``, without gradient.
-
-        Args:
-            rewards: ``[..., S]``, the last axis is time.
-            values: ``[..., S]`` state values before each step.
-            dones: ``[..., S]`` bool or 0/1, 1 = the step ends its session; None = none does.
-            next_value: ``[...]`` or a number, the value after the last step.
-            mask: ``[..., S]``; masked steps are skipped (their successor follows their predecessor) and return 0.
-        """
-        kept = kept_mask(rewards, mask)
-        rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
-        ends = torch.zeros_like(kept) if dones is None else dones.bool()
-        following = torch.as_tensor(next_value, dtype=values.dtype, device=values.device).detach()
-        following = following.expand(values.shape[:-1])
-        running = torch.zeros_like(following)
-        steps = []
-        for t in reversed(range(rewards.shape[-1])):
-            goes_on = ~ends[..., t]
-            delta = rewards[..., t] + self.gamma * zero_masked(following, goes_on) - values[..., t]
-            advantage = delta + self.gamma * self.lam * zero_masked(running, goes_on)
-            steps.append(zero_masked(advantage, kept[..., t]))
-            running = torch.where(kept[..., t], advantage, running)
-            following = torch.where(kept[..., t], values[..., t], following)
-        advantages = torch.stack(steps[::-1], -1) if steps else torch.zeros_like(rewards)
-        return advantages, advantages + values
 
 
 def _last_kept(mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import validate_range
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import NonNegativeFloat, PositiveInt
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
@@ -26,8 +26,8 @@ from recpo.objectives.inputs import (
     required,
     validate_log_probs,
 )
-from recpo.ops.kl import KLPenalty, kl_estimate
-from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
+from recpo.ops.kl import KLPenalty, kl_estimate, masked_log_softmax
+from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
 from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped, log1mexp, weighted_score
 
 
@@ -53,11 +53,13 @@ class PolicyGradientObjective(Objective):
     kl_kind: KLPenalty = "k3"
     entropy_coef: float = 0.0
 
+    reads_token_advantages = True  # the loss is per token
+
     def __post_init__(self) -> None:
         super().__post_init__()
         dual_clip = getattr(self, "dual_clip", None)
-        rule = "must be above 1, or null"
-        validate_range(dual_clip is None or dual_clip > 1.0, f"{type(self).__name__}.dual_clip", rule, dual_clip)
+        fits = dual_clip is None or dual_clip > 1.0
+        validate_range(fits, f"{type(self).__name__}.dual_clip", "must be above 1, or null", dual_clip)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -66,8 +68,6 @@ class PolicyGradientObjective(Objective):
         optional = {compared: self.kl_coef, Requirement.ENTROPY: self.entropy_coef}
         asked = {requirement for requirement, weight in optional.items() if weight}
         return frozenset({Requirement.ADVANTAGES, Requirement.OLD} | asked)
-
-    reads_token_advantages = True  # the loss is per token
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -80,14 +80,7 @@ class PolicyGradientObjective(Objective):
 
     @abstractmethod
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The unreduced loss ``[..., T]``: a pure function of tensors, in which the objectives differ.
-
-        Args:
-            logp: ``[..., T]``; 0 where masked, as the other arguments.
-            logp_old: ``[..., T]``, without gradient; without an old policy it is ``logp``, detached.
-            advantages: ``[..., T]``, without gradient.
-            mask: ``[..., T]`` bool, True keeps.
-        """
+        """The unreduced loss, of ``[B, S, T]`` each; without an old policy, ``logp_old`` is ``logp``, detached."""
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The token log-ratios ``[B, S, T]`` at the level at which this objective clips them."""
@@ -166,9 +159,6 @@ class PolicyGradientObjective(Objective):
 class ClippedObjective(PolicyGradientObjective):
     """Base of the objectives whose surrogate is flat outside a clip range around ratio 1.
 
-    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)`` per token. The gradient weight on ``grad logp`` is ``-A
-    rho``, and 0 where the surrogate is flat.
-
     Attributes:
         clip_low: Lower clip range: for A < 0 the gradient is zero once ratio < 1 - clip_low.
         clip_high: Upper clip range: for A > 0 the gradient is zero once ratio > 1 + clip_high.
@@ -176,10 +166,6 @@ class ClippedObjective(PolicyGradientObjective):
 
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
-
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """The clipped surrogate ``[..., T]``, see ``recpo.ops.surrogate.clipped_surrogate``."""
-        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
 
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""
@@ -189,6 +175,87 @@ class ClippedObjective(PolicyGradientObjective):
         """Share of the tokens where the surrogate is flat."""
         clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
         return {"clip_fraction": masked_mean(clipped, mask)}
+
+
+def ppo_loss(
+    logp: Tensor,
+    logp_old: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """The clipped surrogate of PPO, per token: see ``recpo.ops.surrogate.clipped_surrogate``.
+
+    Gradient weight on ``grad logp``: ``-A rho``, and 0 where ``A > 0`` and ``rho > 1 + clip_high``, where ``A < 0`` and
+    ``rho < 1 - clip_low``, and, with ``dual_clip``, where ``A < 0`` and ``rho > dual_clip``.
+
+    Args:
+        logp: ``[..., T]``.
+        logp_old: ``[..., T]``; no gradient flows into it.
+        advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
+        mask: ``[..., T]``.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; None = no bound.
+
+    Returns:
+        ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        RecpoError: shapes that do not fit.
+    """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
+    log_ratio = zero_masked(logp, mask) - zero_masked(logp_old.detach(), mask)
+    advantages = zero_masked(over_tokens(advantages, logp), mask)
+    return clipped_surrogate(log_ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, clip: float | None = None) -> Tensor:
+    """``0.5 max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)`` per step; without ``clip``, ``0.5 (v - R)^2``.
+
+    Args:
+        values: any shape, with gradient.
+        values_old: same shape, at the time of the rollout; only read with ``clip``.
+        returns: same shape.
+        clip: ``c``; None = no clipping.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        RecpoError: ``clip`` without ``values_old``, or shapes that differ.
+    """
+    check_same_shape(values=values, returns=returns, values_old=values_old)
+    returns = returns.detach()
+    error = (values - returns).square()
+    if clip is not None:
+        if values_old is None:
+            raise RecpoError("a clipped value loss needs values_old", code="missing_option", field="values_old")
+        near = values_old.detach() + (values - values_old.detach()).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
+
+
+def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Entropy of ``softmax(logits)`` in nats, with ``0 log 0 = 0``, so that trie-masked logits give no nan.
+
+    Args:
+        logits: ``[..., C]``; -inf is a class of probability 0.
+        mask: ``[..., C]`` over classes; a masked class equals a removed one.
+
+    Returns:
+        ``[...]``; 0 for a row without classes.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(logits=logits, mask=mask)
+    kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
+    logp = zero_masked(masked_log_softmax(logits, mask), kept)
+    return -(logp.exp() * logp).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -223,8 +290,16 @@ class PPO(ClippedObjective):
         return super().zero_advantage_is_inert and not self.value_coef
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The clipped surrogate with the dual clip."""
-        return clipped_surrogate(logp - logp_old, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        """See ``ppo_loss``."""
+        return ppo_loss(
+            logp,
+            logp_old,
+            advantages,
+            mask=mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
 
     def penalized(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
@@ -238,25 +313,11 @@ class PPO(ClippedObjective):
             old = None
             if self.value_clip is not None:
                 old = zero_masked(required(inputs, "values_old", self), kept)
-            critic = self.value_loss(values, old, returns)
+            critic = value_loss(values, old, returns, clip=self.value_clip)
             loss = loss + self.value_coef * over_tokens(critic, loss)
             metrics["value_loss"] = masked_mean(critic.detach(), kept)
             metrics["explained_variance"] = explained_variance(values, returns, kept)
         return loss, metrics
-
-    def value_loss(self, values: Tensor, values_old: Tensor | None, returns: Tensor) -> Tensor:
-        """``0.5 max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)`` with ``c = value_clip``, all of one shape.
-
-        Without ``value_clip``, ``0.5 (v - R)^2``. Gradient flows into ``values`` only.
-        """
-        returns = returns.detach()
-        error = (values - returns).square()
-        if self.value_clip is not None:
-            assert values_old is not None
-            old = values_old.detach()
-            near = old + (values - old).clamp(-self.value_clip, self.value_clip)
-            error = torch.maximum(error, (near - returns).square())
-        return 0.5 * error
 
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""
@@ -274,19 +335,57 @@ class PPO(ClippedObjective):
         return (advantages < 0) & (guarded_ratio(log_ratio) > bound)
 
 
+def reinforce_loss(
+    logp: Tensor,
+    advantages: Tensor,
+    *,
+    logp_old: Tensor | None = None,
+    mask: Tensor | None = None,
+    ratio_cap: float | None = 20.0,
+    top_k: int = 1,
+) -> Tensor:
+    """The plain policy gradient with a weight per item, ``-sg(min(rho, ratio_cap) lambda_K) A grad logp``, per token.
+
+    ``rho`` and ``pi`` are per item, products over its tokens. ``lambda_K = K (1 - pi)^(K - 1)`` is the derivative of
+    the probability that the item is among K draws: it pushes an item up while K draws may still miss it, and goes to 0
+    once they almost surely contain it. The value is ``-A`` times the weight.
+
+    Args:
+        logp: ``[..., T]``.
+        advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
+        logp_old: ``[..., T]`` of the behavior policy; None = on-policy, a ratio of 1.
+        mask: ``[..., T]``.
+        ratio_cap: largest ratio, which trades bias for variance; None = none. The paper uses e^3 = 20.
+        top_k: K, at least 1; 1 = no correction.
+
+    Returns:
+        ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-sum``.
+
+    Raises:
+        RecpoError: ``top_k`` below 1, or shapes that do not fit.
+    """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
+    validate_range(top_k >= 1, "top_k", "must be at least 1", top_k)
+    logp = zero_masked(logp, mask)
+    advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
+    item = logp.detach().sum(-1, keepdim=True)
+    old = item if logp_old is None else zero_masked(logp_old.detach(), mask).sum(-1, keepdim=True)
+    weight = guarded_ratio(item - old).clamp(max=ratio_cap) if ratio_cap is not None else guarded_ratio(item - old)
+    if top_k > 1:
+        weight = weight * top_k * ((top_k - 1) * log1mexp(item.clamp(max=0.0))).exp()
+    return -advantages * weighted_score(weight.expand_as(logp), logp)
+
+
 @dataclass(frozen=True)
 class Reinforce(PolicyGradientObjective):
     """REINFORCE (Williams, 1992), with off-policy and top-K correction (arXiv 1812.02353).
 
-    ``-sg(min(rho, ratio_cap) lambda_K) A grad logp`` per item: the simple baseline of the clipped objectives. ``rho``
-    and ``pi`` are per item, products over its tokens. ``lambda_K = K (1 - pi)^(K - 1)`` is the derivative of the
-    probability that the item is among K draws: it pushes an item up while K draws may still miss it, and goes to 0 once
-    they almost surely contain it. The value of a token's loss is ``-A`` times the weight.
+    ``-sg(min(rho, ratio_cap) K (1 - pi)^(K - 1)) A grad logp`` per item: the simple baseline of the clipped objectives.
 
     Attributes:
         off_policy: weight by the ratio of policy to behavior policy; needs an old policy. False: a ratio of 1.
-        ratio_cap: largest ratio, which trades bias for variance; none = no bound. The paper uses e^3 = 20.
-        top_k: K, the number of slots that are filled at once; 1 = no correction.
+        ratio_cap: largest ratio; none = no bound.
+        top_k: number of slots that are filled at once; 1 = no correction.
     """
 
     aggregation: Aggregation = "seq-mean-token-sum"
@@ -308,13 +407,10 @@ class Reinforce(PolicyGradientObjective):
         return zero_masked(over_tokens(log_ratio.sum(-1), log_ratio), mask)
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The weight of the item on each of its tokens."""
-        item, old = (values.sum(-1, keepdim=True) for values in (logp.detach(), logp_old))
-        weight = guarded_ratio(item - old)
-        weight = weight if self.ratio_cap is None else weight.clamp(max=self.ratio_cap)
-        if self.top_k > 1:
-            weight = weight * self.top_k * ((self.top_k - 1) * log1mexp(item.clamp(max=0.0))).exp()
-        return -advantages * weighted_score(weight.expand_as(logp), logp)
+        """See ``reinforce_loss``."""
+        return reinforce_loss(
+            logp, advantages, logp_old=logp_old, mask=mask, ratio_cap=self.ratio_cap, top_k=self.top_k
+        )
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens whose ratio was capped."""

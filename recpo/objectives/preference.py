@@ -141,7 +141,8 @@ PairVariant = Literal["sigmoid", "robust", "ipo", "hinge"]
 """Losses of one pair against a reference policy; see ``dpo_loss``."""
 
 Variant = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "dmpo"]
-"""All variants of ``DPO``: those of a pair, no reference (SimPO), the mean of the rejected items (``dmpo_loss``)."""
+"""All variants of ``DPO``: those of a pair, no reference (``simpo_loss``), the mean of the rejected items
+(``dmpo_loss``)."""
 
 
 def dpo_loss(
@@ -210,6 +211,36 @@ def dpo_loss(
     )
 
 
+def simpo_loss(
+    logp_chosen: Tensor,
+    logp_rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float | Tensor = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """SimPO (arXiv 2405.14734), per pair: no reference policy, log-probabilities per token, a target margin.
+
+    ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) - margin``. Gradient on
+    ``logp_c``: ``-beta sigmoid(-x)`` without smoothing. No term keeps the policy close to its start.
+
+    Args:
+        logp_chosen: ``[B]`` (any shape), the mean over tokens.
+        logp_rejected: same shape, the mean over tokens.
+        beta: temperature.
+        margin: lead in ``beta logp`` that the chosen item should have; same shape, or one number.
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
+
+    Returns:
+        Same shape.
+
+    Raises:
+        RecpoError: ``label_smoothing`` out of range, or shapes that differ.
+    """
+    zero = torch.zeros_like(logp_chosen), torch.zeros_like(logp_rejected)
+    return dpo_loss(logp_chosen, logp_rejected, *zero, beta=beta, margin=margin, label_smoothing=label_smoothing)
+
+
 def dmpo_loss(
     logp_chosen: Tensor,
     logp_rejected: Tensor,
@@ -263,11 +294,8 @@ class DPO(PreferenceObjective):
     """Direct preference optimization (arXiv 2305.18290) and the robust, IPO, hinge, SimPO and DMPO variants.
 
     The chosen item is paired with every rejected item of its list. The list's loss is the mean over its pairs, and 0
-    without pairs. See ``dpo_loss`` for the formulas, and ``dmpo_loss`` for the variant that compares the chosen item
-    with the mean of the rejected items. ``simpo`` (arXiv 2405.14734) has no reference policy, log-probabilities per
-    token, and a target margin: ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) -
-    margin``. Its gradient on ``logp_c`` is ``-beta sigmoid(-x)`` without smoothing. No term keeps the policy close to
-    its start.
+    without pairs. See ``dpo_loss`` for the formulas, ``simpo_loss`` for the variant without a reference policy, and
+    ``dmpo_loss`` for the variant that compares the chosen item with the mean of the rejected items.
 
     Attributes:
         variant: ``sigmoid``, ``robust``, ``ipo``, ``hinge``, ``simpo`` or ``dmpo``.
@@ -323,6 +351,48 @@ class DPO(PreferenceObjective):
         return lists.pair_mean(pairs)
 
 
+def kto_loss(
+    logp: Tensor,
+    logp_ref: Tensor,
+    signs: Tensor,
+    reference_point: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """One minus the value of an item, which saturates on both sides of a reference point, per item.
+
+    With ``h = logp - logp_ref`` and ``z`` the reference point: the loss is ``desirable_weight (1 - s)`` with ``s =
+    sigmoid(beta (h - z))`` for a positive sign, and ``undesirable_weight (1 - s)`` with ``s = sigmoid(beta (z - h))``
+    for a negative sign. Gradient on ``logp``: ``-`` or ``+ weight beta s (1 - s)``. It is largest at ``h = z`` and
+    almost 0 far from it on both sides, so the loss gives up on items that it cannot move.
+
+    Args:
+        logp: ``[..., S]``, summed over tokens.
+        logp_ref: ``[..., S]``; no gradient flows into it.
+        signs: ``[..., S]``: above 0 desirable, below 0 undesirable, 0 not labeled.
+        reference_point: broadcasts to ``[..., S]``, not negative; no gradient flows into it.
+        beta: temperature.
+        desirable_weight: of the desirable items.
+        undesirable_weight: of the undesirable items.
+        mask: ``[..., S]``, True keeps.
+
+    Returns:
+        ``[..., S]``; 0 where masked or not labeled.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(logp=logp, logp_ref=logp_ref, signs=signs, mask=mask)
+    signs = zero_masked(signs.detach(), mask).sign()
+    labeled = signs != 0
+    lead = zero_masked(logp, labeled) - zero_masked(logp_ref.detach(), labeled) - reference_point.detach()
+    weight = torch.where(signs > 0, lead.new_full((), desirable_weight), lead.new_full((), undesirable_weight))
+    return zero_masked(weight * torch.sigmoid(-beta * signs * lead), labeled)
+
+
 @dataclass(frozen=True)
 class KTO(Objective):
     """Kahneman-Tversky optimization (arXiv 2402.01306): no pairs, only items that are good or bad on their own.
@@ -330,12 +400,6 @@ class KTO(Objective):
     Items with a positive advantage are desirable, and items with a negative one are undesirable. Only the sign is read;
     items with advantage 0 leave both the loss and its denominator. So any layout and any advantage works: only dislikes
     as undesirable (``TernaryAdvantage``), or everything below a grade (``GradedAdvantage``).
-
-    One minus the value of an item, which saturates on both sides of a reference point. With ``h = logp - logp_ref`` and
-    ``z`` the reference point: the loss is ``desirable_weight (1 - s)`` with ``s = sigmoid(beta (h - z))`` for a
-    desirable item, and ``undesirable_weight (1 - s)`` with ``s = sigmoid(beta (z - h))`` for an undesirable one.
-    Gradient on ``logp``: ``-`` or ``+ weight beta s (1 - s)``. It is largest at ``h = z`` and almost 0 far from it on
-    both sides, so the loss gives up on items that it cannot move.
 
     Attributes:
         beta: temperature of the implicit rewards ``beta (logp - logp_ref)``.
@@ -372,7 +436,15 @@ class KTO(Objective):
         validate_log_probs(inputs.logp._replace(mask=scored), self)
         logp, logp_ref = (zero_masked(x, scored).sum(-1) for x in (inputs.logp.policy, reference))
         point = self._reference_point((logp - logp_ref).detach(), labeled)
-        losses = self.losses(logp, logp_ref, signs, point)
+        losses = kto_loss(
+            logp,
+            logp_ref,
+            signs,
+            point,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
         loss = aggregate(losses, labeled, count=inputs.denominator)
         rewards = self.beta * (logp - logp_ref).detach()
         metrics = {
@@ -381,20 +453,6 @@ class KTO(Objective):
             "reference_point": masked_mean(point.expand_as(logp), labeled),
         }
         return LossOutput(loss, metrics | advantage_shares(signs, inputs.logp.mask.bool().any(-1)))
-
-    def losses(self, logp: Tensor, logp_ref: Tensor, signs: Tensor, reference_point: Tensor) -> Tensor:
-        """The losses ``[..., S]`` of items, 0 where the sign is 0; gradient flows into ``logp`` only.
-
-        Args:
-            logp: ``[..., S]``, summed over tokens.
-            logp_ref: ``[..., S]``.
-            signs: ``[..., S]``, 1 desirable, -1 undesirable, 0 not labeled.
-            reference_point: broadcasts to ``[..., S]``, not negative.
-        """
-        lead = logp - logp_ref.detach() - reference_point.detach()
-        of_sign = (lead.new_full((), weight) for weight in (self.desirable_weight, self.undesirable_weight))
-        weight = torch.where(signs > 0, *of_sign)
-        return zero_masked(weight * torch.sigmoid(-self.beta * signs * lead), signs != 0)
 
     def _reference_point(self, log_ratio: Tensor, labeled: Tensor) -> Tensor:
         """``[B, 1]`` or ``[1, 1]``, of log-ratios that are 0 where nothing is labeled."""

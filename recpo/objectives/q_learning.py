@@ -11,7 +11,65 @@ from recpo.base.contracts import Objective, Requirement
 from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
-from recpo.ops.reduce import aggregate, denominator, zero_masked
+from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
+
+
+def bellman_target(
+    rewards: Tensor,
+    next_q: Tensor,
+    dones: Tensor,
+    *,
+    gamma: float = 0.99,
+    next_q_online: Tensor | None = None,
+) -> Tensor:
+    """``r + gamma (1 - done) max_a Q'(s', a)`` with ``Q'`` of the target network; no gradient.
+
+    With ``next_q_online`` the action is chosen by the online network and valued by the target network (double
+    Q-learning, arXiv 1509.06461), as SQN does.
+
+    Args:
+        rewards: ``[...]``.
+        next_q: ``[..., V]`` of the target network at the next state; may be nan where ``dones``.
+        dones: ``[...]`` bool or 0/1, 1 = the step ends its session.
+        gamma: discount.
+        next_q_online: ``[..., V]`` of the online network at the next state.
+
+    Returns:
+        ``[...]``.
+
+    Raises:
+        RecpoError: shapes that do not fit.
+    """
+    check_same_shape(rewards=rewards, dones=dones, next_states=next_q[..., 0])
+    check_same_shape(next_q=next_q, next_q_online=next_q_online)
+    next_q = next_q.detach()
+    if next_q_online is None:
+        best = next_q.amax(-1)
+    else:
+        best = next_q.gather(-1, next_q_online.detach().argmax(-1, keepdim=True)).squeeze(-1)
+    return rewards.detach() + gamma * zero_masked(best, ~dones.bool())
+
+
+def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -> Tensor:
+    """``0.5 (q - target)^2`` per step; with ``huber`` = d, ``d (|q - target| - 0.5 d)`` beyond an error of d.
+
+    Args:
+        q_values: any shape.
+        q_targets: same shape; no gradient flows into it.
+        huber: error beyond which the loss is linear; None = never.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(q_values=q_values, q_targets=q_targets)
+    error = q_values - q_targets.detach()
+    squared = 0.5 * error.square()
+    if huber is None:
+        return squared
+    return torch.where(error.abs() <= huber, squared, huber * (error.abs() - 0.5 * huber))
 
 
 @dataclass(frozen=True)
@@ -19,8 +77,7 @@ class QLearning(Objective):
     """Temporal-difference loss of a Q head beside the likelihood of the policy (SQN, arXiv 2006.05779).
 
     ``-likelihood_coef * logp + q_coef * 0.5 (Q(s, a) - target)^2`` per item. Both share the encoder, so the rewards
-    shape its states. The policy itself learns by likelihood. With ``huber`` = d, the temporal-difference loss beyond an
-    error of d is ``d (|Q - target| - 0.5 d)``.
+    shape its states. The policy itself learns by likelihood.
 
     Attributes:
         likelihood_coef: weight of the likelihood of the logged item; 0 = only Q-learning.
@@ -43,14 +100,6 @@ class QLearning(Objective):
         """Kept items."""
         return denominator(inputs.logp.mask, "seq-mean-token-sum")
 
-    def q_loss(self, q_values: Tensor, q_targets: Tensor) -> Tensor:
-        """The temporal-difference loss per item; no gradient flows into the targets."""
-        error = q_values - q_targets.detach()
-        squared = 0.5 * error.square()
-        if self.huber is None:
-            return squared
-        return torch.where(error.abs() <= self.huber, squared, self.huber * (error.abs() - 0.5 * self.huber))
-
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         validate_log_probs(inputs.logp, self)
@@ -58,7 +107,7 @@ class QLearning(Objective):
         kept = mask.any(-1)
         q_values = zero_masked(required(inputs, "q_values", self), kept)
         targets = zero_masked(required(inputs, "q_targets", self).detach(), kept)
-        temporal_difference = self.q_loss(q_values, targets)
+        temporal_difference = q_loss(q_values, targets, huber=self.huber)
         nll = -zero_masked(inputs.logp.policy, mask).sum(-1)
         total = self.q_coef * temporal_difference + self.likelihood_coef * nll
         loss = aggregate(total, kept, count=inputs.denominator)

@@ -22,31 +22,46 @@ TARGETS = ("grade", "dislike")
 """What the first scores of a pointwise reward model are about, in their order; behaviors follow."""
 
 
+def pairwise_reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None) -> Tensor:
+    """``-logsigmoid(chosen - rejected - margin)`` per pair (arXiv 2203.02155; margin arXiv 2307.09288).
+
+    Gradient on ``chosen``: ``-sigmoid(-(chosen - rejected - margin))``, and its opposite on ``rejected``.
+
+    Args:
+        chosen: ``[B]`` (any shape) scores.
+        rejected: same shape.
+        margin: same shape or a number; None = 0.
+
+    Returns:
+        Same shape.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(chosen=chosen, rejected=rejected, margin=margin if isinstance(margin, Tensor) else None)
+    gap = chosen - rejected
+    return -logsigmoid(gap if margin is None else gap - margin)
+
+
 @dataclass(frozen=True)
 class PairwiseReward(Objective):
-    """Pairwise reward model (arXiv 2203.02155): ``-logsigmoid(score_chosen - score_rejected - margin)``.
+    """Pairwise reward model: ``-logsigmoid(score_chosen - score_rejected - margin)``.
 
-    Gradient on the score of the chosen item: ``-sigmoid(-(chosen - rejected - margin))``, and its opposite on that of
-    the other. The chosen item is paired with every rejected item of its list; the list's loss is the mean over its
-    pairs, and 0 without any. It trains the score head and, through it, the encoder; log-probabilities are not read.
+    The chosen item is paired with every rejected item of its list; the list's loss is the mean over its pairs, and 0
+    without any. It trains the score head and, through it, the encoder; log-probabilities are not read.
 
     Attributes:
-        margin: lead that the chosen item's score should have over the others (arXiv 2307.09288).
+        margin: lead that the chosen item's score should have over the others.
     """
 
     margin: float = 0.0
 
     requires = frozenset({Requirement.CHOSEN, Requirement.SCORE})
-
     reads_log_prob = False  # only scores are compared
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Lists with exactly one chosen item."""
         return preference_lists(inputs, self).kept.sum()
-
-    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """The loss of pairs, from their scores of one shape."""
-        return -logsigmoid(chosen - rejected - self.margin)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
@@ -54,7 +69,7 @@ class PairwiseReward(Objective):
         scores = required(inputs, "scores", self)[..., 0]
         scores = zero_masked(scores, lists.is_chosen | lists.is_rejected)
         chosen = lists.chosen(scores).unsqueeze(-1).expand_as(scores)
-        pairs = self.pair_loss(chosen, scores)
+        pairs = pairwise_reward_loss(chosen, scores, self.margin)
         loss = aggregate(lists.pair_mean(pairs), lists.kept, count=inputs.denominator)
         with torch.no_grad():
             metrics = {
@@ -127,6 +142,8 @@ class PointwiseReward(Objective):
     #: bits of the behaviors in the training data (``for_behaviors``); not an option
     _bits: ClassVar[tuple[int, ...] | None] = None
 
+    reads_log_prob = False  # only scores are trained
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.target_names)) < len(self.target_names):
@@ -174,8 +191,6 @@ class PointwiseReward(Objective):
     def num_scores(self) -> int:
         """One per target."""
         return len(self.target_names)
-
-    reads_log_prob = False  # only scores are trained
 
     def targets(
         self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None, positive: Tensor | None = None

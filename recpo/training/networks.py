@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.types import Continuations, FeedbackBatch, Histories, Slates, on_device
+from recpo.objectives.q_learning import bellman_target
 from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.policies.item_table import PlacedTable
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
@@ -204,10 +205,9 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def q_targets(self, states: Tensor, batch: FeedbackBatch, rewards: Tensor) -> Tensor:
-        """Bellman targets ``r + gamma max_a Q'(s', a)`` ``[B, S]``, with ``Q'`` of the target network.
+        """Bellman targets ``[B, S]``: the next state of a position is the state of the next request on its slate.
 
-        The next state of a position is the state of the next request on its slate; after the last request, 0 follows.
-        With ``double`` the online network chooses the action (double Q-learning, arXiv 1509.06461), as SQN does.
+        The last request of a slate has no next state.
 
         Args:
             states: ``[B, H + 1, d]`` of the online policy.
@@ -216,7 +216,7 @@ class Critic(nn.Module):
         """
         assert self.target is not None
         planned = None if batch.plan is None else batch.plan.continuations
-        following, _, flat = continuations_of(batch.slates) if planned is None else planned
+        following, ends, flat = continuations_of(batch.slates) if planned is None else planned
         next_target = states_at(self.target.encode(batch.histories), following).flatten(0, 1)[flat]
         chooser = self.q_value if self.options.double else self.target.head
         next_chooser = states_at(states, following).flatten(0, 1)[flat] if self.options.double else next_target
@@ -224,7 +224,7 @@ class Critic(nn.Module):
         assert self.target.head is not None
         values = self.target.head(next_target, chooser.best_items(next_chooser))
         best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
-        return rewards + self.options.gamma * best
+        return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
 
 
 def continuations_of(slates: Slates) -> Continuations:

@@ -11,7 +11,10 @@ from scipy.optimize import brentq
 
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import KTO, MPO, CatalogPolicyGradient, WeightedLikelihood
+from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
+from recpo.objectives.preference import kto_loss
 from tests.refusals import refused
 
 NAN = math.nan
@@ -156,9 +159,10 @@ def test_defaults_of_the_newer_objectives():
     defaults = {"temperature": 0.25, "max_weight": 20.0, "ips_power": 0.0, "max_ips": 10.0}
     assert WeightedLikelihood() == WeightedLikelihood(**defaults, self_normalized=True)
     advantages, behavior = torch.tensor([-0.1, 0.5, 5.0]), torch.tensor([-0.1, -2.0, -9.0])
-    got = WeightedLikelihood().weights(advantages, behavior)
+    got = likelihood_weights(advantages, logp_behavior=behavior)
+    assert torch.equal(got, likelihood_weights(advantages, **defaults))
     assert got.tolist() == pytest.approx([math.exp(-0.4), math.exp(2.0), 20.0])
-    capped = WeightedLikelihood(ips_power=1.0).weights(advantages, behavior)
+    capped = likelihood_weights(advantages, logp_behavior=behavior, ips_power=1.0)
     assert capped.tolist() == pytest.approx([math.exp(-0.3), math.exp(4.0), 200.0])
     logp, reference, signs, zero = (
         torch.tensor([-1.0, -2.0]),
@@ -166,7 +170,7 @@ def test_defaults_of_the_newer_objectives():
         torch.tensor([1.0, -1.0]),
         0.0,
     )
-    got = KTO().losses(logp, reference, signs, torch.tensor(zero))
+    got = kto_loss(logp, reference, signs, torch.tensor(zero))
     assert got.tolist() == pytest.approx([1 / (1 + math.exp(0.1))] * 2)
 
 
@@ -223,21 +227,23 @@ def softmax_rows(values, mask):
 def test_the_pure_catalog_loss_has_no_regularizers_unless_asked():
     logp = torch.tensor([[0.25, 0.75]], dtype=F64).log()
     rewards, reference = torch.tensor([[1.0, 3.0]], dtype=F64), torch.tensor([[0.5, 0.5]], dtype=F64).log()
-    plain = CatalogPolicyGradient(kl_coef=0.0)
-    assert plain.losses(logp, rewards, reference).item() == pytest.approx(-2.5)
+    plain = catalog_policy_gradient_loss(logp, rewards, logp_ref=reference)
+    assert plain.item() == pytest.approx(-2.5)
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    bonus = CatalogPolicyGradient(kl_coef=0.0, entropy_coef=0.1)
-    assert bonus.losses(logp, rewards, None).item() == pytest.approx(-2.5 - 0.1 * entropy)
+    assert catalog_policy_gradient_loss(logp, rewards, entropy_coef=0.1).item() == pytest.approx(-2.5 - 0.1 * entropy)
     unread = torch.tensor([[0.0, 0.0, NAN]], dtype=F64)
     mask, wide = torch.tensor([[True, True, False]]), torch.nn.functional.pad
     leaves = [(wide(x, (0, 1)) + unread).requires_grad_() for x in (logp, rewards, reference)]
-    regularized = CatalogPolicyGradient(kl_coef=0.1, entropy_coef=0.1).losses(*leaves, mask)
+    options = {"logp_ref": leaves[2], "mask": mask, "kl_coef": 0.1, "entropy_coef": 0.1}
+    regularized = catalog_policy_gradient_loss(*leaves[:2], **options)
     assert regularized.item() == pytest.approx(-2.5 + 0.1 * (math.log(2) - entropy) - 0.1 * entropy)
     gradient, *others = torch.autograd.grad(regularized, leaves, allow_unused=True)
     assert others == [None, None]
     assert gradient[0, 2] == 0
     kl = math.log(2) - entropy
-    assert CatalogPolicyGradient(kl_coef=0.1).losses(logp, rewards, reference).item() == pytest.approx(-2.5 + 0.1 * kl)
+    assert catalog_policy_gradient_loss(logp, rewards, logp_ref=reference, kl_coef=0.1).item() == pytest.approx(
+        -2.5 + 0.1 * kl
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,6 +321,17 @@ def test_kto_item_by_item(over):
     assert finite.metrics["zero_share"] == output.metrics["zero_share"]
 
 
+def test_the_pure_loss_of_kto_reads_what_is_kept_and_moves_the_policy_alone():
+    logp, reference, signs, point = (
+        torch.tensor(x, requires_grad=True) for x in ([-1.0, -1.0, NAN], [-2.0, -2.0, NAN], [1.0, 1.0, -1.0], [0.5])
+    )
+    loss = kto_loss(logp, reference, signs, point, mask=torch.tensor([True, False, False]))
+    assert loss.tolist() == pytest.approx([1 / (1 + math.exp(0.05)), 0.0, 0.0])
+    gradient, *others = torch.autograd.grad(loss.sum(), [logp, reference, signs, point], allow_unused=True)
+    assert others == [None] * 3
+    assert gradient[1:].tolist() == [0.0, 0.0]
+
+
 def test_bounds_of_kto():
     with refused("out_of_range", "KTO.beta"):
         KTO(beta=0.0)
@@ -389,6 +406,11 @@ def test_bounds_of_weighted_likelihood():
         WeightedLikelihood(ips_power=-0.1)
     tight = {"temperature": 0.5, "max_weight": 0.5, "max_ips": 0.5}
     assert WeightedLikelihood(**tight).max_ips == 0.5
-    logp = torch.tensor([[-1.0, -2.0]])
+    logp, weights = torch.tensor([[-1.0, -2.0]]), torch.tensor([0.5], requires_grad=True)
+    loss = weighted_likelihood_loss(logp, weights)
+    assert loss.item() == pytest.approx(1.5)
+    assert not loss.requires_grad
     alone = ObjectiveInputs(LogProbs(logp[None, :, :1], torch.ones(1, 1, 1, dtype=torch.bool)), torch.tensor([[0.3]]))
     assert WeightedLikelihood()(alone).metrics["effective_sample_size"].item() == pytest.approx(1.0)
+    assert weighted_likelihood_loss(logp, weights, mask=torch.tensor([[False, True]])).item() == pytest.approx(1.0)
+    assert weighted_likelihood_loss(logp, torch.tensor([NAN]), mask=torch.zeros(1, 2)).item() == 0.0

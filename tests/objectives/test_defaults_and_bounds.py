@@ -32,6 +32,7 @@ from recpo.objectives import (
     Reinforce,
     SoftmaxDPO,
 )
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.inputs import (
     advantage_shares,
     explained_variance,
@@ -41,14 +42,21 @@ from recpo.objectives.inputs import (
 )
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
+from recpo.objectives.policy_gradient import ppo_loss, reinforce_loss
 from recpo.objectives.preference import dpo_loss
+from recpo.objectives.q_learning import bellman_target
 from recpo.ops.surrogate import clipped_surrogate, is_clipped
-from tests.objectives.token_losses import token_loss
 from tests.refusals import refused
 
 NAN = math.nan
 DEFAULTS = {
+    aspo_loss: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+    cispo_loss: {"cap_low": None, "cap_high": 1.2},
     dpo_loss: {"beta": 0.1, "label_smoothing": 0.0, "variant": "sigmoid"},
+    ecpo_loss: {"clip_low": 0.2, "clip_high": 0.2, "delta": 0.1},
+    gbpo_loss: {"logp_old": None, "level": "token"},
+    gspo_loss: {"clip_low": 3e-4, "clip_high": 4e-4, "level": "sequence"},
+    ppo_loss: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     clipped_surrogate: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     mpo_loss: {"temperature": 0.05, "log_base": None},
     softmax_dpo_loss: {"beta": 1.0},
@@ -62,6 +70,8 @@ DEFAULTS = {
     GSPO: {"clip_low": 3e-4, "clip_high": 4e-4, "level": "sequence"},
     PPO: {"dual_clip": None, "value_coef": 0.5, "value_clip": None},
     Reinforce: {"ratio_cap": 20.0, "top_k": 1, "off_policy": False},
+    reinforce_loss: {"ratio_cap": 20.0, "top_k": 1},
+    bellman_target: {"gamma": 0.99},
     Likelihood: {"positive_only": False, "aggregation": "token-mean"},
     MPO: {"temperature": 0.05, "kl_target": None, "base": "reference", "candidates_are_draws": False},
     DPO: {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0},
@@ -160,10 +170,10 @@ def test_gbpo_reads_the_old_policy_if_there_is_one():
 
 def test_gbpo_of_a_log_probability_a_rounding_above_zero():
     logp = torch.tensor([[1e-7]], requires_grad=True)
-    (gradient,) = torch.autograd.grad(token_loss(GBPO(), logp, None, torch.tensor([-1.0])).sum(), logp)
+    (gradient,) = torch.autograd.grad(gbpo_loss(logp, torch.tensor([-1.0])).sum(), logp)
     assert gradient.isfinite().all()
     assert gradient.item() > 0
-    assert token_loss(Reinforce(top_k=3), logp, None, torch.tensor([-1.0])).item() == 0  # K draws surely show it
+    assert reinforce_loss(logp, torch.tensor([-1.0]), top_k=3).item() == 0  # K draws surely show it
 
 
 def test_an_item_of_one_token_is_its_own_mean():
@@ -171,6 +181,42 @@ def test_an_item_of_one_token_is_its_own_mean():
     mask = torch.tensor([[[1, 0], [1, 1]]])  # of numbers
     assert DPO(length_normalized=True).item_logp(policy, mask).tolist() == [[-1.0, -3.0]]
     assert DPO().item_logp(policy, mask).tolist() == [[-1.0, -6.0]]
+
+
+TOKEN_LOSSES = {
+    "ppo": lambda logp, old, a, mask: ppo_loss(logp, old, a, mask=mask),
+    "ecpo": lambda logp, old, a, mask: ecpo_loss(logp, old, a, mask=mask),
+    "cispo": lambda logp, old, a, mask: cispo_loss(logp, old, a, mask=mask),
+    "cispo, uncapped": lambda logp, old, a, mask: cispo_loss(logp, old, a, mask=mask, cap_high=None),
+    "aspo": lambda logp, old, a, mask: aspo_loss(logp, old, a, mask=mask),
+    "gspo": lambda logp, old, a, mask: gspo_loss(logp, old, a, mask, clip_low=0.2, clip_high=0.2),
+    "gspo, token": lambda logp, old, a, mask: gspo_loss(logp, old, a, mask, clip_high=9.0, level="token"),
+    "gbpo": lambda logp, old, a, mask: gbpo_loss(logp, a, logp_old=old, mask=mask),
+    "gbpo, sequence": lambda logp, old, a, mask: gbpo_loss(logp, a, logp_old=old, mask=mask, level="sequence"),
+    "gbpo, no old": lambda logp, _, a, mask: gbpo_loss(logp, a, mask=mask),
+    "reinforce": lambda logp, old, a, mask: reinforce_loss(logp, a, logp_old=old, mask=mask, top_k=3),
+}
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES.values(), ids=TOKEN_LOSSES.keys())
+@pytest.mark.parametrize("which", range(3))
+def test_masked_tokens_of_a_pure_loss_may_hold_anything(loss, which):
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    clean = [
+        torch.tensor([[-1.0, -2.0, 0.0], [0.0, -0.5, -3.0]], dtype=torch.float64),
+        torch.tensor([[-1.1, -2.0, 0.0], [0.0, -0.4, -3.1]], dtype=torch.float64),
+        torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.5, -2.0]], dtype=torch.float64),
+    ]
+    for bad in (NAN, math.inf, -math.inf, -7.0, 7.0):
+        hostile = [x.masked_fill(mask == 0, bad) if i == which else x for i, x in enumerate(clean)]
+        found = []
+        for logp, old, advantages in (clean, hostile):
+            logp = logp.clone().requires_grad_()
+            value = loss(logp, old, advantages, mask)
+            assert (value[mask == 0] == 0).all()
+            found.append((value, torch.autograd.grad(value.sum(), logp)[0]))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        assert (found[1][1][mask == 0] == 0).all()
 
 
 # ---------------------------------------------------------------- metrics

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient
+from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient, catalog_policy_gradient_loss
 from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, softmax_dpo_loss
@@ -353,3 +353,5 @@ def test_a_part_of_the_catalog_is_not_a_catalog():
     for field in ("kl_coef", "entropy_coef"):
         with refused("out_of_range", f"CatalogPolicyGradient.{field}"):
             CatalogPolicyGradient(**{field: -1.0})
+    with refused("missing_option", "logp_ref"):
+        catalog_policy_gradient_loss(logits, rewards, kl_coef=0.1)

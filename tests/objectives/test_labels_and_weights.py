@@ -11,9 +11,10 @@ from hypothesis import given, strategies as st
 
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihood
-from recpo.objectives.advantages import GradedAdvantage
+from recpo.objectives.advantages import GradedAdvantage, graded_advantage
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
-from recpo.objectives.preference import dmpo_loss, dpo_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss, simpo_loss
 from tests.reference import objective_losses as ref
 from tests.refusals import refused
 
@@ -35,6 +36,18 @@ def first_chosen(shape=(3, 4)):
 
 
 # ---------------------------------------------------------------- preference lists
+@given(seed=SEEDS)
+def test_simpo(seed):
+    rng = np.random.default_rng(seed)
+    chosen, rejected, margin = (*rng.normal(-3, 2, (2, 5)), rng.uniform(0, 2, 5))
+    tensors = [torch.tensor(x, requires_grad=True) for x in (chosen, rejected, margin)]
+    loss = simpo_loss(*tensors[:2], beta=0.7, margin=tensors[2])
+    want = [ref.simpo(c, r, 0.7, m) for c, r, m in zip(chosen, rejected, margin, strict=True)]
+    assert loss.tolist() == pytest.approx(want, rel=1e-9)
+    gradients = torch.autograd.grad(loss.sum(), tensors, allow_unused=True)
+    slope = -0.7 * torch.sigmoid(-(0.7 * (tensors[0] - tensors[1]) - tensors[2])).detach()
+    torch.testing.assert_close(gradients[:2], (slope, -slope))
+    assert gradients[2] is None
 
 
 @given(seed=SEEDS)
@@ -136,12 +149,15 @@ def test_defaults_of_the_losses_of_pairs_and_lists():
         return pytest.approx(math.log1p(math.exp(-x)))
 
     assert dpo_loss(a, b, c, d).item() == nll(0.1 * (0.2 + 0.4))
+    assert simpo_loss(a, b).item() == nll(2.0 * 0.5 - 1.0)
     assert dmpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
     assert softmax_dpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
     assert DPO() == DPO(beta=0.1, nll_coef=0.0, variant="sigmoid", label_smoothing=0.0, margin=0.0, grade_gap_coef=0.0)
     assert SoftmaxDPO() == SoftmaxDPO(beta=1.0, nll_coef=0.0, grade_gap_coef=0.0)
     with refused("out_of_range", "label_smoothing"):
-        dmpo_loss(a, b[None], c, d[None], label_smoothing=0.5)
+        simpo_loss(a, b, label_smoothing=0.5)
+    smoothed = simpo_loss(a, b, margin=0.0, label_smoothing=0.1).item()
+    assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-1.0)) + 0.1 * math.log1p(math.exp(1.0)))
     smoothed = dmpo_loss(a, b[None], c, d[None], label_smoothing=0.1).item()
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-0.6)) + 0.1 * math.log1p(math.exp(0.6)))
 
@@ -172,10 +188,10 @@ def test_kto(seed):
     logp, reference = rng.normal(-3, 2, (2, *shape))
     signs, mask = rng.choice([-2.0, 0.0, 0.5], shape), rng.random(shape) < 0.8
     point = rng.uniform(0, 1, (shape[0], 1))
-    leaves = [torch.tensor(x, requires_grad=True) for x in (logp, reference, point)]
+    hostile = [torch.tensor(np.where(mask, x, np.nan), requires_grad=True) for x in (logp, reference, signs)]
     options = {"beta": 0.7, "desirable_weight": 1.2, "undesirable_weight": 0.4}
-    loss = KTO(**options).losses(*leaves[:2], torch.tensor(np.sign(signs) * mask), leaves[2])
-    gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+    loss = kto_loss(*hostile, torch.tensor(point, requires_grad=True), mask=torch.tensor(mask), **options)
+    gradients = torch.autograd.grad(loss.sum(), hostile, allow_unused=True)
     assert gradients[1:] == (None, None)
     for b, s in np.ndindex(*shape):
         sign = int(np.sign(signs[b, s])) if mask[b, s] else 0
@@ -215,22 +231,15 @@ def test_weighted_likelihood(seed):
     kept = mask.any(-1)
     options = {"temperature": 0.5, "max_weight": 3.0, "ips_power": 0.6, "max_ips": 2.5}
     hostile = [torch.tensor(np.where(kept, x, np.nan), requires_grad=True) for x in (advantages, behavior)]
-    objective = WeightedLikelihood(**options, self_normalized=False)
-    weights = objective.weights(*hostile, torch.tensor(kept))
-    assert not weights.requires_grad
+    weights = likelihood_weights(hostile[0], logp_behavior=hostile[1], mask=torch.tensor(kept), **options)
     policy = torch.tensor(np.where(mask, logp, np.nan), requires_grad=True)
-    old = torch.zeros_like(policy).masked_fill(~torch.tensor(mask), math.nan)
-    first = torch.tensor(mask) & (torch.tensor(mask).cumsum(-1) == 1)
-    old = torch.where(first, hostile[1].detach()[..., None], old)  # the propensity of an item, on its first token
-    one = torch.ones((), dtype=torch.float64)
-    inputs = ObjectiveInputs(LogProbs(policy, torch.tensor(mask), old), hostile[0], denominator=one)
-    loss = objective(inputs).loss
-    gradients = torch.autograd.grad(loss, [policy, *hostile], allow_unused=True)
+    loss = weighted_likelihood_loss(policy, weights, mask=torch.tensor(mask))
+    gradients = torch.autograd.grad(loss.sum(), [policy, *hostile], allow_unused=True)
     assert gradients[1:] == (None, None)
-    assert loss.item() == pytest.approx(-(weights * torch.tensor(logp * mask).sum(-1)).sum().item(), rel=1e-9)
     for b, s in np.ndindex(*shape[:2]):
         want = ref.likelihood_weight(advantages[b, s], math.exp(behavior[b, s]), *options.values()) if kept[b, s] else 0
         assert weights[b, s].item() == pytest.approx(want, rel=1e-9)
+        assert loss[b, s].item() == pytest.approx(-want * logp[b, s][mask[b, s]].sum(), rel=1e-9)
         assert gradients[0][b, s].tolist() == pytest.approx(np.where(mask[b, s], -want, 0.0).tolist(), rel=1e-9)
 
 
@@ -250,8 +259,10 @@ def test_with_full_propensities_the_behavior_policy_drops_out():
     torch.manual_seed(7)
     logits, behavior = torch.randn(6, dtype=torch.float64).requires_grad_(), torch.randn(6).double().log_softmax(-1)
     advantages = torch.randn(6, dtype=torch.float64)
-    objective = WeightedLikelihood(temperature=2.0, max_weight=1e6, ips_power=1.0, max_ips=1e6)
-    expected = -(behavior.exp() * objective.weights(advantages, behavior) * logits.log_softmax(-1)).sum()
+    weights = likelihood_weights(
+        advantages, logp_behavior=behavior, temperature=2.0, max_weight=1e6, ips_power=1.0, max_ips=1e6
+    )
+    expected = (behavior.exp() * weighted_likelihood_loss(logits.log_softmax(-1)[:, None], weights)).sum()
     (gradient,) = torch.autograd.grad(expected, logits)
     target = (advantages / 2.0).softmax(-1)
     torch.testing.assert_close(gradient / (advantages / 2.0).exp().sum(), logits.softmax(-1) - target)
@@ -260,6 +271,8 @@ def test_with_full_propensities_the_behavior_policy_drops_out():
 def test_weighted_likelihood_says_what_it_lacks():
     assert WeightedLikelihood().requires == {"advantages"}
     assert WeightedLikelihood(ips_power=0.5).requires == {"advantages", "old", "propensities"}
+    with refused("missing_option", "logp_behavior"):
+        likelihood_weights(torch.zeros(1), ips_power=0.5)
     for field, value in (("temperature", 0.0), ("max_weight", 0.0), ("max_ips", 0.0), ("ips_power", 1.5)):
         with refused("out_of_range", f"WeightedLikelihood.{field}"):
             WeightedLikelihood(**{field: value})
@@ -270,7 +283,7 @@ def test_weighted_likelihood_says_what_it_lacks():
 def test_graded_advantage(baseline, seed):
     rng = np.random.default_rng(seed)
     grades, mask = rng.choice([np.nan, 0.0, 0.125, 0.375, 0.875], (2, 5)), rng.random((2, 5)) < 0.7
-    got = GradedAdvantage(baseline).of_grades(torch.tensor(grades), torch.tensor(mask))
+    got = graded_advantage(torch.tensor(grades), torch.tensor(mask), baseline=baseline)
     for row in range(2):
         assert got[row].tolist() == pytest.approx(ref.graded(grades[row], mask[row], baseline))
 
@@ -290,5 +303,5 @@ def test_graded_advantage_reads_the_slate():
     for bound in (0.0, 1.0):
         assert GradedAdvantage(baseline=bound)(batch).tolist() == [[0.875 - bound, 0.125 - bound, 0.0]]
     grade = torch.tensor([0.5, 0.25], requires_grad=True)
-    assert not GradedAdvantage().of_grades(grade).requires_grad
-    assert GradedAdvantage().of_grades(grade[None] * math.nan).tolist() == [[0.0, 0.0]]
+    assert not graded_advantage(grade).requires_grad
+    assert graded_advantage(grade[None] * math.nan).tolist() == [[0.0, 0.0]]

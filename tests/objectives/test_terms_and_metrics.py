@@ -20,10 +20,9 @@ from recpo.objectives import (
     PairwiseReward,
     PointwiseReward,
     QLearning,
-    Reinforce,
     SoftmaxDPO,
 )
-from tests.objectives.token_losses import token_loss
+from recpo.objectives.policy_gradient import reinforce_loss
 
 LOG2 = math.log(2.0)
 
@@ -69,7 +68,7 @@ def test_clipped_tokens_have_no_share_in_the_gradient():
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_weight_of_an_item_among_k_draws(top_k):
     logp = torch.tensor([[math.log(0.25)]], dtype=torch.float64, requires_grad=True)
-    (weight,) = torch.autograd.grad(token_loss(Reinforce(top_k=top_k), logp, None, torch.ones(1).double()).sum(), logp)
+    (weight,) = torch.autograd.grad(reinforce_loss(logp, torch.ones(1).double(), top_k=top_k).sum(), logp)
     assert weight.item() == pytest.approx(-top_k * 0.75 ** (top_k - 1))
 
 

@@ -19,6 +19,8 @@ from recpo.objectives.advantages import (
     PrefixGroupAdvantage,
     TernaryAdvantage,
     group_normalized_advantage,
+    prefix_group_advantage,
+    reward_gate,
 )
 from tests.reference import objective_losses as ref
 from tests.refusals import refused
@@ -44,10 +46,10 @@ def test_prefix_group_advantage(scale, seed):
     least = int(rng.integers(2, 4))
     hostile = torch.tensor(np.where(mask, rewards, np.nan))
     options = {"min_group": least, "scale": scale, "eps": 1e-4}
-    got = PrefixGroupAdvantage(**options).of_tokens(hostile, torch.tensor(codes), torch.tensor(mask))
+    got = prefix_group_advantage(hostile, torch.tensor(codes), torch.tensor(mask), **options)
     for b in range(size):
         want = ref.prefix_group(rewards[b], codes[b], mask[b], *options.values())
-        alone = PrefixGroupAdvantage(**options).of_tokens(hostile[b], torch.tensor(codes[b]), torch.tensor(mask[b]))
+        alone = prefix_group_advantage(hostile[b], torch.tensor(codes[b]), torch.tensor(mask[b]), **options)
         np.testing.assert_array_equal(alone.numpy(), got[b].numpy())
         np.testing.assert_allclose(got[b].numpy(), want, rtol=1e-9, atol=1e-9)
 
@@ -55,7 +57,7 @@ def test_prefix_group_advantage(scale, seed):
 def test_one_token_per_item_makes_it_the_advantage_of_grpo():
     torch.manual_seed(0)
     rewards, items, mask = torch.rand(3, 6), torch.randint(1, 4, (3, 6)), torch.rand(3, 6) < 0.8
-    got = PrefixGroupAdvantage().of_tokens(rewards, items.unsqueeze(-1), mask)
+    got = prefix_group_advantage(rewards, items.unsqueeze(-1), mask)
     torch.testing.assert_close(got.squeeze(-1), group_normalized_advantage(rewards, mask))
     torch.testing.assert_close(
         PrefixGroupAdvantage()(batch_of(rewards, items)), group_normalized_advantage(rewards), rtol=1e-5, atol=1e-6
@@ -76,9 +78,10 @@ def test_defaults_and_bounds_of_prefix_groups():
     assert PrefixGroupAdvantage().requires == {"rewards"}
     rewards, codes = torch.tensor([[0.0, 1e-6, 0.0]], requires_grad=True), torch.tensor([[[0, 0], [0, 1], [1, 0]]])
     alike = torch.full((1, 3), 0.1, dtype=torch.float64)  # three times a tenth is not three tenths
-    assert (PrefixGroupAdvantage().of_tokens(alike, codes) == 0).all()
-    got = PrefixGroupAdvantage().of_tokens(rewards, codes)
+    assert (prefix_group_advantage(alike, codes) == 0).all()
+    got = prefix_group_advantage(rewards, codes)
     assert not got.requires_grad
+    assert torch.equal(got, prefix_group_advantage(rewards, codes, min_group=2, scale=True, eps=1e-6))
     third, deviation = 1e-6 / 3, 1e-6 / math.sqrt(3)
     scale = deviation + 1e-6
     want = [[-third, -0.5e-6], [2 * third, 0.5e-6], [-third, -third]]
@@ -100,7 +103,7 @@ def test_prefix_baselines_leave_the_expected_gradient_as_it_is():
     for a in range(4):
         for b in range(4):
             pair = torch.tensor([a, b])
-            advantages = 2 * PrefixGroupAdvantage(scale=False).of_tokens(rewards[pair], codes[pair])
+            advantages = 2 * prefix_group_advantage(rewards[pair], codes[pair], scale=False)
             tokens = LogProbs(logp[pair][None], torch.ones(1, 2, 2, dtype=torch.bool))
             total = total + (pi[a] * pi[b]).detach() * Reinforce()(ObjectiveInputs(tokens, advantages[None])).loss
     torch.testing.assert_close(torch.autograd.grad(total, logits)[0], want)
@@ -130,6 +133,8 @@ def test_a_token_without_an_advantage_gets_no_gradient():
 def test_groups_have_two_candidates_at_least():
     with refused("out_of_range", "PrefixGroupAdvantage.min_group"):
         PrefixGroupAdvantage(min_group=1)
+    with refused("out_of_range", "min_group"):
+        prefix_group_advantage(torch.zeros(1, 2), torch.zeros(1, 2, 1), min_group=1)
 
 
 # ---------------------------------------------------------------- the gate
@@ -142,7 +147,7 @@ def test_reward_gate(seed):
     hostile = torch.tensor(np.where(role == "neither", np.nan, rewards))
     arguments = [torch.tensor(items), torch.tensor(role == "liked"), torch.tensor(role == "drawn")]
     bounds = {"max_hit_share": 0.4, "min_separation": 0.6}
-    got = GatedAdvantage(**bounds).passes(hostile, *arguments)
+    got = reward_gate(hostile, *arguments, **bounds)
     want = [ref.gate(*x, 0.4, 0.6) for x in zip(rewards, items, role == "liked", role == "drawn", strict=True)]
     assert got.tolist() == want
 
@@ -152,23 +157,20 @@ def test_bounds_of_the_gate_are_in():
     items = torch.tensor([[1, 1, 2, 3, 4]])  # a liked item, drawn once; of the other draws one ties, one beats it
     liked = torch.tensor([[True, False, False, False, False]])
     shares = {"max_hit_share": 1 / 4, "min_separation": (0.5 + 0 + 1) / 3}
-    assert GatedAdvantage(**shares).passes(rewards, items, liked, ~liked).tolist() == [True]
+    assert reward_gate(rewards, items, liked, ~liked, **shares).tolist() == [True]
     for name, value in (("max_hit_share", 0.24), ("min_separation", 0.51)):
-        assert GatedAdvantage(**{**shares, name: value}).passes(rewards, items, liked, ~liked).tolist() == [False]
+        assert reward_gate(rewards, items, liked, ~liked, **{**shares, name: value}).tolist() == [False]
     both = [
         torch.cat([x, y]) for x, y in ((rewards, rewards), (items, items), (liked, liked & False), (~liked, ~liked))
     ]
-    assert GatedAdvantage(max_hit_share=1.0, min_separation=0.0).passes(*both).tolist() == [
-        True,
-        False,
-    ]  # nothing liked
+    assert reward_gate(*both, max_hit_share=1.0, min_separation=0.0).tolist() == [True, False]  # nothing liked
     # the defaults: half of the draws, three of four pairs
     items, liked = torch.tensor([[1, 1, 1, 2, 3]]), torch.tensor([[True, False, False, False, False]])
     for beaten, passes in ((0.5, True), (0.6, False)):
         rewards = torch.tensor([[0.5, 0.0, 0.0, beaten, 0.1]])
-        assert GatedAdvantage().passes(rewards, items, liked, ~liked).tolist() == [passes]
+        assert reward_gate(rewards, items, liked, ~liked).tolist() == [passes]
     items = torch.tensor([[1, 1, 1, 1, 3]])
-    assert GatedAdvantage().passes(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.1]]), items, liked, ~liked).tolist() == [False]
+    assert reward_gate(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.1]]), items, liked, ~liked).tolist() == [False]
     assert GatedAdvantage() == GatedAdvantage(GroupNormalizedAdvantage(), 0.5, 0.75)
     for bound in (0.0, 1.0):
         assert GatedAdvantage(max_hit_share=bound, min_separation=bound).max_hit_share == bound

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from recpo.objectives import PPO, QLearning
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
+from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
 from recpo.ops.reduce import aggregate, denominator, over_tokens
 from recpo.ops.surrogate import (
@@ -34,7 +36,11 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         (lambda: over_tokens(torch.zeros(3), X), ("wrong_shape", "values")),
         (lambda: kl_estimate(X, X, "k4"), ("unknown_name", "kl_kind")),
         (lambda: clipped_surrogate(X, X, dual_clip=1.0), ("out_of_range", "dual_clip")),
-        (lambda: clipped_surrogate(X, torch.zeros(3)), ("wrong_shape", "values")),
+        (lambda: ppo_loss(X, X, torch.zeros(3)), ("wrong_shape", "values")),
+        (lambda: value_loss(X, None, X, clip=0.1), ("missing_option", "values_old")),
+        (lambda: gspo_loss(X, X, X, MASK, level="item"), ("unknown_name", "level")),
+        (lambda: gbpo_loss(X, X, level="item"), ("unknown_name", "level")),
+        (lambda: reinforce_loss(X, X, top_k=0), ("out_of_range", "top_k")),
         (lambda: dpo_loss(X, X, X, X, variant="slic"), ("unknown_name", "variant")),
         (lambda: dpo_loss(X, X, X, X, label_smoothing=0.5), ("out_of_range", "label_smoothing")),
     ],
@@ -47,11 +53,18 @@ def test_mistakes_are_named(call, message):
 @pytest.mark.parametrize(
     ("function", "free", "fixed"),
     [
+        (ppo_loss, 1, 2),
+        (lambda *x: gspo_loss(*x, MASK), 1, 2),
+        (lambda logp, old, a: gbpo_loss(logp, a, logp_old=old), 1, 2),
+        (lambda logp, old, a: reinforce_loss(logp, a, logp_old=old), 1, 2),
+        (aspo_loss, 1, 2),
+        (ecpo_loss, 1, 2),
+        (cispo_loss, 1, 2),
         (dpo_loss, 2, 2),
         (lambda *x: softmax_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
         (lambda *x: margin_listwise_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
-        (PPO(value_clip=0.1).value_loss, 1, 2),
-        (QLearning().q_loss, 1, 1),
+        (lambda *x: value_loss(*x, clip=0.1), 1, 2),
+        (q_loss, 1, 1),
         (lambda logp, weight: weighted_score(weight, logp), 1, 1),
         (categorical_kl, 1, 1),
         *[(lambda *x, kind=kind: kl_estimate(*x, kind), 1, 1) for kind in ("k1", "abs", "k2", "k3", "low_var")],
@@ -68,6 +81,8 @@ def test_only_the_trained_policy_gets_a_gradient(function, free, fixed):
 def test_what_is_a_target_or_a_reward_carries_no_gradient():
     x = (-torch.rand(2, 3) - 0.1).requires_grad_()
     assert not kl_shaped_rewards(x[:, 0], x, x, MASK, 0.1).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0]).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0], next_q_online=x).requires_grad
 
 
 def test_log1mexp_keeps_its_digits():
@@ -108,10 +123,10 @@ def test_k3_keeps_its_digits_near_the_reference():
     assert got.item() == pytest.approx(difference**2 / 2, rel=1e-3)
 
 
-def test_rows_without_classes_have_no_divergence():
+def test_rows_without_classes_have_neither_entropy_nor_divergence():
     logits = torch.full((2, 3), math.nan, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    total = categorical_kl(logits, logits, nothing)
+    total = entropy(logits, nothing) + categorical_kl(logits, logits, nothing)
     assert total.tolist() == [0.0, 0.0]
     assert (torch.autograd.grad(total.sum(), logits)[0] == 0).all()
 
@@ -128,6 +143,7 @@ def test_divergence_where_the_policy_excludes_a_class():
 def test_a_class_that_is_masked_or_impossible_is_a_class_removed():
     logits, reference = torch.tensor([[0.3, -1.0, 9.0, -math.inf], [1.0, 0.5, -3.0, -math.inf]])
     mask = torch.tensor([True, True, False, True])
+    torch.testing.assert_close(entropy(logits, mask), entropy(logits[:2]))
     torch.testing.assert_close(categorical_kl(logits, reference, mask), categorical_kl(logits[:2], reference[:2]))
     nothing = torch.full((4,), -math.inf)
     for row in (masked_log_softmax(nothing), masked_log_softmax(logits, torch.zeros(4))):

@@ -12,16 +12,28 @@ import torch
 import recpo.objectives
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
+from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
+from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
+from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, preference_lists
-from recpo.objectives.reward_model import pointwise_reward_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists, simpo_loss
+from recpo.objectives.q_learning import bellman_target, q_loss
+from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.ops import kl, reduce, surrogate
 from tests.refusals import refused
 
 B, S, T = 4, 5, 3
 TOKENS, ITEMS = (B, S, T), (B, S)
 SHAPES = {
+    aspo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
+    cispo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
+    ecpo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
+    gbpo_loss: {"logp": TOKENS, "advantages": ITEMS, "logp_old": TOKENS, "mask": TOKENS},
+    gspo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
+    ppo_loss: {"logp": TOKENS, "logp_old": TOKENS, "advantages": ITEMS, "mask": TOKENS},
+    reinforce_loss: {"logp": TOKENS, "advantages": ITEMS, "logp_old": TOKENS, "mask": TOKENS},
     dpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected", "logp_ref_chosen", "logp_ref_rejected"), (B,)),
     softmax_dpo_loss: {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
@@ -31,13 +43,23 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"mask": (B, S), "pair_weights": (B, S)},
     },
+    simpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected"), (B,)),
     dmpo_loss: {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"margin": (B, S), "mask": (B, S)},
     },
+    kto_loss: dict.fromkeys(("logp", "logp_ref", "signs", "mask"), ITEMS),
+    catalog_policy_gradient_loss: dict.fromkeys(("logp", "rewards", "logp_ref", "mask"), ITEMS),
+    likelihood_weights: dict.fromkeys(("advantages", "logp_behavior", "mask"), ITEMS),
+    weighted_likelihood_loss: {"logp": TOKENS, "weights": ITEMS, "mask": TOKENS},
     mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
+    value_loss: {"values": ITEMS, "values_old": ITEMS, "returns": ITEMS},
+    entropy: {"logits": ITEMS, "mask": ITEMS},
+    bellman_target: {"rewards": ITEMS, "next_q": (B, S, 7), "dones": ITEMS, "next_q_online": (B, S, 7)},
+    q_loss: {"q_values": ITEMS, "q_targets": ITEMS},
+    pairwise_reward_loss: {"chosen": ITEMS, "rejected": ITEMS, "margin": ITEMS},
     pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
     kl.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
     kl.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
@@ -59,6 +81,7 @@ OTHERS = {
     "kl_coef": 0.1,
     "temperature": 0.5,
     "kl_target": 0.1,
+    "reference_point": torch.tensor(0.1),
     "clip_low": 0.2,
     "clip_high": 0.2,
 }
