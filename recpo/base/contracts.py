@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema, Reads
 from recpo.base.feedback import FeedbackDefinition
+from recpo.base.ranges import validate_ranges
 from recpo.base.types import (
     Features,
     FeedbackBatch,
@@ -405,6 +406,10 @@ class Requirement(StrEnum):
 class Objective(ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
 
+    def __post_init__(self) -> None:
+        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
+        validate_ranges(self, f"{type(self).__name__}.")
+
     @property
     def requires(self) -> frozenset[str]:
         """What the training module must compute beyond ``logp.policy``: members of ``Requirement``, or their names.
@@ -475,6 +480,10 @@ class AdvantageEstimator(ABC):
     """
 
     whiten: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
+        validate_ranges(self, f"{type(self).__name__}.")
 
     @property
     def requires(self) -> frozenset[str]:

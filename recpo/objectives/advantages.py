@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import AdvantageEstimator, Requirement, TokenAdvantageEstimator
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import ClosedUnitInterval, OpenUnitInterval
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
 
@@ -148,10 +149,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
     unbiased: bool = True
     eps: float = 1e-6
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    requires = frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -165,10 +163,7 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
 class LeaveOneOutAdvantage(AdvantageEstimator):
     """Reward minus the mean reward of the others on the slate (see ``leave_one_out_advantage``)."""
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    requires = frozenset({Requirement.REWARDS})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -206,20 +201,9 @@ class GradedAdvantage(AdvantageEstimator):
             mean of the user, so that generous users do not outweigh others.
     """
 
-    baseline: float | None = None
+    baseline: ClosedUnitInterval | None = None
 
-    def __post_init__(self) -> None:
-        if self.baseline is not None and not 0.0 <= self.baseline <= 1.0:
-            raise RecpoError(
-                f"GradedAdvantage.baseline is a grade in [0, 1], got {self.baseline}.",
-                code="out_of_range",
-                field="GradedAdvantage.baseline",
-            )
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.LABELS, Requirement.DISLIKES})
+    requires = frozenset({Requirement.LABELS, Requirement.DISLIKES})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
@@ -250,12 +234,7 @@ def share_threshold(label: Tensor, positive_fraction: float = 0.25) -> Tensor:
     Returns:
         A scalar, float32 or float64; nan where every entry is missing.
     """
-    if not 0.0 < positive_fraction < 1.0:
-        raise RecpoError(
-            f"positive_fraction must lie in (0, 1), got {positive_fraction}",
-            code="out_of_range",
-            field="positive_fraction",
-        )
+    validate_range(0.0 < positive_fraction < 1.0, "positive_fraction", "must lie in (0, 1)", positive_fraction)
     known = label.detach().flatten()
     known = known.to(torch.promote_types(known.dtype, torch.float32))
     known = known[~known.isnan()]
@@ -316,15 +295,7 @@ class TernaryAdvantage(AdvantageEstimator):
             ``ternary_advantage``); none = what the prepared log defines as positive (``Slates.positive``).
     """
 
-    positive_fraction: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.positive_fraction is not None and not 0.0 < self.positive_fraction < 1.0:
-            raise RecpoError(
-                f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.",
-                code="out_of_range",
-                field="TernaryAdvantage.positive_fraction",
-            )
+    positive_fraction: OpenUnitInterval | None = None
 
     @property
     def requires(self) -> frozenset[str]:
@@ -413,10 +384,11 @@ class GatedAdvantage(AdvantageEstimator):
     """
 
     estimator: AdvantageEstimator = GroupNormalizedAdvantage()
-    max_hit_share: float = 0.5
-    min_separation: float = 0.75
+    max_hit_share: ClosedUnitInterval = 0.5
+    min_separation: ClosedUnitInterval = 0.75
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.estimator.whiten:
             raise RecpoError(
                 "GatedAdvantage.estimator must not whiten, because only the advantages that pass are learned from: set "
@@ -424,13 +396,6 @@ class GatedAdvantage(AdvantageEstimator):
                 code="conflicting_options",
                 field="GatedAdvantage.estimator",
             )
-        for name in ("max_hit_share", "min_separation"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise RecpoError(
-                    f"GatedAdvantage.{name} must lie in [0, 1], got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"GatedAdvantage.{name}",
-                )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -490,8 +455,7 @@ def prefix_group_advantage(
         RecpoError: ``min_group`` under 2, or shapes that differ.
     """
     check_same_shape(rewards=rewards, items=tokens[..., 0], mask=mask)
-    if min_group < 2:
-        raise RecpoError(f"min_group must be at least 2, got {min_group}", code="out_of_range", field="min_group")
+    validate_range(min_group >= 2, "min_group", "must be at least 2", min_group)
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)
     alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1 tokens
@@ -527,18 +491,11 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
     scale: bool = True
     eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        if self.min_group < 2:
-            raise RecpoError(
-                f"PrefixGroupAdvantage.min_group must be at least 2, got {self.min_group}.",
-                code="out_of_range",
-                field="PrefixGroupAdvantage.min_group",
-            )
+    requires = frozenset({Requirement.REWARDS})
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_range(self.min_group >= 2, "PrefixGroupAdvantage.min_group", "must be at least 2", self.min_group)
 
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
         """See ``TokenAdvantageEstimator``."""

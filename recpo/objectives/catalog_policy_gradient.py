@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
@@ -78,17 +79,8 @@ class CatalogPolicyGradient(Objective):
         entropy_coef: weight of the exact entropy; 0 = none.
     """
 
-    kl_coef: float = 0.05
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("kl_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0:
-                raise RecpoError(
-                    f"CatalogPolicyGradient.{name} must not be negative, got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"CatalogPolicyGradient.{name}",
-                )
+    kl_coef: NonNegativeFloat = 0.05
+    entropy_coef: NonNegativeFloat = 0.0
 
     @property
     def requires(self) -> frozenset[str]:

@@ -98,10 +98,7 @@ class GAEAdvantage(ReturnEstimator):
     gamma: float = 0.99
     lam: float = 0.95
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``AdvantageEstimator.requires``."""
-        return frozenset({Requirement.REWARDS, Requirement.VALUE})
+    requires = frozenset({Requirement.REWARDS, Requirement.VALUE})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; needs ``values [B, S]``."""

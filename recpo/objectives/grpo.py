@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss
@@ -49,7 +50,7 @@ class GRPO(ClippedObjective):
     the mean over tokens. The KL penalty is part of the loss and not of the reward.
     """
 
-    kl_coef: float = 0.04
+    kl_coef: NonNegativeFloat = 0.04
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
@@ -65,7 +66,7 @@ class DrGRPO(GRPO):
     """
 
     aggregation: Aggregation = "seq-mean-token-sum-norm"
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class DAPO(GRPO):
     """
 
     aggregation: Aggregation = "token-mean"
-    kl_coef: float = 0.0
-    clip_high: float = 0.28
+    kl_coef: NonNegativeFloat = 0.0
+    clip_high: NonNegativeFloat = 0.28
 
 
 def gspo_loss(
@@ -136,8 +137,8 @@ class GSPO(ClippedObjective):
         level: ``token`` is GSPO-token: the same gradient for one advantage per item.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: NonNegativeFloat = 3e-4
+    clip_high: NonNegativeFloat = 4e-4
     level: RatioLevel = "sequence"
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -202,14 +203,7 @@ class ECPO(ClippedObjective):
         delta: room between the clip and the cap.
     """
 
-    delta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.delta < 0:
-            raise RecpoError(
-                f"ECPO.delta must not be negative, got {self.delta}.", code="out_of_range", field="ECPO.delta"
-            )
+    delta: NonNegativeFloat = 0.1
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ecpo_loss``."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import ClosedUnitInterval, PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
@@ -144,26 +145,11 @@ class WeightedLikelihood(Objective):
             so that the size of the step does not depend on the temperature.
     """
 
-    temperature: float = 0.25
-    max_weight: float = 20.0
-    ips_power: float = 0.0
-    max_ips: float = 10.0
+    temperature: PositiveFloat = 0.25
+    max_weight: PositiveFloat = 20.0
+    ips_power: ClosedUnitInterval = 0.0
+    max_ips: PositiveFloat = 10.0
     self_normalized: bool = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("temperature", 0.0), ("max_weight", 0.0), ("max_ips", 0.0)):
-            if not getattr(self, name) > least:
-                raise RecpoError(
-                    f"WeightedLikelihood.{name} must be above {least:g}, got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"WeightedLikelihood.{name}",
-                )
-        if not 0.0 <= self.ips_power <= 1.0:
-            raise RecpoError(
-                f"WeightedLikelihood.ips_power must lie in [0, 1], got {self.ips_power}.",
-                code="out_of_range",
-                field="WeightedLikelihood.ips_power",
-            )
 
     @property
     def requires(self) -> frozenset[str]:

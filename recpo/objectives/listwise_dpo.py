@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from recpo.base.contracts import Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps
@@ -139,18 +139,9 @@ class SoftmaxDPO(PreferenceObjective):
             grade.
     """
 
-    beta: float = 1.0
+    beta: PositiveFloat = 1.0
     gap_weighted: bool = False
-    grade_gap_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.grade_gap_coef >= 0.0:
-            raise RecpoError(
-                f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.",
-                code="out_of_range",
-                field="SoftmaxDPO.grade_gap_coef",
-            )
+    grade_gap_coef: NonNegativeFloat = 0.0
 
     @property
     def requires(self) -> frozenset[str]:

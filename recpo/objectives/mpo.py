@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
@@ -158,16 +158,10 @@ class MPO(Objective):
             appears once, for any probability (``catalog``, ``beam``), and the base gives its weight.
     """
 
-    temperature: float = 0.05
-    kl_target: float | None = None
+    temperature: PositiveFloat = 0.05
+    kl_target: PositiveFloat | None = None
     base: Literal["reference", "old"] = "reference"
     candidates_are_draws: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "kl_target"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise RecpoError(f"MPO.{name} must be above 0, got {value}.", code="out_of_range", field=f"MPO.{name}")
 
     @property
     def requires(self) -> frozenset[str]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import NonNegativeFloat, PositiveInt
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
     advantage_shares,
@@ -48,25 +49,17 @@ class PolicyGradientObjective(Objective):
 
     aggregation: Aggregation = "seq-mean-token-mean"
     length: float | None = None
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     kl_kind: KLPenalty = "k3"
     entropy_coef: float = 0.0
 
+    reads_token_advantages = True  # the loss is per token
+
     def __post_init__(self) -> None:
-        for name in ("clip_low", "kl_coef", "clip_high"):
-            if getattr(self, name, 0.0) < 0:
-                raise RecpoError(
-                    f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"{type(self).__name__}.{name}",
-                )
+        super().__post_init__()
         dual_clip = getattr(self, "dual_clip", None)
-        if dual_clip is not None and dual_clip <= 1.0:
-            raise RecpoError(
-                f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.",
-                code="out_of_range",
-                field=f"{type(self).__name__}.dual_clip",
-            )
+        fits = dual_clip is None or dual_clip > 1.0
+        validate_range(fits, f"{type(self).__name__}.dual_clip", "must be above 1, or null", dual_clip)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -75,11 +68,6 @@ class PolicyGradientObjective(Objective):
         optional = {compared: self.kl_coef, Requirement.ENTROPY: self.entropy_coef}
         asked = {requirement for requirement, weight in optional.items() if weight}
         return frozenset({Requirement.ADVANTAGES, Requirement.OLD} | asked)
-
-    @property
-    def reads_token_advantages(self) -> bool:
-        """True: the loss is per token."""
-        return True
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -176,8 +164,8 @@ class ClippedObjective(PolicyGradientObjective):
         clip_high: Upper clip range: for A > 0 the gradient is zero once ratio > 1 + clip_high.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
 
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""
@@ -377,8 +365,7 @@ def reinforce_loss(
         RecpoError: ``top_k`` below 1, or shapes that do not fit.
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
-    if top_k < 1:
-        raise RecpoError(f"top_k must be at least 1, got {top_k}", code="out_of_range", field="top_k")
+    validate_range(top_k >= 1, "top_k", "must be at least 1", top_k)
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     item = logp.detach().sum(-1, keepdim=True)
@@ -404,14 +391,7 @@ class Reinforce(PolicyGradientObjective):
     aggregation: Aggregation = "seq-mean-token-sum"
     off_policy: bool = False
     ratio_cap: float | None = 20.0
-    top_k: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.top_k < 1:
-            raise RecpoError(
-                f"Reinforce.top_k must be at least 1, got {self.top_k}.", code="out_of_range", field="Reinforce.top_k"
-            )
+    top_k: PositiveInt = 1
 
     @property
     def requires(self) -> frozenset[str]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import advantage_shares, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
@@ -77,16 +78,8 @@ class PreferenceObjective(Objective):
         nll_coef: weight of the likelihood of the chosen item, which keeps its probability from falling; 0 = none.
     """
 
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     nll_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise RecpoError(
-                f"{type(self).__name__}.beta must be above 0, got {self.beta}.",
-                code="out_of_range",
-                field=f"{type(self).__name__}.beta",
-            )
 
     @property
     def requires(self) -> frozenset[str]:
@@ -199,10 +192,7 @@ def dpo_loss(
         logp_ref_chosen=logp_ref_chosen,
         logp_ref_rejected=logp_ref_rejected,
     )
-    if not 0.0 <= label_smoothing < 0.5:
-        raise RecpoError(
-            f"label_smoothing must lie in [0, 0.5), got {label_smoothing}", code="out_of_range", field="label_smoothing"
-        )
+    validate_range(0.0 <= label_smoothing < 0.5, "label_smoothing", "must lie in [0, 0.5)", label_smoothing)
     h = (logp_chosen - logp_ref_chosen.detach()) - (logp_rejected - logp_ref_rejected.detach())
     h = h - (margin.detach() if isinstance(margin, Tensor) else margin) / beta
     if variant == "sigmoid":
@@ -320,24 +310,13 @@ class DPO(PreferenceObjective):
     variant: Variant = "sigmoid"
     label_smoothing: float = 0.0
     length_normalized: bool = False
-    margin: float = 0.0
-    grade_gap_coef: float = 0.0
+    margin: NonNegativeFloat = 0.0
+    grade_gap_coef: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise RecpoError(
-                f"DPO.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}.",
-                code="out_of_range",
-                field="DPO.label_smoothing",
-            )
-        for name in ("margin", "grade_gap_coef"):
-            if not getattr(self, name) >= 0.0:
-                raise RecpoError(
-                    f"DPO.{name} must not be negative, got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"DPO.{name}",
-                )
+        fits = 0.0 <= self.label_smoothing < 0.5
+        validate_range(fits, "DPO.label_smoothing", "must lie in [0, 0.5)", self.label_smoothing)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -431,31 +410,13 @@ class KTO(Objective):
             - logp_ref`` over the labeled items of the ``slate`` or of the micro-``batch``, at least 0.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: PositiveFloat = 0.1
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
     reference_point: Literal["slate", "batch"] = "slate"
 
-    def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise RecpoError(f"KTO.beta must be above 0, got {self.beta}.", code="out_of_range", field="KTO.beta")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise RecpoError(
-                    f"KTO.{name} must not be negative, got {getattr(self, name)}.",
-                    code="out_of_range",
-                    field=f"KTO.{name}",
-                )
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``Objective.requires``."""
-        return frozenset({Requirement.ADVANTAGES, Requirement.REFERENCE})
-
-    @property
-    def zero_advantage_is_inert(self) -> bool:
-        """See ``Objective.zero_advantage_is_inert``."""
-        return True
+    requires = frozenset({Requirement.ADVANTAGES, Requirement.REFERENCE})
+    zero_advantage_is_inert = True
 
     def _signs(self, inputs: ObjectiveInputs) -> Tensor:
         """``[B, S]`` of -1, 0 and 1; 0 where masked."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import explained_variance, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
@@ -87,18 +87,9 @@ class QLearning(Objective):
 
     likelihood_coef: float = 1.0
     q_coef: float = 1.0
-    huber: float | None = None
+    huber: PositiveFloat | None = None
 
-    def __post_init__(self) -> None:
-        if self.huber is not None and self.huber <= 0:
-            raise RecpoError(
-                f"QLearning.huber must be above 0, got {self.huber}.", code="out_of_range", field="QLearning.huber"
-            )
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``Objective.requires``."""
-        return frozenset({Requirement.Q_VALUE})
+    requires = frozenset({Requirement.Q_VALUE})
 
     @property
     def reads_log_prob(self) -> bool:

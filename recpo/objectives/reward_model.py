@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid, softplus
 from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
+from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required
 from recpo.objectives.preference import preference_lists
@@ -55,15 +56,8 @@ class PairwiseReward(Objective):
 
     margin: float = 0.0
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``Objective.requires``."""
-        return frozenset({Requirement.CHOSEN, Requirement.SCORE})
-
-    @property
-    def reads_log_prob(self) -> bool:
-        """False: only scores are compared."""
-        return False
+    requires = frozenset({Requirement.CHOSEN, Requirement.SCORE})
+    reads_log_prob = False  # only scores are compared
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Lists with exactly one chosen item."""
@@ -142,25 +136,22 @@ class PointwiseReward(Objective):
             positive events matter, its other steps are noise.
     """
 
-    positive_weight: float = 1.0
+    positive_weight: PositiveFloat = 1.0
     behaviors: tuple[str, ...] = ()
     target: Literal["grade", "positive"] = "grade"
     #: bits of the behaviors in the training data (``for_behaviors``); not an option
     _bits: ClassVar[tuple[int, ...] | None] = None
 
+    reads_log_prob = False  # only scores are trained
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(set(self.target_names)) < len(self.target_names):
             raise RecpoError(
                 f"PointwiseReward: behaviors are {', '.join(self.behaviors)}; name each once, and none of "
                 f"{', '.join(self.target_names[:2])}, which are predicted anyway",
                 code="duplicate",
                 field="PointwiseReward.behaviors",
-            )
-        if not 0.0 < self.positive_weight < float("inf"):
-            raise RecpoError(
-                f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}",
-                code="out_of_range",
-                field="PointwiseReward.positive_weight",
             )
 
     @property
@@ -200,11 +191,6 @@ class PointwiseReward(Objective):
     def num_scores(self) -> int:
         """One per target."""
         return len(self.target_names)
-
-    @property
-    def reads_log_prob(self) -> bool:
-        """False: only scores are trained."""
-        return False
 
     def targets(
         self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None, positive: Tensor | None = None

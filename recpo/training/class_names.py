@@ -13,41 +13,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from recpo.artifacts.class_paths import lies_in, named_class
 from recpo.artifacts.documents import parse_yaml
-from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.batches.slates import Layout
-from recpo.policies.blocks import Block
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")
 """Packages whose classes the configuration of a run may always name."""
 
-_BASES: Final[Mapping[str, tuple[type, ...]]] = {
-    "policy": (Policy,),
-    "base": (Policy,),
-    "block": (Block,),
-    "objective": (Objective,),
-    "advantage": (AdvantageEstimator,),
-    "estimator": (AdvantageEstimator,),
-    "reward": (RewardFunction,),
-    "rewards": (RewardFunction,),
-    "members": (RewardFunction,),
-    "validation_reward": (RewardFunction,),
-    "monitor_reward": (RewardFunction,),
-    "optimizer": (Optimizer,),
-    "sparse_optimizer": (Optimizer,),
-    "lr_scheduler": (LRScheduler,),
-    "table_scheduler": (LRScheduler,),
-    "layout": (Layout,),
+_CONTRACTS, _LIGHTNING = "recpo.base.contracts.", "lightning.pytorch."
+#: What the classes of an option inherit from. They are imported when needed: Lightning takes seconds.
+_BASES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("policy", "base"), (_CONTRACTS + "Policy",)),
+    **dict.fromkeys(("advantage", "estimator"), (_CONTRACTS + "AdvantageEstimator",)),
+    **dict.fromkeys(
+        ("reward", "rewards", "members", "validation_reward", "monitor_reward"), (_CONTRACTS + "RewardFunction",)
+    ),
+    **dict.fromkeys(("optimizer", "sparse_optimizer"), ("torch.optim.Optimizer",)),
+    **dict.fromkeys(("lr_scheduler", "table_scheduler"), ("torch.optim.lr_scheduler.LRScheduler",)),
+    "objective": (_CONTRACTS + "Objective",),
+    "block": ("recpo.policies.blocks.Block",),
+    "layout": ("recpo.batches.slates.Layout",),
+    "module": (_LIGHTNING + "LightningModule",),
+    "data": ("recpo.batches.datamodule.FeedbackDataModule",),
+    "trainer": ("recpo.training.trainer.TrainerOptions",),
+    "strategy": (_LIGHTNING + "strategies.Strategy",),
+    "callbacks": (_LIGHTNING + "callbacks.Callback",),
+    "logger": (_LIGHTNING + "loggers.Logger",),
+    "profiler": (_LIGHTNING + "profilers.Profiler",),
+    "accelerator": (_LIGHTNING + "accelerators.Accelerator",),
+    "plugins": (
+        *(_LIGHTNING + f"plugins.{name}" for name in ("Precision", "ClusterEnvironment", "CheckpointIO", "LayerSync")),
+    ),
 }
 #: Options whose class is recpo's own in almost every run, and which options of it are groups: it is not imported, and
 #: Lightning with it, to know that it may be named.
@@ -150,42 +153,12 @@ def validate_class_names(configuration: Mapping[str, Any], trust: Sequence[str],
         _validate(given, packages, file)
 
 
+@cache
 def _bases(option: str) -> tuple[type, ...]:
     """What the classes that an option names inherit from; of an option of somebody's own class, any of these."""
-    return _BASES.get(option) or _bases_of_training().get(option) or _any_base()
-
-
-@cache
-def _bases_of_training() -> Mapping[str, tuple[type, ...]]:
-    """Bases in Lightning, whose import takes seconds: where the options of a run name no such class, none is needed."""
-    from lightning import LightningModule
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.plugins import LayerSync, Precision
-    from lightning.pytorch.profilers import Profiler
-    from lightning.pytorch.strategies import Strategy
-
-    from recpo.batches.datamodule import FeedbackDataModule
-    from recpo.training.trainer import TrainerOptions
-
-    return {
-        "module": (LightningModule,),
-        "data": (FeedbackDataModule,),
-        "trainer": (TrainerOptions,),
-        "strategy": (Strategy,),
-        "callbacks": (Callback,),
-        "logger": (Logger,),
-        "profiler": (Profiler,),
-        "accelerator": (Accelerator,),
-        "plugins": (Precision, ClusterEnvironment, CheckpointIO, LayerSync),
-    }
-
-
-@cache
-def _any_base() -> tuple[type, ...]:
-    return tuple({one for table in (_BASES, _bases_of_training()) for bases in table.values() for one in bases})
+    names = _BASES.get(option) or {name for bases in _BASES.values() for name in bases}
+    parts = [name.rpartition(".") for name in names]
+    return tuple(getattr(import_module(module), own) for module, _, own in parts)
 
 
 def _validate(given: ClassName, packages: Sequence[str], file: Path) -> None:

@@ -94,7 +94,7 @@ class PreferenceModule(LightningModule):
         self.results: dict[str, float] = {}
         self._inputs = self.builder(self.networks, options, slates.hard_negatives)
         self._whitens = options.advantage is not None and options.advantage.whiten
-        self._planner = StepPlanner.of(policy, options, slates.hard_negatives)
+        self._planner = StepPlanner(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
         rollout = options.rollout
         if rollout is None:

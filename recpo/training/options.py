@@ -7,7 +7,7 @@ the keyword arguments of ``recpo.train`` are its fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from torch.nn import Parameter
@@ -138,13 +138,9 @@ class RolloutOptions:
 
     def __post_init__(self) -> None:
         _validate_at_least("rollout", self, group_size=2, batches=1, epochs=1, resamples=0)
-        if not self.temperature > 0 or not 0 < self.top_p <= 1 or not 0 <= self.logged_share <= 1:
-            raise RecpoError(
-                "rollout.temperature must be above 0, rollout.top_p in (0, 1] and rollout.logged_share in [0, 1], got "
-                f"{self.temperature}, {self.top_p} and {self.logged_share}",
-                code="out_of_range",
-                field="rollout",
-            )
+        fits = self.temperature > 0 and 0 < self.top_p <= 1 and 0 <= self.logged_share <= 1
+        rule = "needs a temperature above 0, top_p in (0, 1] and logged_share in [0, 1]"
+        validate_range(fits, "rollout", rule, (self.temperature, self.top_p, self.logged_share))
         validate_range(
             self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "must be above 0, or null", self.max_kl
         )
@@ -178,16 +174,9 @@ class RolloutOptions:
 
     def _validate_catalog(self) -> None:
         """Raises if the complete catalog is combined with options for drawing, mixing or sorting."""
-        drawing = {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "replacement": True,
-            "logged_share": 0.0,
-            "duplicates": "keep",
-            "resamples": 0,
-            "preference": None,
-        }
-        changed = [f"rollout.{name}" for name, default in drawing.items() if getattr(self, name) != default]
+        drawing = ("temperature", "top_p", "replacement", "logged_share", "duplicates", "resamples", "preference")
+        defaults = {field.name: field.default for field in fields(self)}
+        changed = [f"rollout.{name}" for name in drawing if getattr(self, name) != defaults[name]]
         if self.candidates == "catalog" and changed:
             raise RecpoError(
                 f"rollout.candidates: catalog takes every item in the order of the ids, which leaves nothing to "
@@ -228,12 +217,9 @@ class KLTarget:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        if not self.target > 0 or self.horizon < 1:
-            raise RecpoError(
-                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}",
-                code="out_of_range",
-                field="adaptive_kl",
-            )
+        fits = self.target > 0 and self.horizon >= 1
+        rule = "needs a target above 0 and a horizon of at least 1"
+        validate_range(fits, "adaptive_kl", rule, (self.target, self.horizon))
 
 
 @dataclass(frozen=True, kw_only=True)

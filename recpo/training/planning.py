@@ -12,12 +12,10 @@ planned is a learned reward together with logged propensities, which are validat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
 from recpo.base.types import BatchPlan, FeedbackBatch, Histories, ScoringPlan, Slates
 from recpo.policies.blocks import event_places
@@ -29,105 +27,85 @@ from recpo.training.options import LearningOptions
 from recpo.training.rollout import context_numbers, items_of
 
 
-@dataclass(frozen=True)
 class StepPlanner:
     """Adds a ``BatchPlan`` to a batch, and the places of the events to its histories.
 
-    Attributes:
-        readable: number of events that the policy's blocks read; None = the policy does not skip padding.
-        plans_positions: the logged slates are scored, and the batch determines the positions.
-        advantage: computes advantages from the batch alone; None = the objective reads none.
-        inert: positions with advantage 0 are not scored.
-        plans_contexts: a rollout needs the contexts of the batch.
-        reward: gives logged slates their rewards; None = the step needs none, or computes them itself.
-        reads_propensities: the logged propensities are the old policy.
-        hard_negatives: places behind every slate for which the device chooses items.
-        tokens: ``[V + 1, T]`` of the items, for advantages of tokens; None = not read, or every item is its own token.
-        continues: the step asks what follows a position (Q-learning).
+    Args:
+        policy: the trained policy; the planner, which worker processes get a copy of, does not keep it.
+        options: what it learns from.
+        hard_negatives: as in ``InputBuilder``: places behind every slate for which the device chooses items.
     """
 
-    readable: int | None
-    plans_positions: bool
-    advantage: AdvantageEstimator | None = None
-    inert: bool = False
-    plans_contexts: bool = False
-    reward: RewardFunction | None = None
-    reads_propensities: bool = False
-    hard_negatives: int = 0
-    tokens: Tensor | None = None
-    continues: bool = False
-
-    @classmethod
-    def of(cls, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> StepPlanner:
-        """The planner of a training run; ``hard_negatives`` as in ``InputBuilder``."""
+    def __init__(self, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> None:
         objective, estimator, reward = options.objective, options.advantage, options.reward
         requires = all_requirements(objective, estimator)
         is_rewarded = Requirement.REWARDS in requires
         of_log = reward is not None and reward.is_of_log
-        plans = options.rollout is None and not hard_negatives and (of_log or not is_rewarded)
-        from_batch = plans and Requirement.VALUE not in requires
+        # whether the logged slates are scored, and the batch determines the positions
+        self._plans_positions = options.rollout is None and not hard_negatives and (of_log or not is_rewarded)
+        from_batch = self._plans_positions and Requirement.VALUE not in requires
         of_tokens = from_batch and isinstance(estimator, TokenAdvantageEstimator) and policy.num_tokens > 1
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
-        return cls(
-            None if encoder is None or not encoder.skips_padding else encoder.attention_length,
-            plans,
-            estimator if from_batch else None,
-            objective.zero_advantage_is_inert and not options.anchor_coef and not (estimator and estimator.whiten),
-            options.rollout is not None,
-            reward if plans and is_rewarded else None,
-            options.old_policy == "logged",
-            min(hard_negatives, policy.num_items),
-            policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None,
-            plans and Requirement.Q_VALUE in requires,
-        )
+        # events that the policy's blocks read; None = it does not skip padding
+        self._readable = None if encoder is None or not encoder.skips_padding else encoder.attention_length
+        self._advantage = estimator if from_batch else None
+        whitens = estimator is not None and estimator.whiten
+        # whether positions with advantage 0 are not scored
+        self._inert = objective.zero_advantage_is_inert and not options.anchor_coef and not whitens
+        self._plans_contexts = options.rollout is not None
+        self._reward = reward if self._plans_positions and is_rewarded else None
+        self._reads_propensities = options.old_policy == "logged"
+        self._hard_negatives = min(hard_negatives, policy.num_items)
+        # [V + 1, T], for advantages of tokens; None = not read, or every item is its own token
+        self._tokens = policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None
+        self._continues = self._plans_positions and Requirement.Q_VALUE in requires  # what follows a position
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with its plan."""
-        if self.reward is not None:
-            batch = with_rewards(batch, self.reward)
+        if self._reward is not None:
+            batch = with_rewards(batch, self._reward)
         histories = batch.histories
-        if self.readable is not None:
-            width = min(histories.item_ids.shape[1], self.readable)
+        if self._readable is not None:
+            width = min(histories.item_ids.shape[1], self._readable)
             histories = histories._replace(places=event_places(histories.lengths.clamp_max(width), width))
-        contexts = context_numbers(batch) if self.plans_contexts else None
+        contexts = context_numbers(batch) if self._plans_contexts else None
         plan = self._plan(batch, histories)._replace(contexts=contexts)
         return batch._replace(histories=histories, plan=plan)
 
     def _plan(self, batch: FeedbackBatch, histories: Histories) -> BatchPlan:
-        if not self.plans_positions:
+        if not self._plans_positions:
             return BatchPlan(among=self._among(batch, histories))
         advantages = self._advantages(batch)
-        needed = needed_positions(batch, advantages if self.inert else None)
-        if self.reads_propensities:
+        needed = needed_positions(batch, advantages if self._inert else None)
+        if self._reads_propensities:
             validate_propensities(batch, needed)
-        if self.readable is not None:
-            check_visible(histories, batch.slates, needed, self.readable)
+        if self._readable is not None:
+            check_visible(histories, batch.slates, needed, self._readable)
         scored = plan_of(batch.slates, needed, histories.item_ids.shape[1] + 1)
-        continuations = continuations_of(batch.slates) if self.continues else None
+        continuations = continuations_of(batch.slates) if self._continues else None
         return BatchPlan(scored._replace(most=int(needed.sum(1).max())), advantages, continuations=continuations)
 
     def _among(self, batch: FeedbackBatch, histories: Histories) -> ScoringPlan | None:
         """The positions that may be scored: the real ones, and behind them those of hard negatives."""
-        if self.plans_contexts or self.reads_propensities:
+        if self._plans_contexts or self._reads_propensities:
             return None
         slates, lengths = batch.slates, histories.lengths[:, None]
         mask, visible = items_of(slates), slates.visible
-        if self.readable is not None:
-            check_visible(histories, slates, mask, self.readable)
-        if self.hard_negatives:
+        if self._readable is not None:
+            check_visible(histories, slates, mask, self._readable)
+        if self._hard_negatives:
             assert slates.chosen is not None
-            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self.hard_negatives)
+            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self._hard_negatives)
             mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, lengths * kept], 1)
         plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
         return plan._replace(most=int(mask.sum(1).max()), surplus=True)
 
     def _advantages(self, batch: FeedbackBatch) -> Tensor | None:
-        if isinstance(self.advantage, TokenAdvantageEstimator):
+        if isinstance(self._advantage, TokenAdvantageEstimator):
             items = batch.slates.item_ids
-            return self.advantage.token_advantages(
-                batch, items[..., None] if self.tokens is None else self.tokens[items]
-            )
-        return None if self.advantage is None else self.advantage(batch)
+            tokens = items[..., None] if self._tokens is None else self._tokens[items]
+            return self._advantage.token_advantages(batch, tokens)
+        return None if self._advantage is None else self._advantage(batch)
 
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:

@@ -126,21 +126,20 @@ def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions
     """Every item as a candidate, with rewards but without log-probabilities."""
     contexts = batch.slates.mask.any(-1, keepdim=True)
     slates = catalog_slates(batch.histories, policy.num_items)
-    nothing, missing = contexts.new_zeros(()), slates.visible.new_full((), torch.nan, dtype=torch.float32)
-    slates = slates._replace(
-        mask=contexts.expand_as(slates.mask),
-        label=missing.expand_as(slates.mask),
-        dislike=nothing.expand_as(slates.mask),
-        positive=nothing.expand_as(slates.mask),
-        grade=missing.expand_as(slates.mask),
-        is_logged=nothing.expand_as(slates.mask),
-        ends_session=contexts.new_ones(()).expand_as(slates.mask),
-    )
+    slates = _without_feedback(slates._replace(mask=contexts.expand_as(slates.mask)))
     monitored = None if options.monitor_reward is None else options.monitor_reward(batch, slates)
     rewards = reward(batch, slates).detach()
     known = slates.mask & ~rewards.isnan()
     slates = slates._replace(reward=torch.where(known, rewards, 0.0), mask=known)
     return Rollout(slates, None, {}, monitored=monitored)
+
+
+def _without_feedback(slates: Slates) -> Slates:
+    """Candidates of which nothing is known; each is a step of its own, whose continuation is unknown."""
+    no, unknown = slates.mask.new_zeros(()), slates.visible.new_full((), torch.nan, dtype=torch.float32)
+    columns = dict.fromkeys(("dislike", "positive", "is_logged"), no.expand_as(slates.mask))
+    columns |= dict.fromkeys(("label", "grade"), unknown.expand_as(slates.mask))
+    return slates._replace(**columns, ends_session=(~no).expand_as(slates.mask))
 
 
 @torch.no_grad()
@@ -185,18 +184,9 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         logp = item_ids.new_zeros(*item_ids.shape, policy.num_tokens, dtype=torch.float32)
     else:
         item_ids, logp = policy.sample(histories, size, options.sampling)
+    # a draw that is not an item stays, because a reward may score it as a miss
     kept = batch.slates.mask.any(-1, keepdim=True).expand_as(item_ids)
-    slates = Slates(
-        item_ids=item_ids * kept,
-        visible=histories.lengths[:, None] * kept,
-        mask=kept,  # a draw that is not an item stays, because a reward may score it as a miss
-        label=torch.full(kept.shape, torch.nan, device=kept.device),
-        dislike=torch.zeros_like(kept),
-        positive=torch.zeros_like(kept),
-        grade=torch.full(kept.shape, torch.nan, device=kept.device),
-        is_logged=torch.zeros_like(kept),
-        ends_session=torch.ones_like(kept),  # every candidate is a separate step: its continuation is unknown
-    )
+    slates = _without_feedback(Slates(item_ids * kept, histories.lengths[:, None] * kept, kept))
     slates = with_logged(slates, batch.slates, options.num_logged)
     assert slates.is_logged is not None
     if options.candidates == "beam" or options.num_logged:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import pyarrow.parquet as pq
 from jsonargparse import ArgumentError, ArgumentParser
@@ -56,31 +56,17 @@ FEATURE_FILES: Final = (FEATURE_SCHEMA, ITEM_FEATURES)
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
 
 
-class RunFacts(NamedTuple):
-    """Content of ``run.json``, without its format version and its own checksum.
-
-    Attributes:
-        num_items: catalog size V.
-        catalog_checksum: checksum of the items it was trained on (``Prepared.catalog_checksum``).
-        results: the metrics of the last step and of the last validation; None = not a number.
-        monitor: the metric that selected the best checkpoint; None = nothing was validated.
-        files: SHA-256 of the other files, by their path in the directory.
-    """
-
-    num_items: int
-    catalog_checksum: str
-    results: dict[str, float | None]
-    monitor: str | None
-    files: dict[str, str]
-
-
 @dataclass(frozen=True)
 class Run(Artifact):
     """A finished run, as plain data and a policy. ``recpo.recommend``, ``recpo.score`` and ``recpo.export`` serve it.
 
     Attributes:
         root: its directory.
-        facts: content of ``run.json``.
+        num_items: catalog size V.
+        catalog_checksum: checksum of the items it was trained on (``Prepared.catalog_checksum``).
+        results: the metrics of the last step and of the last validation; None = not a number.
+        monitor: the metric that selected the best checkpoint; None = nothing was validated.
+        files: SHA-256 of the other files than ``run.json``, by their path in the directory.
         trust: packages besides ``TRUSTED`` whose classes its configuration may name.
     """
 
@@ -89,7 +75,11 @@ class Run(Artifact):
     made_by: ClassVar = "recpo train"
 
     root: Path
-    facts: RunFacts = field(repr=False)
+    num_items: int
+    catalog_checksum: str
+    results: dict[str, float | None] = field(repr=False)
+    monitor: str | None
+    files: dict[str, str] = field(repr=False)
     trust: tuple[str, ...] = ()
 
     @classmethod
@@ -118,16 +108,15 @@ class Run(Artifact):
                 code="unfinished",
                 field=FINISHED,
             )
-        facts = cls.facts_of(root)
-        missing = set(RunFacts._fields) - facts.keys()
-        if missing:
+        facts, names = cls.facts_of(root), ("num_items", "catalog_checksum", "results", "monitor", "files")
+        if missing := set(names) - facts.keys():
             raise RecpoError(
                 f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again",
                 code="damaged",
                 field=FINISHED,
             )
-        run = cls(root, RunFacts(**{name: facts[name] for name in RunFacts._fields}), tuple(trust))
-        run.verify([name for name in run.facts.files if not name.startswith(CHECKPOINTS)])
+        run = cls(root, **{name: facts[name] for name in names}, trust=tuple(trust))
+        run.verify([name for name in run.files if not name.startswith(CHECKPOINTS)])
         validate_class_names(run.configuration, run.trust, root / RESOLVED)
         return run
 
@@ -137,7 +126,7 @@ class Run(Artifact):
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        verify(self.root, {name: self.facts.files[name] for name in files}, REMEDY)
+        verify(self.root, {name: self.files[name] for name in files}, REMEDY)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
@@ -152,30 +141,10 @@ class Run(Artifact):
         return content
 
     @property
-    def results(self) -> dict[str, float | None]:
-        """The metrics of the last step and of the last validation; None = not a number."""
-        return dict(self.facts.results)
-
-    @property
-    def monitor(self) -> str | None:
-        """The metric that selected the best checkpoint."""
-        return self.facts.monitor
-
-    @property
     def advice(self) -> list[str]:
         """What went wrong in the training, as sentences that name the option to change (``recpo.training.curves``)."""
         on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
         return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
-
-    @property
-    def num_items(self) -> int:
-        """Catalog size V."""
-        return self.facts.num_items
-
-    @property
-    def catalog_checksum(self) -> str:
-        """Checksum of the items it was trained on (``Prepared.catalog_checksum``)."""
-        return self.facts.catalog_checksum
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -227,7 +196,7 @@ class Run(Artifact):
     def checkpoint_files(self, name: str) -> dict[str, str]:
         """The SHA-256 of a checkpoint: of one file, or of those in the directory of a sharded run."""
         inside = f"{CHECKPOINTS}/{name}.ckpt"
-        return {file: one for file, one in self.facts.files.items() if file == inside or file.startswith(inside + "/")}
+        return {file: one for file, one in self.files.items() if file == inside or file.startswith(inside + "/")}
 
     def weights_checksum(self, checkpoint: str = "best") -> str | None:
         """SHA-256 of a checkpoint; None if it is the directory of a sharded run."""
@@ -328,8 +297,8 @@ def mark_finished(
         str(file.relative_to(root)) for part in (CODES, CHECKPOINTS, VOCABULARIES) for file in _files_in(root / part)
     ]
     files = {name: sha256(root / name) for name in kept}
-    facts = RunFacts(policy.num_items, data.catalog_checksum, results, monitor, files)
-    Run.write_facts(root, facts._asdict())
+    facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
+    Run.write_facts(root, {**facts, "monitor": monitor, "files": files})
 
 
 def _files_in(directory: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
+from recpo.training.class_names import class_names
 from recpo.training.module import PreferenceModule
 from recpo.training.run import (
     FINISHED,
@@ -332,16 +333,11 @@ def codes_of(text: str) -> Path | None:
 
 def _reward_runs(configuration: Any) -> Iterator[str]:
     """Runs and factors that the rewards of a configuration name, at any depth."""
-    if isinstance(configuration, dict):
-        arguments = configuration.get("init_args")
-        for reward, name in ((".LearnedReward", "run"), (".FactorReward", "factors")):
-            if str(configuration.get("class_path", "")).endswith(reward) and isinstance(arguments, dict):
-                yield str(arguments[name])
-        for value in configuration.values():
-            yield from _reward_runs(value)
-    elif isinstance(configuration, list):
-        for value in configuration:
-            yield from _reward_runs(value)
+    options = {"LearnedReward": "run", "FactorReward": "factors"}
+    for given in class_names(configuration):
+        option = options.get(given.name.rpartition(".")[2])
+        if option in given.arguments:
+            yield str(given.arguments[option])
 
 
 def _batch_size(configuration: dict[str, Any]) -> int:
@@ -352,7 +348,7 @@ def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
         return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).facts.files) if (Path(path) / FINISHED).is_file() else None
+    return _sha256_of(Run.open(path).files) if (Path(path) / FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

@@ -446,15 +446,6 @@ class _MonitorReward(Measure):
         return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
 
 
-class TemperatureChoice(NamedTuple):
-    """How the temperature was chosen, for ``origin.json``."""
-
-    temperature: float
-    criterion: Criterion | None
-    k: int
-    trials: Sequence[TiltTrial]
-
-
 @dataclass(frozen=True)
 class TiltBase:
     """What is tilted: the policy of a run, or a baseline that was fitted on prepared data.
@@ -511,7 +502,7 @@ def write_tilted(
     policy: TiltedPolicy | RerankedPolicy,
     base: TiltBase,
     factors: Factors,
-    how: TemperatureChoice,
+    how: TiltResult,
     data: Prepared | None,
 ) -> None:
     """Writes the files of a run into ``root``; nothing of the base or the factors is needed afterwards.
@@ -540,7 +531,7 @@ def write_tilted(
         "factors": factors.facts,
         "choice": {
             "temperature": how.temperature,
-            "lower_bound": options.lower_bound,
+            "lower_bound": how.lower_bound,
             "criterion": how.criterion,
             "k": how.k,
             "trials": [_finite(t) for t in how.trials],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, Literal
@@ -26,7 +26,6 @@ from recpo.training.run import Run, features_that_differ
 from recpo.training.tilting import (
     TEMPERATURES,
     Criterion,
-    TemperatureChoice,
     TemperatureTrials,
     TiltBase,
     TiltResult,
@@ -147,14 +146,14 @@ class Tilt(Verb[TiltResult]):
             tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
         chosen = chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
+        result = TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         if chosen == math.inf:
-            return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
+            return result
         inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
             final = tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            how = TemperatureChoice(chosen, used, self.k, trials)
-            write_tilted(target, final, base, factors, how, data)
-        return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
+            write_tilted(target, final, base, factors, result, data)
+        return replace(result, run=Run.open(self.out, self.trust))
 
     def _base(self, data: Prepared | None, factors: Factors) -> TiltBase:
         """What is tilted, after everything that is given was checked."""

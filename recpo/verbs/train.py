@@ -119,5 +119,6 @@ def train(
     try:
         configuration = parse_arguments([*start, *as_arguments(tree)])
     except ArgumentError as error:
-        raise RecpoError(str(error), code="wrong_type") from error
+        outside = "does not conform to restriction" in str(error)
+        raise RecpoError(str(error), code="out_of_range" if outside else "wrong_type") from error
     return run_tracked(Train(configuration, callbacks))

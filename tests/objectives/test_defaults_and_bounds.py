@@ -95,6 +95,9 @@ def test_bounds_of_settings():
     with refused("out_of_range", "QLearning.huber"):
         QLearning(huber=0.0)
     assert PointwiseReward(positive_weight=0.5).num_scores == 2
+    for value in (-0.1, NAN, math.inf):
+        with refused("out_of_range", "GRPO.clip_high"):
+            GRPO(clip_high=value)
 
 
 @pytest.mark.parametrize(

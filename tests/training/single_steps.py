@@ -58,7 +58,7 @@ class Step:
         policy, more = copy.deepcopy(policy), {key: value for key, value in more.items() if key != "rate"}
         data = FeedbackDataModule(prepared, batch_size=batch_size, layout=layout, seed=0)
         options, hard = LearningOptions(objective=objective, **more), layout.traits.hard_negatives
-        data.planner = StepPlanner.of(policy, options, hard)
+        data.planner = StepPlanner(policy, options, hard)
         networks = Networks.of(policy, options)
         inputs = InputBuilder(networks, options, hard)
         if inputs.rollouts is not None:

@@ -71,7 +71,7 @@ def step_of(name, prepared, planned=True, **options):
     )  # fmt: skip
     learning = LearningOptions(objective=objective, **more, **options)
     hard = layout.traits.hard_negatives
-    data.planner = StepPlanner.of(policy, learning, hard) if planned else None
+    data.planner = StepPlanner(policy, learning, hard) if planned else None
     networks = Networks.of(policy, learning)
     torch.nn.init.normal_(policy.item_table.weight, std=0.3)  # it has moved from the copies
 
