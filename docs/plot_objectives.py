@@ -38,6 +38,7 @@ from recpo.objectives import (
     DrGRPO,
     Likelihood,
     PairwiseReward,
+    PointwiseReward,
     QLearning,
     Reinforce,
     WeightedLikelihood,
@@ -45,7 +46,6 @@ from recpo.objectives import (
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
 from recpo.objectives.preference import PairVariant, dpo_loss
-from recpo.objectives.reward_model import pointwise_reward_loss
 
 BLUE, ORANGE, GRAY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
 # Color and dashes say the same thing, so that a print in gray can be read.
@@ -339,10 +339,11 @@ def pairwise_reward(axes: Axes) -> None:
 def pointwise_reward(axes: Axes) -> None:
     """Against the score."""
     score = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
-    kept = torch.ones_like(score, dtype=torch.bool)
-    (happened,) = push(pointwise_reward_loss(score, kept, kept), score)
-    (did_not,) = push(pointwise_reward_loss(score, ~kept, kept), score)
-    (heavier,) = push(pointwise_reward_loss(score, kept, kept, torch.tensor(2.0)), score)
+    scores = score[:, None].expand(-1, 2)  # a grade and a dislike
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    (happened,) = push(PointwiseReward().losses(scores, kept, kept)[:, 1], score)
+    (did_not,) = push(PointwiseReward().losses(scores, ~kept, kept)[:, 1], score)
+    (heavier,) = push(PointwiseReward(2.0).losses(scores, kept, kept)[:, 1], score)
     axes.plot(score.detach(), happened, label="it happened", **UP)
     axes.plot(score.detach(), did_not, label="it did not", **DOWN)
     axes.plot(score.detach(), heavier, label="it happened, weight 2", **OTHER)

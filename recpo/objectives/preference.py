@@ -392,8 +392,8 @@ class KTO(Objective):
             reference_point: broadcasts to ``[..., S]``, not negative.
         """
         lead = logp - logp_ref.detach() - reference_point.detach()
-        of_sign = (lead.new_full((), weight) for weight in (self.desirable_weight, self.undesirable_weight))
-        weight = torch.where(signs > 0, *of_sign)
+        desirable, undesirable = lead.new_full((), self.desirable_weight), lead.new_full((), self.undesirable_weight)
+        weight = torch.where(signs > 0, desirable, undesirable)
         return zero_masked(weight * torch.sigmoid(-self.beta * signs * lead), signs != 0)
 
     def _reference_point(self, log_ratio: Tensor, labeled: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from recpo.base.ranges import PositiveFloat
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required
 from recpo.objectives.preference import preference_lists
-from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
+from recpo.ops.reduce import aggregate, zero_masked
 
 TARGETS = ("grade", "dislike")
 """What the first scores of a pointwise reward model are about, in their order; behaviors follow."""
@@ -64,40 +64,6 @@ class PairwiseReward(Objective):
                 "dropped_list_share": masked_mean(~lists.kept, torch.ones_like(lists.kept)),
             }
         return LossOutput(loss, metrics)
-
-
-def pointwise_reward_loss(
-    scores: Tensor, targets: Tensor, mask: Tensor, positive_weight: Tensor | None = None
-) -> Tensor:
-    """``-w_k y log sigmoid(score) - (1 - y) log(1 - sigmoid(score))`` per target: cross-entropy, soft targets allowed.
-
-    Its minimum over scores is where ``sigmoid(score)`` is the mean of the targets (at weight 1): a regression of the
-    mean whose predictions stay in (0, 1). Gradient on a score: ``sigmoid(score) - y`` at weight 1, in general
-    ``(w y + 1 - y) sigmoid(score) - w y``.
-
-    Args:
-        scores: ``[..., K]``.
-        targets: ``[..., K]``, in [0, 1]; anything where masked.
-        mask: ``[..., K]``, True keeps.
-        positive_weight: ``[K]``, weight ``w_k`` of the positives of a target; None = 1. With another weight, the odds
-            are off by the factor ``w_k``, which a calibration corrects.
-
-    Returns:
-        ``[..., K]``, 0 where masked.
-
-    Raises:
-        RecpoError: shapes that do not fit.
-    """
-    check_same_shape(scores=scores, targets=targets, mask=mask)
-    if positive_weight is not None and positive_weight.shape != scores.shape[-1:]:
-        raise RecpoError(
-            f"positive_weight has shape {tuple(positive_weight.shape)}: one per target is ({scores.shape[-1]},)",
-            code="wrong_shape",
-            field="positive_weight",
-        )
-    scores, targets = zero_masked(scores, mask), zero_masked(targets.to(scores.dtype), mask)
-    positive = targets if positive_weight is None else targets * positive_weight
-    return zero_masked(positive * softplus(-scores) + (1.0 - targets) * softplus(scores), mask)
 
 
 @dataclass(frozen=True)
@@ -214,10 +180,21 @@ class PointwiseReward(Objective):
         return self._targets(inputs)[1].sum()
 
     def losses(self, scores: Tensor, targets: Tensor, known: Tensor) -> Tensor:
-        """``pointwise_reward_loss`` with the weight of dislikes, ``[..., K]``."""
-        weight = scores.new_ones(2 + len(self.behaviors))
+        """``-w_k y log sigmoid(score) - (1 - y) log(1 - sigmoid(score))`` per target ``[..., K]``, 0 where unknown.
+
+        ``w_k`` is ``positive_weight`` for dislikes and 1 for the other targets. At weight 1, the minimum over scores is
+        where ``sigmoid(score)`` is the mean of the targets, and the gradient on a score is ``sigmoid(score) - y``; in
+        general it is ``(w y + 1 - y) sigmoid(score) - w y``. Another weight puts the odds off by the factor ``w_k``.
+
+        Args:
+            scores: ``[..., K]``.
+            targets: ``[..., K]``, in [0, 1]; anything where unknown.
+            known: ``[..., K]`` bool.
+        """
+        weight = scores.new_ones(len(self.target_names))
         weight[1] = self.positive_weight
-        return pointwise_reward_loss(scores, targets, known, weight)
+        scores, targets = zero_masked(scores, known), zero_masked(targets.to(scores.dtype), known)
+        return zero_masked(targets * weight * softplus(-scores) + (1.0 - targets) * softplus(scores), known)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""

@@ -7,7 +7,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import PointwiseReward
-from recpo.objectives.reward_model import pointwise_reward_loss
 from tests.refusals import refused
 
 NAN = float("nan")
@@ -16,21 +15,21 @@ NAN = float("nan")
 def test_value_and_gradient_in_closed_form():
     torch.manual_seed(0)
     scores = (3 * torch.randn(50, 3, dtype=torch.float64)).requires_grad_()
-    targets, weight = torch.rand(50, 3) < 0.4, torch.tensor([1.0, 2.5, 10.0], dtype=torch.float64)
+    targets, weight = torch.rand(50, 3) < 0.4, torch.tensor([1.0, 2.5, 1.0], dtype=torch.float64)
     mask = torch.rand(50, 3) < 0.8
-    loss = pointwise_reward_loss(scores, targets, mask, weight)
-    theirs = binary_cross_entropy_with_logits(scores, targets.double(), pos_weight=weight, reduction="none")
-    torch.testing.assert_close(loss, torch.where(mask, theirs, 0.0))
-    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    loss = PointwiseReward(positive_weight=2.5, behaviors=("like",)).losses(scores, targets, mask)
     y = targets.double()
+    value = -weight * y * scores.sigmoid().log() - (1 - y) * (1 - scores.sigmoid()).log()
+    torch.testing.assert_close(loss, torch.where(mask, value, 0.0))
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
     expected = (weight * y + 1 - y) * scores.sigmoid() - weight * y
     torch.testing.assert_close(gradient, torch.where(mask, expected, 0.0).detach())
 
 
 def test_extreme_scores_stay_finite():
-    scores = torch.tensor([[-1e4], [1e4]], requires_grad=True)
+    scores = torch.tensor([[-1e4, -1e4], [1e4, 1e4]], requires_grad=True)
     for target in (0.0, 1.0):
-        loss = pointwise_reward_loss(scores, torch.full((2, 1), target), torch.ones(2, 1, dtype=torch.bool))
+        loss = PointwiseReward().losses(scores, torch.full((2, 2), target), torch.ones(2, 2, dtype=torch.bool))
         assert loss.isfinite().all()
         assert torch.autograd.grad(loss.sum(), scores)[0].abs().max() <= 1
 
@@ -38,10 +37,10 @@ def test_extreme_scores_stay_finite():
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.125, 0.375, 0.625, 0.875]), min_size=1, max_size=30))
 def test_the_best_score_of_soft_labels_is_the_log_odds_of_their_mean(grades):
-    grade = torch.tensor(grades, dtype=torch.float64)[:, None]
+    grade = torch.tensor(grades, dtype=torch.float64)[:, None].expand(-1, 2)
     mean = grade.mean().clamp(1e-3, 1 - 1e-3)
     score = torch.full_like(grade, float(torch.logit(mean))).requires_grad_()
-    loss = pointwise_reward_loss(score, grade, torch.ones_like(grade, dtype=torch.bool))
+    loss = PointwiseReward().losses(score, grade, torch.ones_like(grade, dtype=torch.bool))
     (gradient,) = torch.autograd.grad(loss.mean(), score)
     assert float(gradient.sum()) == pytest.approx(float(mean - grade.mean()), abs=1e-12)
     entropy = -grade * torch.log(mean) - (1 - grade) * torch.log(1 - mean)

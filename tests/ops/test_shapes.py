@@ -15,7 +15,6 @@ from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, preference_lists
-from recpo.objectives.reward_model import pointwise_reward_loss
 from recpo.ops import kl, reduce, surrogate
 from tests.refusals import refused
 
@@ -38,7 +37,6 @@ SHAPES = {
     mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
-    pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
     kl.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
     kl.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
     kl.categorical_kl: {"logits": ITEMS, "logits_ref": ITEMS, "mask": ITEMS},
