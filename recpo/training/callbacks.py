@@ -78,7 +78,6 @@ class CollapseGuard(Callback):
             "train/unique_share": limits.min_unique_share,
             "train/draw_entropy": limits.min_entropy,
         }
-        self._most = {"train/approx_kl": limits.max_kl}
         self._zero_steps = 0
         self._best = 0.0
 
@@ -87,14 +86,14 @@ class CollapseGuard(Callback):
     ) -> None:
         """Checks the metrics of the step, averaged over the ranks, so all ranks stop together."""
         groups = ["train/zero_group_share", "train/dropped_group_share"]
-        values = self._values(trainer, [*self._least, *self._most, *groups])
+        values = self._values(trainer, [*self._least, "train/approx_kl", *groups])
         step = trainer.global_step
         for name, least in self._least.items():
             if least is not None and name in values and values[name] < least:
                 _stop(name, values[name], f"fell below {least}", step)
-        for name, most in self._most.items():
-            if most is not None and name in values and values[name] > most:
-                _stop(name, values[name], f"rose above {most}", step)
+        most, moved = self._limits.max_kl, values.get("train/approx_kl")
+        if most is not None and moved is not None and moved > most:
+            _stop("train/approx_kl", moved, f"rose above {most}", step)
         without = max(groups, key=lambda name: values.get(name, 0.0))
         self._zero_steps = self._zero_steps + 1 if values.get(without, 0.0) >= 1.0 else 0
         longest = self._limits.zero_group_steps

@@ -84,7 +84,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
         RecpoError: there is no checkpoint, or it is damaged.
     """
     if checkpoint.is_file():
-        return dict(_weights(_loaded(checkpoint, "cpu"), checkpoint))
+        return dict(_weights(load_plain(checkpoint), checkpoint))
     if not (checkpoint / META).is_file():
         raise RecpoError(
             f"{checkpoint} is missing: the run kept no such checkpoint", code="missing_file", field=checkpoint.name
@@ -127,7 +127,7 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
     else:
         with _damage(checkpoint):
             validate_archive(checkpoint, contents=True)
-        content = _loaded(checkpoint, "meta")
+        content = load_plain(checkpoint, "meta")
         _weights(content, checkpoint)
     if run is not None and (not isinstance(content, dict) or content.get(RUN) != run):
         raise RecpoError(
@@ -138,16 +138,12 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
         )
 
 
-def load_plain(file: Path) -> Any:
-    """What torch saved in a file, without unpickling objects, on the CPU.
+def load_plain(file: Path, device: Literal["cpu", "meta"] = "cpu") -> Any:
+    """What torch saved in a file, without unpickling objects.
 
     Raises:
         RecpoError: it is damaged.
     """
-    return _loaded(file, "cpu")
-
-
-def _loaded(file: Path, device: Literal["cpu", "meta"]) -> Any:
     with _damage(file):
         validate_archive(file, contents=False)
         return torch.load(file, map_location=device, weights_only=True, mmap=True)

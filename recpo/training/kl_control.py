@@ -13,7 +13,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs
 from recpo.ops.kl import kl_estimate
 from recpo.ops.reduce import zero_masked
-from recpo.training.options import KLTarget
+from recpo.training.options import KLTarget, RolloutOptions
 
 MAX_ERROR = 0.2
 """Bound on the proportional error, so that an outlier cannot change the coefficient too much (arXiv 1909.08593)."""
@@ -40,26 +40,22 @@ class KLControl:
     Args:
         objective: the objective with the ``kl_coef`` of the loss.
         target: the target divergence; None = the coefficient is constant.
-        max_kl: maximum KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
-            None = no limit.
-        catalog: slates are the complete catalog: the divergence is exact, and a context counts as one item.
-        reward_coef: the ``kl_coef`` of the rewards; above 0, ``target`` adjusts this one.
+        rollout: its ``max_kl`` limits KL(old || policy), by the k3 estimate over items drawn from the old policy; over
+            the complete catalog the divergence is exact, and a context counts as one item. With a ``kl_coef`` of the
+            rewards above 0, ``target`` adjusts this one. None = logged slates.
 
     Raises:
         RecpoError: ``target`` without a coefficient, or with two.
     """
 
     def __init__(
-        self,
-        objective: Objective,
-        target: KLTarget | None = None,
-        max_kl: float | None = None,
-        catalog: bool = False,
-        reward_coef: float = 0.0,
+        self, objective: Objective, target: KLTarget | None = None, rollout: RolloutOptions | None = None
     ) -> None:
-        self._objective, self._max_kl, self._catalog = objective, max_kl, catalog
-        self._reward_coef, self._target = reward_coef, target
-        self._value = 0.0 if target is None else _initial(objective, reward_coef)
+        self._objective, self._target = objective, target
+        self._max_kl = None if rollout is None else rollout.max_kl
+        self._catalog = rollout is not None and rollout.candidates == "catalog"
+        self._reward_coef = 0.0 if rollout is None else rollout.kl_coef
+        self._value = 0.0 if target is None else _initial(objective, self._reward_coef)
         self._sums: Tensor | None = None
         self.stopped = False
 

@@ -96,12 +96,7 @@ class PreferenceModule(LightningModule):
         self._whitens = options.advantage is not None and options.advantage.whiten
         self._planner = StepPlanner(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
-        rollout = options.rollout
-        if rollout is None:
-            self._kl = KLControl(options.objective, options.adaptive_kl)
-        else:
-            catalog = rollout.candidates == "catalog"
-            self._kl = KLControl(options.objective, options.adaptive_kl, rollout.max_kl, catalog, rollout.kl_coef)
+        self._kl = KLControl(options.objective, options.adaptive_kl, options.rollout)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score

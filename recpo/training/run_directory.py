@@ -335,7 +335,7 @@ def _reward_runs(configuration: Any) -> Iterator[str]:
     """Runs and factors that the rewards of a configuration name, at any depth."""
     options = {"LearnedReward": "run", "FactorReward": "factors"}
     for given in class_names(configuration):
-        option = options.get(given.name.rpartition(".")[2])
+        option = options.get(given.name.rpartition(".")[2], "")
         if option in given.arguments:
             yield str(given.arguments[option])
 

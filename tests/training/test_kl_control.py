@@ -8,7 +8,7 @@ import torch
 from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
 from recpo.training.kl_control import KLControl, adapted_kl_coef
-from recpo.training.options import KLTarget
+from recpo.training.options import KLTarget, RolloutOptions
 from tests.refusals import refused
 
 
@@ -37,7 +37,7 @@ def test_refuses_what_cannot_be_held():
 
 
 def test_the_coefficient_of_the_rewards_follows_the_draws():
-    control = KLControl(GRPO(kl_coef=0.0), KLTarget(0.5, 100), reward_coef=0.2)
+    control = KLControl(GRPO(kl_coef=0.0), KLTarget(0.5, 100), RolloutOptions(kl_coef=0.2))
     policy = torch.full((2, 3, 2), -1.0)
     mask = torch.ones_like(policy, dtype=torch.bool)
     mask[0, 0] = False
@@ -55,7 +55,7 @@ def test_the_coefficient_of_the_rewards_follows_the_draws():
 
 
 def test_a_constant_coefficient_of_the_rewards_stays():
-    assert KLControl(GRPO(kl_coef=0.3), reward_coef=0.2).reward_coef == 0.2
+    assert KLControl(GRPO(kl_coef=0.3), rollout=RolloutOptions(kl_coef=0.2)).reward_coef == 0.2
     adapted = KLControl(GRPO(kl_coef=0.3), KLTarget(0.5))
     assert (adapted.reward_coef, adapted.objective.kl_coef) == (0.0, 0.3)
 
@@ -63,4 +63,4 @@ def test_a_constant_coefficient_of_the_rewards_stays():
 @pytest.mark.parametrize(("in_loss", "in_reward"), [(0.0, 0.0), (0.1, 0.2)])
 def test_one_coefficient_is_adjusted(in_loss, in_reward):
     with refused("conflicting_options" if in_loss else "missing_option", "adaptive_kl"):
-        KLControl(GRPO(kl_coef=in_loss), KLTarget(0.5), reward_coef=in_reward)
+        KLControl(GRPO(kl_coef=in_loss), KLTarget(0.5), RolloutOptions(kl_coef=in_reward))
