@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from types import UnionType
@@ -49,7 +50,7 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
     kind_of_options: Any = type(options)
     hints = _hints(kind_of_options)
     for field in fields(options):
-        for kind in _ranges(hints[field.name]):
+        for kind in _ranges(hints.get(field.name)):
             value = getattr(options, field.name)
             for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 if one is not None and not isinstance(one, Mapping):
@@ -78,7 +79,12 @@ def _validate(value: Any, kind: Any, name: str) -> None:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    """The types of the fields, except of a class with annotations that only a type checker can resolve."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        with suppress(NameError):
+            found |= get_type_hints(base)
+    return found
 
 
 def _ranges(hint: Any) -> list[Any]:

@@ -28,3 +28,13 @@ def test_numbers_are_plain():
 def test_values_outside_are_refused(name, value):
     with refused("out_of_range", f"group.{name}"):
         Options(**{name: value})
+
+
+def test_a_class_of_ones_own_may_have_types_that_only_a_type_checker_knows():
+    @dataclass(frozen=True)
+    class Own(Options):
+        fitted: "OnlyForTypeCheckers | None" = None  # noqa: F821
+
+    assert Own(rate=0.25).fitted is None
+    with refused("out_of_range", "group.rate"):
+        Own(rate=-1.0)
