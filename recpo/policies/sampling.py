@@ -253,12 +253,12 @@ def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:
 
 
 def spread(plan: ScoringPlan, values: Tensor) -> Tensor:
-    """``values [P]`` of the plan's positions as ``[B, S]``, 0 at all others."""
-    flat = values
+    """``values [P, ...]`` of the plan's positions as ``[B, S, ...]``, 0 at all others."""
+    rest, flat = values.shape[1:], values
     if len(values) < plan.needed.numel():
-        flat = values.new_zeros(plan.needed.numel()).index_copy(0, plan.positions, values)
-    placed = flat.view(plan.needed.shape)
-    return torch.where(plan.needed, placed, 0.0) if plan.surplus else placed
+        flat = values.new_zeros(plan.needed.numel(), *rest).index_copy(0, plan.positions, values)
+    placed = flat.view(*plan.needed.shape, *rest)
+    return torch.where(plan.needed.view(*plan.needed.shape, *[1] * len(rest)), placed, 0.0) if plan.surplus else placed
 
 
 def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:

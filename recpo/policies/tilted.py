@@ -282,7 +282,7 @@ class RerankedPolicy(_OnBase):
             self._log_prob_of(some, of_state, ranked, batch.histories, rows[of_state])
             for some, of_state in zip(items.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
-        return torch.stack([spread(plan, logp) for logp in torch.cat(parts).unbind(1)], -1)
+        return spread(plan, torch.cat(parts))
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
