@@ -204,11 +204,11 @@ class GradeFactors(nn.Module):
         if self.user_prior is not None:
             means = means + user_means(self._schema.user, histories, self.user_prior)
         pull = prior * means
-        system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
+        matrix, right = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
-            return solve_positive_definite(system.matrix, system.right).float()
-        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
-        solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
+            return solve_positive_definite(matrix, right).float()
+        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(matrix)
+        solved = solve_positive_definite(matrix, torch.cat([right[..., None], identity], 2))
         weights = solved[..., 0].float()
         variances = self.options.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
