@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.base.contracts import DotProductPolicy, Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
@@ -38,10 +38,7 @@ class BaselinePolicy(Policy):
 
     def __init__(self, num_items: int, *, max_history: int, temperature: float) -> None:
         validate_temperature(temperature)
-        if max_history < 1:
-            raise RecpoError(
-                f"max_history is {max_history}; it is at least 1", code="out_of_range", field="max_history"
-            )
+        validate_range(max_history >= 1, "max_history", "must be at least 1", max_history)
         super().__init__()
         self.num_items, self.max_history, self.temperature = num_items, max_history, temperature
 
@@ -76,10 +73,7 @@ class BaselinePolicy(Policy):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
         sampling.validate_sampling(group_size, options)

@@ -158,10 +158,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
         ids, logp = self._output.draw(self.last_states(histories), group_size, options)

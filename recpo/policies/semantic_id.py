@@ -207,10 +207,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
         decoder = _CodeByCode(self, self.encode(histories), histories.lengths)

@@ -361,7 +361,7 @@ def sample(
     trie: Trie,
     batch: int,
     group_size: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    options: SamplingOptions,
     *,
     normalizer: Literal["trie", "codebook"] = "trie",
 ) -> tuple[Tensor, Tensor]:

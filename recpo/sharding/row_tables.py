@@ -221,7 +221,7 @@ def draw(
     states: Tensor,
     shard: RowShard,
     group_size: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    options: SamplingOptions,
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per state.
 
