@@ -52,7 +52,7 @@ def linear_logprob(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     # one target per state needs no index
     if state_index is not None or targets.shape != states.shape[:1]:
         state_index = state_of_targets(states, targets, state_index)
@@ -67,7 +67,7 @@ def linear_entropy(states: Tensor, table: Tensor, *, padding_rows: int = 1) -> T
 
     Arguments as in ``linear_logprob``; the backward pass computes the blocks again.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     with torch.autocast(states.device.type, enabled=False):
         return _LinearEntropy.apply(as_float(states), as_float(table), padding_rows)
 
@@ -99,7 +99,7 @@ def linear_divergence(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     check_reference(states, table, reference_states, reference_table)
     own = as_float(states), as_float(table)
     reference = as_float(reference_states.detach()), as_float(reference_table.detach())
@@ -112,17 +112,18 @@ def linear_log_softmax(states: Tensor, table: Tensor, *, padding_rows: int = 1) 
 
     Arguments as in ``linear_logprob``; float32 (float64 for float64 states), under autocast too.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     with torch.autocast(states.device.type, enabled=False):
         scores: Tensor = _Scores.apply(as_float(states), as_float(table)[padding_rows:])
         return scores.log_softmax(-1)
 
 
-def _check(states: Tensor, table: Tensor, padding_rows: int) -> None:
-    if states.dim() != 2 or table.dim() != 2 or states.shape[1] != table.shape[1] or len(table) <= padding_rows:
+def check_states(states: Tensor, rows: Tensor, num_items: int) -> None:
+    """Raises if states and rows of a table do not fit together, or if the table has no item."""
+    if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or num_items < 1:
         raise RecpoError(
-            f"states must be [N, d] and table [V + {padding_rows}, d] with V > 0, "
-            f"got {tuple(states.shape)} and {tuple(table.shape)}",
+            f"states must be [N, d] and the rows of a table [R, d], with at least one item, got {tuple(states.shape)} "
+            f"and {tuple(rows.shape)} with {num_items} items",
             code="wrong_shape",
             field="states",
         )

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kernels import Scored, as_float, sum_rows
-from recpo.ops.linear_logprob import check_reference, state_of_targets
+from recpo.ops.linear_logprob import check_reference, check_states, state_of_targets
 
 
 def sharded_logprob(
@@ -58,7 +58,7 @@ def sharded_logprob(
         RecpoError: shapes that do not fit, or blocks that do not form a table.
         IndexError: on all ranks, if one has a target outside the table or of a state that does not exist.
     """
-    _check(states, shard)
+    check_states(states, shard.rows, shard.num_rows - 1)
     index = state_of_targets(states, targets, state_index)
     inputs = as_float(states), as_float(shard.rows), targets.reshape(-1)
     with torch.autocast(states.device.type, enabled=False):
@@ -68,7 +68,7 @@ def sharded_logprob(
 
 def sharded_entropy(states: Tensor, shard: RowShard) -> Tensor:
     """Entropy of ``softmax(states tableᵀ)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
-    _check(states, shard)
+    check_states(states, shard.rows, shard.num_rows - 1)
     with torch.autocast(states.device.type, enabled=False):
         return _ShardedEntropy.apply(as_float(states), as_float(shard.rows), shard)
 
@@ -85,7 +85,7 @@ def sharded_divergence(states: Tensor, shard: RowShard, reference_states: Tensor
     Raises:
         RecpoError: shapes that do not fit, or blocks that do not form a table.
     """
-    _check(states, shard)
+    check_states(states, shard.rows, shard.num_rows - 1)
     check_reference(states, shard.rows, reference_states, reference.rows)
     own = as_float(states), as_float(shard.rows)
     other = as_float(reference_states.detach()), as_float(reference.rows.detach())
@@ -107,17 +107,6 @@ def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
         IndexError: on all ranks, if one has an id outside the table.
     """
     return _ShardedLookup.apply(shard.rows, ids, shard)
-
-
-def _check(states: Tensor, shard: RowShard) -> None:
-    rows = shard.rows
-    if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or shard.num_rows < 2:
-        raise RecpoError(
-            f"states must be [N, d] and rows [R, d] of a table of V + 1 rows with V > 0, "
-            f"got {tuple(states.shape)}, {tuple(rows.shape)} and {shard.num_rows}",
-            code="wrong_shape",
-            field="states",
-        )
 
 
 def _faults(ids: Tensor, stop: int) -> Tensor:

@@ -63,12 +63,11 @@ class BaselinePolicy(Policy):
         catalog_search.validate_list_length(k, self.num_items)
         if torch.compiler.is_exporting():
             return self._best(histories, k, exclude)
-        size, lists = sampling.contexts_at_once(self.num_items), []
-        for begin in range(0, len(histories.lengths), size):
-            part = torch.arange(begin, min(begin + size, len(histories.lengths)), device=histories.lengths.device)
-            lists.append(self._best(histories.rows(part), k, None if exclude is None else exclude[part]))
-        if not lists:
-            lists = [self._best(histories, k, exclude)]
+        every = torch.arange(len(histories.lengths), device=histories.lengths.device)
+        lists = [
+            self._best(histories.rows(part), k, None if exclude is None else exclude[part])
+            for part in every.split(sampling.contexts_at_once(self.num_items))
+        ]
         return Recommendations(*(torch.cat(column) for column in zip(*lists, strict=True)))
 
     @torch.no_grad()

@@ -268,13 +268,24 @@ class Factors(Artifact):
         factors = torch.einsum("bsr,br->bs", self.item_factors[row], users[:, :-1])
         return factors + self.item_bias[row] + (users[:, -1:] + self.mean)
 
-    def bounded_grades(self, histories: Histories, item_ids: Tensor) -> Tensor:
-        """The ranking scores of ``recommend`` for items ``[B, S]`` and folded-in users: grades minus the bound."""
-        if not self.lower_bound:
-            return self.grades(self.fold_in(histories), item_ids)
-        users, covariance = self.fold_in_with_covariance(histories)
+    def bounded_grades(
+        self, histories: Histories, item_ids: Tensor, lower_bound: float | None = None, users: Tensor | None = None
+    ) -> Tensor:
+        """Grades of items ``[B, S]`` minus a number of standard deviations of their posterior.
+
+        Args:
+            histories: of the users; with a bound, the uncertainty about a user always comes from them.
+            item_ids: ``[B, S]``; the result for id 0 is arbitrary.
+            lower_bound: that number; None = the model's own, which gives the ranking scores of ``recommend``.
+            users: ``[B, r + 1]``; None = folded in from the histories.
+        """
+        bound = self.lower_bound if lower_bound is None else lower_bound
+        if not bound:
+            return self.grades(self.fold_in(histories) if users is None else users, item_ids)
+        folded, covariance = self.fold_in_with_covariance(histories)
+        users = folded if users is None else users
         deviation = posterior_variance(self, users, covariance, item_ids).sqrt()
-        return self.grades(users, item_ids) - self.lower_bound * deviation
+        return self.grades(users, item_ids) - bound * deviation
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """The ``k`` items with the highest predicted grade for folded-in users, as ``Policy.recommend``.

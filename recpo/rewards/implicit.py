@@ -43,6 +43,7 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
 from recpo.policies.baseline import LEAST_POSITIVE_LEVEL
 from recpo.policies.catalog_search import best_by_blocks
+from recpo.policies.grade_factors import recent_feedback
 from recpo.rewards.factors import ModelInOneFile, plain
 from recpo.rewards.graded import Chunk, chunks_of, no_equations, solve
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
@@ -75,11 +76,8 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
             code="missing_value",
             field="feedback",
         )
-    place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
-    lengths = histories.lengths[:, None]
-    known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
-    known &= histories.feedback >= LEAST_POSITIVE_LEVEL
-    return first_places(histories.item_ids, known)
+    feedback, recent = recent_feedback(histories, max_history)
+    return first_places(histories.item_ids, recent & (feedback >= LEAST_POSITIVE_LEVEL))
 
 
 def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE]) -> tuple[int, list[float | None]]:

@@ -20,7 +20,7 @@ from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
 from recpo.ops.reduce import zero_masked
-from recpo.rewards.factors import Factors, posterior_variance
+from recpo.rewards.factors import Factors
 
 
 @dataclass(frozen=True)
@@ -354,14 +354,8 @@ class FactorReward(RewardFunction):
         items = candidates.item_ids
         model = self.model(items.device)
         with torch.autocast(items.device.type, enabled=False):
-            if self.lower_bound:
-                folded, covariance = model.fold_in_with_covariance(batch.histories)
-                users = folded if self.users == "folded" else self._trained(model, batch)
-                deviation = posterior_variance(model, users, covariance, items).sqrt()
-                rewards = model.grades(users, items) - self.lower_bound * deviation
-            else:
-                users = model.fold_in(batch.histories) if self.users == "folded" else self._trained(model, batch)
-                rewards = model.grades(users, items)
+            users = None if self.users == "folded" else self._trained(model, batch)
+            rewards = model.bounded_grades(batch.histories, items, self.lower_bound, users)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)
 
     def _trained(self, model: Factors, batch: FeedbackBatch) -> Tensor:
