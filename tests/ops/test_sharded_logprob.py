@@ -15,15 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
-from recpo.ops.sharded_logprob import (
-    RowShard,
-    _check as shape_check,
-    sharded_divergence,
-    sharded_entropy,
-    sharded_logprob,
-    sharded_lookup,
-)
+from recpo.ops.linear_logprob import check_states, linear_divergence, linear_entropy, linear_logprob
+from recpo.ops.sharded_logprob import RowShard, sharded_divergence, sharded_entropy, sharded_logprob, sharded_lookup
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
@@ -205,10 +198,10 @@ def test_row_0_is_padding_where_it_is_held() -> None:
 
 
 def test_a_table_has_one_item_at_least() -> None:
-    shape_check(torch.zeros(4, 2), RowShard(torch.zeros(2, 2), 0, 2))
-    for states, rows, num_rows in (((4, 2), (2, 2), 1), ((4, 3), (2, 2), 2), ((4,), (2, 2), 2), ((4, 2), (2,), 2)):
+    check_states(torch.zeros(4, 2), torch.zeros(2, 2), 1)
+    for states, rows, items in (((4, 2), (2, 2), 0), ((4, 3), (2, 2), 1), ((4,), (2, 2), 1), ((4, 2), (2,), 1)):
         with refused("wrong_shape", "states"):
-            shape_check(torch.zeros(states), RowShard(torch.zeros(rows), 0, num_rows))
+            check_states(torch.zeros(states), torch.zeros(rows), items)
 
 
 def test_survives_extreme_logits(ranks: Ranks) -> None:
