@@ -116,10 +116,7 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """Draws ``group_size`` items per context.
 

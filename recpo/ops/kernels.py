@@ -234,10 +234,9 @@ class CatalogSums(NamedTuple):
     softmax: list[Tensor]
 
 
-def as_float(values: Tensor, divisor: float = 1.0) -> Tensor:
-    """``values / divisor`` in float32; float64 stays."""
-    values = values if values.dtype == torch.float64 else values.float()
-    return values if divisor == 1.0 else values / divisor
+def as_float(values: Tensor) -> Tensor:
+    """``values`` in float32; float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def column_blocks(num_rows: int, padding_rows: int, block_rows: int) -> Iterator[slice]:

@@ -29,40 +29,30 @@ class RidgeSolution(NamedTuple):
     covariance: Tensor
 
 
-class NormalEquations(NamedTuple):
-    """Of ``B`` problems: ``sum_h rows_h rows_hᵀ + diag(ridge) [B, d, d]`` and ``sum_h targets_h rows_h [B, d]``."""
-
-    matrix: Tensor
-    right: Tensor
-
-
 def normal_equations(
-    rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor, pull: Tensor | None = None
-) -> NormalEquations:
-    """What ``ridge_regression`` solves, in float64; the arguments are the same."""
+    rows: Tensor, targets: Tensor, known: Tensor, ridge: Tensor, pull: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What ``ridge_regression`` solves: ``sum_h rows_h rows_hᵀ + diag(ridge)`` and ``sum_h targets_h rows_h + pull``.
+
+    The arguments are the same; the results are ``[B, d, d]`` and ``[B, d]`` in float64.
+    """
     kept = rows.double() * known[..., None]
     transposed = kept.transpose(1, 2)
     right = transposed @ targets.double().masked_fill(~known, 0.0)[..., None]
     # a product with the identity, as programs for ONNX know no diagonal
     identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
-    weights = ridge.double()[..., None] if isinstance(ridge, Tensor) else ridge
-    right = right.squeeze(-1) if pull is None else right.squeeze(-1) + pull.double()
-    return NormalEquations(transposed @ kept + weights * identity, right)
+    return transposed @ kept + ridge.double()[..., None] * identity, right.squeeze(-1) + pull.double()
 
 
-def ridge_regression(
-    rows: Tensor, targets: Tensor, known: Tensor, ridge: float | Tensor, pull: Tensor | None = None
-) -> RidgeSolution:
+def ridge_regression(rows: Tensor, targets: Tensor, known: Tensor, ridge: Tensor, pull: Tensor) -> RidgeSolution:
     """``argmin_w sum_h known_h (targets_h - rows_h · w)^2 + sum_j ridge_j w_j^2 - 2 pull · w``, in float64.
 
     Args:
         rows: ``[B, H, d]``.
         targets: ``[B, H]``; read where ``known``.
         known: ``[B, H]`` bool.
-        ridge: above 0: one, or one per weight ``[d]`` or ``[B, d]``; constants, so few observations leave the weights
-            near 0.
-        pull: ``[B, d]``, the precisions of a prior times its means: what few observations leave the weights near; None
-            = 0.
+        ridge: above 0, one per weight: ``[d]`` or ``[B, d]``.
+        pull: ``[B, d]``, the ridge times the means of a prior: few observations leave the weights near these means.
 
     Returns:
         The weights, those of the prior where nothing is known, and ``(sum_h rows_h rows_hᵀ + diag(ridge))^-1``, which

@@ -1,9 +1,9 @@
 """Exact log-probabilities of a softmax over a large catalog, in bounded memory.
 
-``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block
-unless it fits ``KEEP_BYTES``: logits are computed block by block (a block fits the cache), reduced, and computed again
-in the backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a
-log-probability of -14 in bfloat16 would be wrong by 0.03.
+``s = h Eᵀ`` are the logits of a state ``h [d]``, already divided by the temperature, over a table ``E [V, d]``. Nothing
+of size ``[N, V]`` outlives a block unless it fits ``KEEP_BYTES``: logits are computed block by block (a block fits the
+cache), reduced, and computed again in the backward pass. Everything is computed in float32 (float64 for float64
+inputs), under autocast too: a log-probability of -14 in bfloat16 would be wrong by 0.03.
 
 Gradients, with ``p`` the softmax, ``u = Σ_v p_v E_v`` the expected row and ``g`` the incoming gradients of a state's
 log-probabilities: ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) u`` and ``dE = Σ_k g_k h at row t_k, minus (Σ_k g_k) p hᵀ``. ``u``
@@ -31,11 +31,10 @@ def linear_logprob(
     targets: Tensor,
     state_index: Tensor | None = None,
     *,
-    temperature: float = 1.0,
     padding_rows: int = 1,
     keep_bytes: int = KEEP_BYTES,
 ) -> Tensor:
-    """``log softmax(states tableᵀ / temperature)`` at ``targets``, without ``[N, V]`` held for the backward pass.
+    """``log softmax(states tableᵀ)`` at ``targets``, without ``[N, V]`` held for the backward pass.
 
     Several targets of one state share its normalizer, so a preference list of 1 + 20 items costs one row.
 
@@ -44,7 +43,6 @@ def linear_logprob(
         table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
         targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``. A padding row is not a target.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
-        temperature: divides the logits.
         padding_rows: rows of the table before the first item.
         keep_bytes: a softmax up to this size is kept for the backward pass (faster); a larger one is recomputed.
 
@@ -54,24 +52,24 @@ def linear_logprob(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     # one target per state needs no index
     if state_index is not None or targets.shape != states.shape[:1]:
         state_index = state_of_targets(states, targets, state_index)
-    scaled, rows = as_float(states, temperature), as_float(table)
+    inputs = as_float(states), as_float(table), targets.reshape(-1)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _LinearLogProb.apply(scaled, rows, targets.reshape(-1), state_index, padding_rows, keep_bytes)
+        logp = _LinearLogProb.apply(*inputs, state_index, padding_rows, keep_bytes)
     return logp.view(targets.shape)
 
 
-def linear_entropy(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
-    """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``: ``lse - h·u`` with ``u`` the expected row.
+def linear_entropy(states: Tensor, table: Tensor, *, padding_rows: int = 1) -> Tensor:
+    """Entropy of ``softmax(states tableᵀ)`` in nats, ``[N]``: ``lse - h·u`` with ``u`` the expected row.
 
     Arguments as in ``linear_logprob``; the backward pass computes the blocks again.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     with torch.autocast(states.device.type, enabled=False):
-        return _LinearEntropy.apply(as_float(states, temperature), as_float(table), padding_rows)
+        return _LinearEntropy.apply(as_float(states), as_float(table), padding_rows)
 
 
 def linear_divergence(
@@ -80,12 +78,11 @@ def linear_divergence(
     reference_states: Tensor,
     reference_table: Tensor,
     *,
-    temperature: float = 1.0,
     padding_rows: int = 1,
 ) -> Tensor:
     """Exact ``KL(p || q)`` in nats, ``[N]``, of two softmaxes over the same catalog; see ``categorical_kl``.
 
-    ``p = softmax(states tableᵀ / temperature)``, and ``q`` the same of the reference. Both are computed in blocks, and
+    ``p = softmax(states tableᵀ)``, and ``q`` the same of the reference. Both are computed in blocks, and
     again in the backward pass: two products of each policy forward and one backward, and those of the gradient. Neither
     ``p`` nor ``q`` is held. Always computed with the plain kernels, on every device.
 
@@ -94,7 +91,6 @@ def linear_divergence(
         table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
         reference_states: ``[N, e]``; no gradient flows into it.
         reference_table: ``[V + padding_rows, e]``; no gradient flows into it.
-        temperature: divides the logits of both.
         padding_rows: rows of the tables before the first item.
 
     Returns:
@@ -103,30 +99,31 @@ def linear_divergence(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     check_reference(states, table, reference_states, reference_table)
-    own = as_float(states, temperature), as_float(table)
-    reference = as_float(reference_states.detach(), temperature), as_float(reference_table.detach())
+    own = as_float(states), as_float(table)
+    reference = as_float(reference_states.detach()), as_float(reference_table.detach())
     with torch.autocast(states.device.type, enabled=False):
         return _LinearDivergence.apply(*own, *reference, padding_rows)
 
 
-def linear_log_softmax(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
-    """``log softmax(states tableᵀ / temperature)`` of every item, ``[N, V]``, which is held for the backward pass.
+def linear_log_softmax(states: Tensor, table: Tensor, *, padding_rows: int = 1) -> Tensor:
+    """``log softmax(states tableᵀ)`` of every item, ``[N, V]``, which is held for the backward pass.
 
     Arguments as in ``linear_logprob``; float32 (float64 for float64 states), under autocast too.
     """
-    _check(states, table, padding_rows)
+    check_states(states, table, len(table) - padding_rows)
     with torch.autocast(states.device.type, enabled=False):
-        scores: Tensor = _Scores.apply(as_float(states, temperature), as_float(table)[padding_rows:])
+        scores: Tensor = _Scores.apply(as_float(states), as_float(table)[padding_rows:])
         return scores.log_softmax(-1)
 
 
-def _check(states: Tensor, table: Tensor, padding_rows: int) -> None:
-    if states.dim() != 2 or table.dim() != 2 or states.shape[1] != table.shape[1] or len(table) <= padding_rows:
+def check_states(states: Tensor, rows: Tensor, num_items: int) -> None:
+    """Raises if states and rows of a table do not fit together, or if the table has no item."""
+    if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or num_items < 1:
         raise RecpoError(
-            f"states must be [N, d] and table [V + {padding_rows}, d] with V > 0, "
-            f"got {tuple(states.shape)} and {tuple(table.shape)}",
+            f"states must be [N, d] and the rows of a table [R, d], with at least one item, got {tuple(states.shape)} "
+            f"and {tuple(rows.shape)} with {num_items} items",
             code="wrong_shape",
             field="states",
         )

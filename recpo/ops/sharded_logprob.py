@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from recpo.base.errors import RecpoError
 from recpo.ops import kernels
 from recpo.ops.kernels import Scored, as_float, sum_rows
-from recpo.ops.linear_logprob import check_reference, state_of_targets
+from recpo.ops.linear_logprob import check_reference, check_states, state_of_targets
 
 
 def sharded_logprob(
@@ -42,17 +42,14 @@ def sharded_logprob(
     shard: RowShard,
     targets: Tensor,
     state_index: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
 ) -> Tensor:
-    """``log softmax(states tableᵀ / temperature)`` at ``targets``, for a table that is divided over the ranks.
+    """``log softmax(states tableᵀ)`` at ``targets``, for a table that is divided over the ranks.
 
     Args:
         states: ``[N, d]`` of this rank; N may differ between ranks and may be 0.
         shard: this rank's rows of the table.
         targets: row numbers in the whole table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
-        temperature: divides the logits.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
@@ -61,24 +58,22 @@ def sharded_logprob(
         RecpoError: shapes that do not fit, or blocks that do not form a table.
         IndexError: on all ranks, if one has a target outside the table or of a state that does not exist.
     """
-    _check(states, shard)
+    check_states(states, shard.rows, shard.num_rows - 1)
     index = state_of_targets(states, targets, state_index)
-    scaled, rows = as_float(states, temperature), as_float(shard.rows)
+    inputs = as_float(states), as_float(shard.rows), targets.reshape(-1)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard)
+        logp = _ShardedLogProb.apply(*inputs, index, shard)
     return logp.view(targets.shape)
 
 
-def sharded_entropy(states: Tensor, shard: RowShard, *, temperature: float = 1.0) -> Tensor:
-    """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
-    _check(states, shard)
+def sharded_entropy(states: Tensor, shard: RowShard) -> Tensor:
+    """Entropy of ``softmax(states tableᵀ)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
+    check_states(states, shard.rows, shard.num_rows - 1)
     with torch.autocast(states.device.type, enabled=False):
-        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard)
+        return _ShardedEntropy.apply(as_float(states), as_float(shard.rows), shard)
 
 
-def sharded_divergence(
-    states: Tensor, shard: RowShard, reference_states: Tensor, reference: RowShard, *, temperature: float = 1.0
-) -> Tensor:
+def sharded_divergence(states: Tensor, shard: RowShard, reference_states: Tensor, reference: RowShard) -> Tensor:
     """``linear_divergence`` in nats, ``[N]``, of two tables that are cut alike; other arguments as there.
 
     Args:
@@ -86,15 +81,14 @@ def sharded_divergence(
         shard: this rank's rows of the table.
         reference_states: ``[N, e]`` of this rank; no gradient flows into it.
         reference: this rank's rows of the reference's table; no gradient flows into it.
-        temperature: divides the logits of both.
 
     Raises:
         RecpoError: shapes that do not fit, or blocks that do not form a table.
     """
-    _check(states, shard)
+    check_states(states, shard.rows, shard.num_rows - 1)
     check_reference(states, shard.rows, reference_states, reference.rows)
-    own = as_float(states, temperature), as_float(shard.rows)
-    other = as_float(reference_states.detach(), temperature), as_float(reference.rows.detach())
+    own = as_float(states), as_float(shard.rows)
+    other = as_float(reference_states.detach()), as_float(reference.rows.detach())
     with torch.autocast(states.device.type, enabled=False):
         return _ShardedDivergence.apply(*own, *other, shard)
 
@@ -113,17 +107,6 @@ def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
         IndexError: on all ranks, if one has an id outside the table.
     """
     return _ShardedLookup.apply(shard.rows, ids, shard)
-
-
-def _check(states: Tensor, shard: RowShard) -> None:
-    rows = shard.rows
-    if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or shard.num_rows < 2:
-        raise RecpoError(
-            f"states must be [N, d] and rows [R, d] of a table of V + 1 rows with V > 0, "
-            f"got {tuple(states.shape)}, {tuple(rows.shape)} and {shard.num_rows}",
-            code="wrong_shape",
-            field="states",
-        )
 
 
 def _faults(ids: Tensor, stop: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.base.contracts import DotProductPolicy, Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
@@ -38,10 +38,7 @@ class BaselinePolicy(Policy):
 
     def __init__(self, num_items: int, *, max_history: int, temperature: float) -> None:
         validate_temperature(temperature)
-        if max_history < 1:
-            raise RecpoError(
-                f"max_history is {max_history}; it is at least 1", code="out_of_range", field="max_history"
-            )
+        validate_range(max_history >= 1, "max_history", "must be at least 1", max_history)
         super().__init__()
         self.num_items, self.max_history, self.temperature = num_items, max_history, temperature
 
@@ -66,20 +63,16 @@ class BaselinePolicy(Policy):
         catalog_search.validate_list_length(k, self.num_items)
         if torch.compiler.is_exporting():
             return self._best(histories, k, exclude)
-        size, lists = sampling.contexts_at_once(self.num_items), []
-        for begin in range(0, len(histories.lengths), size):
-            part = torch.arange(begin, min(begin + size, len(histories.lengths)), device=histories.lengths.device)
-            lists.append(self._best(histories.rows(part), k, None if exclude is None else exclude[part]))
-        if not lists:
-            lists = [self._best(histories, k, exclude)]
+        every = torch.arange(len(histories.lengths), device=histories.lengths.device)
+        lists = [
+            self._best(histories.rows(part), k, None if exclude is None else exclude[part])
+            for part in every.split(sampling.contexts_at_once(self.num_items))
+        ]
         return Recommendations(*(torch.cat(column) for column in zip(*lists, strict=True)))
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
         sampling.validate_sampling(group_size, options)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import validate_range
 from recpo.base.types import EventPlaces
 from recpo.ops import kernels
 
@@ -44,8 +44,7 @@ class ByteDropout(nn.Module):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        if not 0.0 <= rate < 1.0:
-            raise RecpoError(f"a dropout rate lies in [0, 1), got {rate}", code="out_of_range", field="dropout")
+        validate_range(0.0 <= rate < 1.0, "dropout", "must be in [0, 1)", rate)
         self.threshold = min(max(round(rate * 256), 1), 255) if rate else 0
 
     def forward(self, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import Recommendations
 from recpo.ops.kernels import column_blocks, matmul_transposed
 
@@ -371,10 +371,7 @@ def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
 
 def validate_list_length(k: int, num_items: int) -> None:
     """Raises ``RecpoError`` unless lists of ``k`` items can be made of the catalog."""
-    if not 1 <= k <= num_items:
-        raise RecpoError(
-            f"k must be between 1 and the {num_items} items of the catalog, got {k}", code="out_of_range", field="k"
-        )
+    validate_range(1 <= k <= num_items, "k", f"must be between 1 and the {num_items} items of the catalog", k)
 
 
 def validate_precision(precision: object) -> None:

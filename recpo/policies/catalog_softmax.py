@@ -3,6 +3,7 @@
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from recpo.base.contracts import DotProductPolicy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveFloat, PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
-from recpo.ops.kernels import take_rows
+from recpo.ops.kernels import as_float, take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
@@ -63,10 +64,9 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
             )
         scored: TableUse = "softmax" if exact else "lookup"
         use: TableUse = scored if self.tie_weights else "lookup"
-        self.item_table = ItemTable(self.num_items, self.dim, sparse=self.sparse, use=use)
-        self.output_table = (
-            None if self.tie_weights else ItemTable(self.num_items, self.dim, sparse=self.sparse, use=scored)
-        )
+        make = partial(ItemTable, self.num_items, self.dim, sparse=self.sparse, cosine=self._cosine)
+        self.item_table = make(use=use)
+        self.output_table = None if self.tie_weights else make(use=scored)
         self.encoder = HistoryEncoder(self, attention_length=self.attention_length)
         self._read_features()
         # a buffer, so that checkpoints contain the proposal; zero until the counts are set
@@ -100,17 +100,13 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
         if self.normalizer == "sampled" and self.training and states is None:
             logp = self._sampled_log_prob(batch.histories, plan, targets)
         else:
-            states = take_rows(self._scored_states(batch.histories, states), plan.rows)
-            logp = self._output.log_prob(
-                states, targets, plan.state_index, temperature=self.temperature, cosine=self._cosine
-            )
+            logp = self._output.log_prob(self._states(batch.histories, plan, states), targets, plan.state_index)
         return spread(plan, logp)[..., None]
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.entropy``."""
         plan = scoring_plan(batch, needed, self.encoder.attention_length)
-        states = take_rows(self._scored_states(batch.histories, states), plan.rows)
-        entropy = self._output.entropy(states, temperature=self.temperature, cosine=self._cosine)
+        entropy = self._output.entropy(self._states(batch.histories, plan, states))
         return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
 
     def divergence(
@@ -123,12 +119,10 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
         """See ``StatePolicy.divergence``. Positions with the same state share it."""
         assert isinstance(reference, CatalogSoftmaxPolicy)
         plan = scoring_plan(batch, needed, self.encoder.attention_length)
-        states = take_rows(self._scored_states(batch.histories, states), plan.rows)
+        states = self._states(batch.histories, plan, states)
         with torch.no_grad():
-            others = take_rows(reference._scored_states(batch.histories), plan.rows)
-        divergence = self._output.divergence(
-            states, reference._output, others, temperature=self.temperature, cosine=self._cosine
-        )
+            others = reference._states(batch.histories, plan)
+        divergence = self._output.divergence(states, reference._output, others)
         return spread(plan, divergence if plan.state_index is None else divergence[plan.state_index])[..., None]
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
@@ -146,7 +140,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
         else:
             rows = torch.arange(len(states), device=states.device)
             last = self.scaled(states[rows, histories.lengths])
-        return self._output.catalog_log_prob(last, cosine=self._cosine)[..., None]
+        return self._output.catalog_log_prob(last)[..., None]
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
@@ -160,33 +154,30 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         validate_list_length(k, self.num_items)
-        return self._output.top_k(self.last_states(histories), k, exclude, cosine=self._cosine)
+        return self._output.top_k(self.last_states(histories), k, exclude)
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = self._output.draw(self.last_states(histories), group_size, options, cosine=self._cosine)
+        ids, logp = self._output.draw(self.last_states(histories), group_size, options)
         return ids, logp[..., None]
 
-    def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
-        """The states in the form that the softmax takes, computed from the result of ``encode`` if it is given."""
-        states = self.encode(histories) if states is None else states
-        return F.normalize(states, dim=-1) if self._cosine else states
+    def _states(self, histories: Histories, plan: ScoringPlan, states: Tensor | None = None) -> Tensor:
+        """The planned states in the form of ``scaled``, computed from the result of ``encode`` if it is given."""
+        return self.scaled(take_rows(self.encode(histories) if states is None else states, plan.rows))
 
     def last_states(self, histories: Histories) -> Tensor:
         """See ``DotProductPolicy.last_states``; in the form of ``scaled``."""
-        return self.scaled(self.encoded_last(self.item_table(readable_ids(histories, self.max_history)), histories))
+        vectors = self.item_table(readable_ids(histories, self.max_history))
+        return self.scaled(self.encoded_last(vectors, histories)).float()
 
     def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
         """See ``DotProductPolicy.states_at``. Prefixes that are longer than the attention are encoded one by one."""
         # a single causal pass gives all states up to the length of the blocks' attention
         attended = min(self.encoder.attention_length, histories.item_ids.shape[1])
-        encoded = self.scaled(self.encode(histories.first(attended)))
+        encoded = self.scaled(self.encode(histories.first(attended))).float()
         states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
         longer = (visible > attended).nonzero().squeeze(1)
         if not len(longer):
@@ -198,12 +189,11 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
     def scaled(self, states: Tensor) -> Tensor:
         """States in the form that the softmax multiplies with ``output_vectors``: divided by the temperature."""
         states = F.normalize(states, dim=-1) if self._cosine else states
-        return states.float() / self.temperature
+        return as_float(states) / self.temperature
 
     def output_vectors(self) -> Tensor:
         """See ``DotProductPolicy.output_vectors``."""
-        vectors = self._output.vectors()
-        return F.normalize(vectors, dim=-1) if self._cosine else vectors
+        return self._output.scored_rows()
 
     @property
     def _output(self) -> ItemTable:
@@ -234,9 +224,8 @@ class CatalogSoftmaxPolicy(FeaturePolicy, DotProductPolicy):
         else:
             history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
         encoded = self.encoded(history_vectors.view(*history.shape, -1), histories)
-        states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self._cosine else output
-        scored, state_index = take_rows(states, plan.rows) / self.temperature, plan.state_index
+        scored, state_index = self._states(histories, plan, encoded), plan.state_index
         scores = (scored @ output[len(targets) :].T).float()
         if state_index is not None:
             scores, scored = scores[state_index], scored[state_index]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
-from recpo.base.types import EventPlaces, Histories
+from recpo.base.types import Histories
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
 
@@ -90,12 +90,10 @@ class FoldIn(nn.Module):
     def forward(self, items: Tensor, feedback: Tensor) -> Tensor:
         """What is known after every number of events, ``[B, H + 1, d]``, of scaled item vectors ``[B, H, d]``."""
         with torch.autocast(items.device.type, enabled=False):
-            return self._after_every_event(*self._rows(items, feedback))
-
-    def _after_every_event(self, rows: Tensor, targets: Tensor) -> Tensor:
-        left = F.pad((rows[..., :, None] * rows[..., None, :]).cumsum(1), (0, 0, 0, 0, 1, 0))
-        right = F.pad((rows * targets).cumsum(1), (0, 0, 1, 0))
-        return self._solved(left.flatten(0, 1), right.flatten(0, 1)).view(*right.shape[:2], -1)
+            rows, targets = self._rows(items, feedback)
+            left = F.pad((rows[..., :, None] * rows[..., None, :]).cumsum(1), (0, 0, 0, 0, 1, 0))
+            right = F.pad((rows * targets).cumsum(1), (0, 0, 1, 0))
+            return self._solved(left.flatten(0, 1), right.flatten(0, 1)).view(*right.shape[:2], -1)
 
     def last(self, items: Tensor, feedback: Tensor) -> Tensor:
         """The same after the whole history, ``[B, d]``; padding has feedback level 0 and counts nothing."""
@@ -214,75 +212,38 @@ class HistoryEncoder(nn.Module):
         self.profile = Profile(dim, feedback_levels) if options.profile else None
         self.fold_in = FoldIn(dim, options.fold_in, feedback_levels) if options.fold_in else None
 
-    def forward(
-        self,
-        items: Tensor,
-        feedback: Tensor | None = None,
-        timestamps: Tensor | None = None,
-        lengths: Tensor | None = None,
-        parts: Tensor | None = None,
-        places: EventPlaces | None = None,
-    ) -> Tensor:
-        """States ``[B, H + 1, d]`` of histories.
+    def forward(self, items: Tensor, histories: Histories, parts: Tensor | None = None) -> Tensor:
+        """States ``[B, H + 1, d]`` of histories. Of those that the blocks cannot read, only rows 0 and ``lengths``.
+
+        The other rows of such histories are nan. Blocks with ``skips_padding`` skip the padding.
 
         Args:
             items: ``[B, H, d]`` item vectors.
-            feedback: ``[B, H]`` feedback levels; None = unknown.
-            timestamps: ``[B, H]`` milliseconds, for blocks with ``reads_time``; None = unknown.
-            lengths: ``[B]`` numbers of events; blocks with ``skips_padding`` then skip the padding.
+            histories: the histories; blocks with ``reads_time`` read their times, and ``places`` are those of the
+                events that the blocks read.
             parts: ``[B, min(H, attention_length), d]``, what else is known of the events that the blocks read
                 (``recpo.policies.feature_policy``); None = nothing.
-            places: of the events that the blocks read, where they were counted before (``Histories.places``).
-
-        Raises:
-            RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the rows 0 and
-                ``lengths`` of a longer history are computed, and the others are nan.
         """
         if items.shape[1] > self.attention_length:
-            return self._last_only(items, feedback, timestamps, lengths, parts, places)
-        packing = self._packing(items, lengths, places)
-        states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
+            return self._last_only(items, histories, parts)
+        states, gaps, packing = self._embedded(items, histories, parts)
         for block in self.blocks:
             states = block(states, gaps, packing)
         states = states if packing is None else packing.unpack(states)
         states = self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
-        scaled = items * self.item_scale
+        scaled, feedback = items * self.item_scale, histories.feedback
         states = states if self.profile is None else states + self.profile(scaled, feedback)
         return states if self.fold_in is None or feedback is None else states + self.fold_in(scaled, feedback)
 
-    def last(
-        self,
-        items: Tensor,
-        feedback: Tensor | None,
-        timestamps: Tensor | None,
-        lengths: Tensor,
-        parts: Tensor | None = None,
-        places: EventPlaces | None = None,
-    ) -> Tensor:
+    def last(self, items: Tensor, histories: Histories, parts: Tensor | None = None) -> Tensor:
         """The state after the whole history, ``[B, d]``: row ``lengths`` of ``forward``, at less cost."""
-        recent = self._recent(items, feedback, timestamps, lengths)
-        state = self._last_attended(*recent, parts, places)
-        scaled = items * self.item_scale
-        state = state if self.profile is None else state + self.profile.last(scaled, feedback, lengths)
+        state = self._last_attended(*self._recent(items, histories), parts)
+        scaled, feedback = items * self.item_scale, histories.feedback
+        state = state if self.profile is None else state + self.profile.last(scaled, feedback, histories.lengths)
         return state if self.fold_in is None or feedback is None else state + self.fold_in.last(scaled, feedback)
 
-    def _last_only(
-        self,
-        items: Tensor,
-        feedback: Tensor | None,
-        timestamps: Tensor | None,
-        lengths: Tensor | None,
-        parts: Tensor | None,
-        places: EventPlaces | None,
-    ) -> Tensor:
-        if lengths is None:
-            raise RecpoError(
-                f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
-                "state is computed: that takes their lengths",
-                code="missing_option",
-                field="lengths",
-            )
-        last = self.last(items, feedback, timestamps, lengths, parts, places)
+    def _last_only(self, items: Tensor, histories: Histories, parts: Tensor | None) -> Tensor:
+        last, lengths, feedback = self.last(items, histories, parts), histories.lengths, histories.feedback
         first = self.norm(self.start)
         if self.profile is not None:
             first = first + self.profile.last(items.new_zeros(1, 1, items.shape[2]), None, lengths.new_zeros(1))
@@ -292,30 +253,19 @@ class HistoryEncoder(nn.Module):
         states = torch.cat([first.expand(items.shape[0], 1, -1), torch.full_like(items, torch.nan)], 1)
         return states.scatter(1, lengths[:, None, None].expand(-1, 1, items.shape[2]), last[:, None])
 
-    def _recent(
-        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """The last ``attention_length`` events of every history, padded on the right, and how many they are."""
+    def _recent(self, items: Tensor, histories: Histories) -> tuple[Tensor, Histories]:
+        """The last ``attention_length`` events of every history, padded on the right."""
         kept = self.attention_length
         if items.shape[1] <= kept:
-            return items, feedback, timestamps, lengths
-        place = most_recent_places(lengths, kept)
+            return items, histories
+        # of a shorter history its first places
+        place = (histories.lengths - kept).clamp_min(0)[:, None] + torch.arange(kept, device=items.device)
         near = items.gather(1, place[..., None].expand(-1, -1, items.shape[2]))
-        levels, times = (None if column is None else column.gather(1, place) for column in (feedback, timestamps))
-        return near, levels, times, lengths.clamp_max(kept)
+        return near, histories.recent(kept)._replace(places=histories.places)
 
-    def _last_attended(
-        self,
-        items: Tensor,
-        feedback: Tensor | None,
-        timestamps: Tensor | None,
-        lengths: Tensor,
-        parts: Tensor | None,
-        places: EventPlaces | None,
-    ) -> Tensor:
+    def _last_attended(self, items: Tensor, histories: Histories, parts: Tensor | None) -> Tensor:
         """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
-        packing = self._packing(items, lengths, places)
-        states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
+        lengths, (states, gaps, packing) = histories.lengths, self._embedded(items, histories, parts)
         for block in self.blocks[:-1]:
             states = block(states, gaps, packing)
         behind = torch.arange(items.shape[0], device=lengths.device) * items.shape[1] + lengths
@@ -324,29 +274,18 @@ class HistoryEncoder(nn.Module):
         last = final.at(states, ((behind if packing is None else lengths.cumsum(0)) - 1).clamp_min(0), gaps, packing)
         return self.norm(torch.where(lengths[:, None] > 0, last, self.start))
 
-    def _packing(self, items: Tensor, lengths: Tensor | None, places: EventPlaces | None) -> Packing | None:
-        return None if not self.skips_padding or lengths is None else Packing.of(lengths, items.shape[1], places)
-
     def _embedded(
-        self,
-        items: Tensor,
-        feedback: Tensor | None,
-        timestamps: Tensor | None,
-        packing: Packing | None,
-        parts: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the first block reads, and the buckets of the time between events."""
+        self, items: Tensor, histories: Histories, parts: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Packing | None]:
+        """What the first block reads, the buckets of the time between events, and how padding is skipped."""
         states = items * self.item_scale + self.position[: items.shape[1]]
         states = states if parts is None else states + parts
-        if self.feedback is not None and feedback is not None:
-            states = states + self.feedback(feedback)
-        gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
-        return self.dropout(states if packing is None else packing.pack(states)), gaps
-
-
-def most_recent_places(lengths: Tensor, size: int) -> Tensor:
-    """Where the last ``size`` events of every history stand, ``[B, size]``; of a shorter one its first places."""
-    return (lengths - size).clamp_min(0)[:, None] + torch.arange(size, device=lengths.device)
+        if self.feedback is not None and histories.feedback is not None:
+            states = states + self.feedback(histories.feedback)
+        times = histories.timestamps
+        gaps = time_gap_buckets(times) if self.reads_time and times is not None else None
+        packing = Packing.of(histories.lengths, items.shape[1], histories.places) if self.skips_padding else None
+        return self.dropout(states if packing is None else packing.pack(states)), gaps, packing
 
 
 def readable_ids(histories: Histories, max_history: int) -> Tensor:

@@ -39,39 +39,41 @@ class HistoryFeatures(nn.Module):
 
     All parts are initialized to zero: untrained, they add nothing.
 
+    The time gap of the first event counts as 0.
+
     Args:
-        dim: d, width of tokens and states.
+        policy: its options say what is read, and the width d of tokens and states.
         schema: the schema whose user and context features are read.
-        behaviors: number of behaviors; 0 = they are not read.
-        time_gaps: read the time between neighboring events; for the first event it counts as 0.
-        user: read the features of the user.
-        context: read the features of the requests.
-        hidden: width of the hidden layers.
+        behaviors: the behaviors of the log.
 
     Raises:
-        RecpoError: the schema lacks these features.
+        RecpoError: the policy reads something that the log does not have.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        schema: FeatureSchema,
-        *,
-        behaviors: int = 0,
-        time_gaps: bool = False,
-        user: bool = False,
-        context: bool = False,
-        hidden: int = 64,
-    ) -> None:
+    #: width of the hidden layers
+    hidden = 64
+
+    def __init__(self, policy: "FeaturePolicy", schema: FeatureSchema, behaviors: Sequence[str]) -> None:
         super().__init__()
-        self.behaviors = nn.Parameter(torch.zeros(behaviors, dim)) if behaviors else None
-        self.time_gaps = nn.Parameter(torch.zeros(TIME_BUCKETS, dim)) if time_gaps else None
+        user, context, dim, hidden = policy.user_features, policy.context_features, policy.dim, self.hidden
+        for asked, found, name, remedy in (
+            (policy.behaviors, behaviors, "behaviors", "map its behaviors in `recpo prepare`"),
+            (user, schema.user, "user_features", "prepare it with --users and user features"),
+            (context, schema.context, "context_features", "prepare it with context features"),
+        ):
+            if asked and not found:
+                raise RecpoError(
+                    f"policy.{name} is true and the prepared log has none: {remedy}, or set it to false",
+                    code="mismatch",
+                    field=f"policy.{name}",
+                )
+        self.behaviors = nn.Parameter(torch.zeros(len(behaviors), dim)) if policy.behaviors else None
+        self.time_gaps = nn.Parameter(torch.zeros(TIME_BUCKETS, dim)) if policy.time_gaps else None
         self.event_context = FeatureEncoder(schema.context, dim, hidden=hidden) if context else None
         self.user = FeatureEncoder(schema.user, hidden, hidden=hidden, starts_at_zero=False) if user else None
         self.request = FeatureEncoder(schema.context, hidden, hidden=hidden, starts_at_zero=False) if context else None
-        joins = user or context
-        self.expand = Linear(dim, hidden) if joins else None
-        self.contract = Linear(hidden, dim) if joins else None
+        self.expand = Linear(dim, hidden) if user or context else None
+        self.contract = Linear(hidden, dim) if user or context else None
         if self.contract is not None:
             nn.init.zeros_(self.contract.weight)
             nn.init.zeros_(self.contract.bias)
@@ -119,38 +121,6 @@ def gap_buckets(timestamps: Tensor) -> Tensor:
     gaps = F.pad(timestamps[:, 1:] - timestamps[:, :-1], (1, 0)).double().clamp_min(0)
     # adding a half keeps powers of 2 in the right bucket, as in ``time_gap_buckets``
     return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)
-
-
-def history_features(
-    dim: int,
-    schema: FeatureSchema,
-    behaviors: Sequence[str],
-    *,
-    reads_behaviors: bool,
-    time_gaps: bool,
-    user: bool,
-    context: bool,
-) -> HistoryFeatures | None:
-    """The additions that a policy with these options makes to its encoder; None if it has none.
-
-    Raises:
-        RecpoError: it reads something that the log does not have.
-    """
-    if not (reads_behaviors or time_gaps or user or context):
-        return None
-    for asked, found, name, remedy in (
-        (reads_behaviors, behaviors, "behaviors", "map its behaviors in `recpo prepare`"),
-        (user, schema.user, "user_features", "prepare it with --users and user features"),
-        (context, schema.context, "context_features", "prepare it with context features"),
-    ):
-        if asked and not found:
-            raise RecpoError(
-                f"policy.{name} is true and the prepared log has none: {remedy}, or set it to false",
-                code="mismatch",
-                field=f"policy.{name}",
-            )
-    count = len(behaviors) if reads_behaviors else 0
-    return HistoryFeatures(dim, schema, behaviors=count, time_gaps=time_gaps, user=user, context=context)
 
 
 def _given(values: _T | None, name: str) -> _T:
@@ -229,15 +199,8 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
                 )
             for table in self.item_tables():
                 table.features = ItemFeatures(schema.item, self.num_items, table.dim, self.item_features)
-        self.history_features = history_features(
-            self.dim,
-            schema,
-            behaviors,
-            reads_behaviors=self.behaviors,
-            time_gaps=self.time_gaps,
-            user=self.user_features,
-            context=self.context_features,
-        )
+        joins = self.behaviors or self.time_gaps or self.user_features or self.context_features
+        self.history_features = HistoryFeatures(self, schema, behaviors) if joins else None
         self._schema_missing = False
 
     def set_item_features(self, features: Features) -> None:
@@ -272,28 +235,18 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
         """States ``[B, H + 1, d]`` of histories with item vectors ``[B, H, d]``."""
         if vectors.shape[1] == 0:
             return self.encoded(*_with_a_place(vectors, histories))[:, :1]
-        feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
-        if not self._joins():
-            return self.encoder(vectors, feedback, times, lengths, places=histories.places)
-        assert self.history_features is not None
-        parts = self.history_features.of_events(histories, self.encoder.attention_length)
-        states = self.encoder(vectors, feedback, times, lengths, parts, histories.places)
-        return self.history_features.joined(states, histories)
+        states: Tensor = self.encoder(vectors, histories, self._parts(histories))
+        return states if self.history_features is None else self.history_features.joined(states, histories)
 
     def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
         """The state after the complete history, ``[B, d]``."""
         if vectors.shape[1] == 0:
             return self.encoded_last(*_with_a_place(vectors, histories))
-        feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
-        if not self._joins():
-            return self.encoder.last(vectors, feedback, times, lengths, places=histories.places)
-        assert self.history_features is not None
-        parts = self.history_features.of_events(histories, self.encoder.attention_length)
-        state = self.encoder.last(vectors, feedback, times, lengths, parts, histories.places)
-        return self.history_features.joined_last(state, histories)
+        state = self.encoder.last(vectors, histories, self._parts(histories))
+        return state if self.history_features is None else self.history_features.joined_last(state, histories)
 
-    def _joins(self) -> bool:
-        """Whether the encoder reads more than items, feedback and time."""
+    def _parts(self, histories: Histories) -> Tensor | None:
+        """What the encoder reads of the events beyond items, feedback and time; None = nothing."""
         if self._schema_missing:
             raise RecpoError(
                 "the policy reads features or behaviors and does not know them yet: call set_schema with those of the "
@@ -301,7 +254,8 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
                 code="missing_option",
                 field="schema",
             )
-        return self.history_features is not None
+        extra = self.history_features
+        return None if extra is None else extra.of_events(histories, self.encoder.attention_length)
 
 
 def _with_a_place(vectors: Tensor, histories: Histories) -> tuple[Tensor, Histories]:

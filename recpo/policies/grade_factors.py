@@ -2,14 +2,14 @@
 
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.feedback import GRADES
 from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
@@ -122,48 +122,40 @@ class GradeFactors(nn.Module):
         if self.options.item_features:
             self.item_prior = zero.new_zeros(num_columns(schema.item) + 1, 2 * width)
 
-    def assign(
-        self,
-        item_factors: Tensor,
-        item_bias: Tensor,
-        factor_variance: Tensor,
-        item_covariance: Tensor | None = None,
-        noise: float = 0.0,
-        history_prior: Tensor | None = None,
-    ) -> None:
-        """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
+    def assign(self, tensors: Mapping[str, Tensor], noise: float) -> None:
+        """Sets the tensors of a factor model, of which those of the items have the rows 1..V.
 
         Args:
-            item_factors: ``q``.
-            item_bias: ``b_i``.
-            factor_variance: ``[V, r]``.
-            item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
+            tensors: by their names (``recpo.rewards.factors.Factors.tensors``); what is missing stays as it is.
             noise: variance of the noise.
-            history_prior: ``[V, r + 1]``; None = 0.
 
         Raises:
             RecpoError: wrong sizes, or missing covariances although there is a bound.
         """
-        expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
-        if item_factors.shape != expected or item_bias.shape != expected[:1]:
+        factors, expected = tensors["item_factors"], (len(self.item_bias) - 1, self.item_factors.shape[1])
+        if factors.shape != expected:
             raise RecpoError(
-                f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
-                f"expected {expected} and {expected[:1]}: take factors of the same items",
+                f"item_factors have the shape {tuple(factors.shape)}, expected {expected}: take factors of the same "
+                "items",
                 code="wrong_shape",
                 field="item_factors",
             )
-        self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
-        if history_prior is not None:
-            self.history_prior[1:] = history_prior
-        if self.rooted and item_covariance is None:
+        for name in ("item_factors", "item_bias", "factor_variance", "history_prior"):
+            getattr(self, name)[1:] = tensors[name]
+        for name in ("user_prior", "item_prior", "prior_variance", "prior_covariance"):
+            own: Tensor | None = getattr(self, name)
+            if own is not None and name in tensors:  # of an item_prior whose features are not read, the constant
+                own.copy_(tensors[name][-len(own) :])
+        if not self.rooted:
+            return
+        if "item_covariance" not in tensors:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
                 "lower_bound to 0",
                 code="missing_value",
                 field="lower_bound",
             )
-        if self.rooted and item_covariance is not None:
-            self.item_variances[1:] = noise * item_forms(item_factors, item_covariance)
+        self.item_variances[1:] = noise * item_forms(factors, tensors["item_covariance"])
 
     def of_new_items(self, features: Features) -> dict[str, Tensor]:
         """Rows of the tensors with one row per item, by name, for items without events.
@@ -204,11 +196,11 @@ class GradeFactors(nn.Module):
         if self.user_prior is not None:
             means = means + user_means(self._schema.user, histories, self.user_prior)
         pull = prior * means
-        system = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
+        matrix, right = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
         if not self.rooted:
-            return solve_positive_definite(system.matrix, system.right).float()
-        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
-        solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
+            return solve_positive_definite(matrix, right).float()
+        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(matrix)
+        solved = solve_positive_definite(matrix, torch.cat([right[..., None], identity], 2))
         weights = solved[..., 0].float()
         variances = self.options.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
@@ -296,9 +288,5 @@ def recent_feedback(histories: Histories, max_history: int) -> tuple[Tensor, Ten
 
 def validate_temperature(temperature: float) -> None:
     """Raises ``RecpoError`` unless ``temperature`` is a number above 0."""
-    if not 0 < temperature < float("inf"):
-        raise RecpoError(
-            f"temperature is {temperature}, expected a number above 0: small follows the factors, large the policy",
-            code="out_of_range",
-            field="temperature",
-        )
+    rule = "must be a number above 0 (small follows the factors, large the policy)"
+    validate_range(0 < temperature < float("inf"), "temperature", rule, temperature)

@@ -14,8 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
+from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import Features
 from recpo.ops import kernels
 from recpo.policies.blocks import Linear
@@ -52,14 +53,14 @@ class FeatureEncoder(nn.Module):
     argument of the GELU has a variance of about 1 for any set of features.
 
     Args:
-        features: fitted features of one side of a ``FeatureSchema``.
+        features: fitted features of one side, at least one of a ``FeatureSchema``.
         dim: d, width of the result.
         hidden: width of the sum.
         starts_at_zero: False initializes ``P`` as ``torch.nn.Linear`` does, for results that go through another
             zero-initialized layer.
 
     Raises:
-        RecpoError: no features are given, or one is not fitted.
+        RecpoError: a feature is not fitted.
     """
 
     _offsets: Tensor
@@ -67,7 +68,12 @@ class FeatureEncoder(nn.Module):
 
     def __init__(self, features: Sequence[Feature], dim: int, *, hidden: int = 64, starts_at_zero: bool = True) -> None:
         super().__init__()
-        _validate_features(features, hidden)
+        if unfitted := [one.name for one in features if not one.is_fitted]:
+            raise RecpoError(
+                f"feature {unfitted[0]} was not fitted: take the schema that `recpo prepare` wrote",
+                code="unfinished",
+                field=unfitted[0],
+            )
         self.features = tuple(features)
         coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
         numbers, vectors = of_type(features, Number), of_type(features, Vector)
@@ -176,25 +182,6 @@ def _directed(vectors: Tensor) -> Tensor:
     return torch.cat([values / size, missing.to(values.dtype)], -1)
 
 
-def _validate_features(features: Sequence[Feature], hidden: int) -> None:
-    if not features:
-        raise RecpoError(
-            "a FeatureEncoder was asked for, and there are no features to encode", code="empty", field="features"
-        )
-    if hidden < 1:
-        raise RecpoError(
-            f"the hidden width of a FeatureEncoder must be at least 1, got {hidden}",
-            code="out_of_range",
-            field="hidden",
-        )
-    if unfitted := [one.name for one in features if not one.is_fitted]:
-        raise RecpoError(
-            f"feature {unfitted[0]} was not fitted: take the schema that `recpo prepare` wrote",
-            code="unfinished",
-            field=unfitted[0],
-        )
-
-
 # Number of items encoded at once. It bounds the intermediate results, whatever the size of the catalog.
 BLOCK_ITEMS = 1 << 15
 
@@ -209,17 +196,12 @@ class ItemFeatureOptions:
             that the model learns to rely on features.
     """
 
-    hidden: int = 64
+    hidden: PositiveInt = 64
     id_dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.hidden < 1 or not 0.0 <= self.id_dropout < 1.0:
-            raise RecpoError(
-                f"item_features: hidden must be at least 1 and id_dropout in [0, 1), got {self.hidden} and "
-                f"{self.id_dropout}",
-                code="out_of_range",
-                field=f"item_features.{'hidden' if self.hidden < 1 else 'id_dropout'}",
-            )
+        validate_ranges(self, "item_features.")
+        validate_range(0.0 <= self.id_dropout < 1.0, "item_features.id_dropout", "must be in [0, 1)", self.id_dropout)
 
 
 class ItemFeatures(nn.Module):

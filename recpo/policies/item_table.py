@@ -140,6 +140,7 @@ class ItemTable(nn.Module):
             large tables are 2 to 3 times faster.
         std: standard deviation of the initial values.
         use: how training uses the table; it determines the possible kinds of sharding.
+        cosine: the softmax over the catalog reads vectors of length 1.
 
     Attributes:
         weight: ``[V + 1, d]``, the id rows.
@@ -158,9 +159,10 @@ class ItemTable(nn.Module):
         sparse: bool = False,
         std: float = 0.02,
         use: TableUse = "lookup",
+        cosine: bool = False,
     ) -> None:
         super().__init__()
-        self.num_items, self.dim, self.sparse, self.use = num_items, dim, sparse, use
+        self.num_items, self.dim, self.sparse, self.use, self.cosine = num_items, dim, sparse, use, cosine
         self.features, self._of_step = None, _StepMatrix()
         if _ON_META.get() and use != "whole":
             self.weight = nn.Parameter(torch.empty(num_items + 1, dim, device="meta"))
@@ -207,52 +209,35 @@ class ItemTable(nn.Module):
             return False
         return self._of_step.announced and lookups * LOOKUPS_WORTH >= self.num_items
 
-    def log_prob(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        state_index: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
-        """See ``recpo.ops.linear_logprob``; with ``cosine`` the vectors have length 1."""
-        return linear_logprob(states, self._scored_rows(cosine), targets, state_index, temperature=temperature)
+    def scored_rows(self) -> Tensor:
+        """The vectors ``[V + 1, d]`` that the softmax multiplies with states; row 0 is not an item."""
+        return F.normalize(self.vectors(), dim=-1) if self.cosine else self.vectors()
 
-    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+    def log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None = None) -> Tensor:
+        """See ``recpo.ops.linear_logprob``. In this and the next methods, states are divided by the temperature."""
+        return linear_logprob(states, self.scored_rows(), targets, state_index)
+
+    def entropy(self, states: Tensor) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_entropy``."""
-        return linear_entropy(states, self._scored_rows(cosine), temperature=temperature)
+        return linear_entropy(states, self.scored_rows())
 
-    def divergence(
-        self,
-        states: Tensor,
-        reference: ItemTable,
-        reference_states: Tensor,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
+    def divergence(self, states: Tensor, reference: ItemTable, reference_states: Tensor) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_divergence``; ``reference`` is a table of the same kind."""
         with torch.no_grad():
-            other = reference._scored_rows(cosine)
-        return linear_divergence(states, self._scored_rows(cosine), reference_states, other, temperature=temperature)
+            other = reference.scored_rows()
+        return linear_divergence(states, self.scored_rows(), reference_states, other)
 
-    def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+    def catalog_log_prob(self, states: Tensor) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_log_softmax``."""
-        return linear_log_softmax(states, self._scored_rows(cosine), temperature=temperature)
+        return linear_log_softmax(states, self.scored_rows())
 
-    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
-        """See ``recpo.policies.catalog_search.top_k``; ``states [B, d]`` are divided by the temperature."""
-        return catalog_search.top_k(states, self._scored_rows(cosine), k, exclude)
+    def top_k(self, states: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        """See ``recpo.policies.catalog_search.top_k``."""
+        return catalog_search.top_k(states, self.scored_rows(), k, exclude)
 
-    def draw(
-        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """See ``recpo.policies.sampling.draw``; ``states [B, d]`` are divided by the temperature."""
-        return sampling.draw(states, self._scored_rows(cosine), group_size, options)
-
-    def _scored_rows(self, cosine: bool) -> Tensor:
-        return F.normalize(self.vectors(), dim=-1) if cosine else self.vectors()
+    def draw(self, states: Tensor, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+        """See ``recpo.policies.sampling.draw``."""
+        return sampling.draw(states, self.scored_rows(), group_size, options)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.initial is not None and prefix + "weight" in state_dict:
@@ -280,7 +265,7 @@ class PlacedTable(ItemTable):
     def __init__(self, table: ItemTable, *, sparse: bool = False) -> None:
         nn.Module.__init__(self)
         self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, sparse, table.use
-        self.features, self._of_step = table.features, _StepMatrix()
+        self.cosine, self.features, self._of_step = table.cosine, table.features, _StepMatrix()
 
     def changed(self) -> None:
         """Call it after the weights were changed in place, because a table may cache values derived from them."""

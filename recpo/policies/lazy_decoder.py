@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.policies.blocks import ByteDropout, Linear
 
 #: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.
@@ -84,12 +84,8 @@ class LazyDecoder(nn.Module):
                 code="mismatch",
                 field="heads",
             )
-        if not 1 <= kv_layers <= layers:
-            raise RecpoError(
-                f"kv_layers must be between 1 and the {layers} decoder layers, got {kv_layers}",
-                code="out_of_range",
-                field="kv_layers",
-            )
+        rule = f"must be between 1 and the {layers} decoder layers"
+        validate_range(1 <= kv_layers <= layers, "kv_layers", rule, kv_layers)
         self.groups, self.kv_layers, width = kv_groups, kv_layers, dim // heads
         self.context = Linear(dim, 2 * kv_layers * kv_groups * width, bias=False)
         self.key_norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(kv_layers))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import matmul_transposed
 from recpo.policies import catalog_search
@@ -29,20 +29,9 @@ def validate_sampling(group_size: int, options: SamplingOptions) -> None:
     Raises:
         RecpoError: a group size below 1, a temperature that is not above 0, or a ``top_p`` outside (0, 1].
     """
-    if group_size < 1:
-        raise RecpoError(f"group_size must be at least 1, got {group_size}", code="out_of_range", field="group_size")
-    if not 0 < options.temperature < float("inf"):
-        raise RecpoError(
-            f"the sampling temperature must be above 0, got {options.temperature} (small = greedy)",
-            code="out_of_range",
-            field="temperature",
-        )
-    if not 0 < options.top_p <= 1:
-        raise RecpoError(
-            f"top_p must be above 0 and at most 1 (= draw from all), got {options.top_p}",
-            code="out_of_range",
-            field="top_p",
-        )
+    validate_range(group_size >= 1, "group_size", "must be at least 1", group_size)
+    validate_range(0 < options.temperature < float("inf"), "temperature", "must be above 0", options.temperature)
+    validate_range(0 < options.top_p <= 1, "top_p", "must be above 0 and at most 1 (= draw from all)", options.top_p)
 
 
 def nucleus(logp: Tensor, top_p: float) -> Tensor:
@@ -80,7 +69,7 @@ def draw(
     states: Tensor,
     table: Tensor,
     group_size: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    options: SamplingOptions,
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per state.
 
@@ -253,12 +242,12 @@ def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:
 
 
 def spread(plan: ScoringPlan, values: Tensor) -> Tensor:
-    """``values [P]`` of the plan's positions as ``[B, S]``, 0 at all others."""
-    flat = values
+    """``values [P, ...]`` of the plan's positions as ``[B, S, ...]``, 0 at all others."""
+    rest, flat = values.shape[1:], values
     if len(values) < plan.needed.numel():
-        flat = values.new_zeros(plan.needed.numel()).index_copy(0, plan.positions, values)
-    placed = flat.view(plan.needed.shape)
-    return torch.where(plan.needed, placed, 0.0) if plan.surplus else placed
+        flat = values.new_zeros(plan.needed.numel(), *rest).index_copy(0, plan.positions, values)
+    placed = flat.view(*plan.needed.shape, *rest)
+    return torch.where(plan.needed.view(*plan.needed.shape, *[1] * len(rest)), placed, 0.0) if plan.surplus else placed
 
 
 def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:

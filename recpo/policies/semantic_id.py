@@ -3,7 +3,6 @@
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
-from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
 from recpo.policies.catalog_search import validate_list_length
@@ -24,29 +23,24 @@ from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
+from recpo.policies.sampling import planned_items, scoring_plan, spread
 from recpo.policies.semantic_search import Trie
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
 
 
-#: A value ``[N]`` of N codes, from log-probabilities ``[N, K]`` and the codes ``[N]``.
-OfCode = Callable[[Tensor, Tensor], Tensor]
-
-
 class _ScoredCodes(NamedTuple):
     """The codes at the N scored positions of a batch.
 
     Attributes:
-        wanted: ``[B, S]`` bool, the needed positions.
-        positions: ``[N]`` flat indices of the positions that are scored, ascending; they may be more.
+        plan: the positions, ascending.
         codes: ``[N, T]``.
         nodes: ``[N, T]`` the nodes of the trie before each code.
         hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
     """
 
-    wanted: Tensor
-    positions: Tensor
+    plan: ScoringPlan
     codes: Tensor
     nodes: Tensor
     hidden: Tensor
@@ -131,7 +125,9 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
-        self.register_buffer("_code_offsets", _first_rows(table.codebook_sizes), persistent=False)
+        # the row of code 0 of every level in the table of codes: row 0 is padding, and one level follows the other
+        first_rows = torch.tensor([1, *table.codebook_sizes[:-1]]).cumsum(0)
+        self.register_buffer("_code_offsets", first_rows, persistent=False)
         network = semantic_network(self.num_items, table.codebook_sizes, self)
         self.item_table, self.code_table, self.encoder, self.decoder = network
         self._read_features()
@@ -147,7 +143,11 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``; all codes of all needed items in one pass."""
         scored = self._scored_codes(batch, needed, states)
-        return _spread(scored, self._of_codes(scored, _logp_of_code))
+        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
+        codes = scored.codes.split(1, 1)
+        return spread(
+            scored.plan, torch.cat([logp.gather(1, code) for logp, code in zip(logps, codes, strict=True)], 1)
+        )
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
@@ -156,7 +156,9 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         would need every item of the catalog. For arguments and shape see ``StatePolicy.entropy``.
         """
         scored = self._scored_codes(batch, needed, states)
-        return _spread(scored, self._of_codes(scored, _entropy_of_code)).sum(-1)
+        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
+        # a code without an item has probability 0 and a finite logarithm, so its term is 0
+        return spread(scored.plan, torch.stack([-(logp.exp() * logp).sum(1) for logp in logps], 1).sum(1))
 
     def divergence(
         self,
@@ -176,7 +178,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
                 others = reference._logits(level, of_reference)
             # a code without an item has probability 0 and a finite logarithm, so its term is 0
             values.append(categorical_kl(self._logits(level, scored), others))
-        return _spread(scored, torch.stack(values, 1))
+        return spread(scored.plan, torch.stack(values, 1))
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
@@ -205,10 +207,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
         decoder = _CodeByCode(self, self.encode(histories), histories.lengths)
@@ -229,29 +228,15 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
             normalizer=self.normalizer,
         )
 
-    def _of_codes(self, scored: _ScoredCodes, of_code: OfCode) -> Tensor:
-        """``of_code`` of all codes, ``[N, T]``."""
-        values = [
-            of_code(self._logits(level, scored).log_softmax(-1), scored.codes[:, level])
-            for level in range(self.num_tokens)
-        ]
-        return torch.stack(values, 1)
-
     def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
         """The codes of all needed positions, and what the decoder made of the codes before each."""
-        slates, plan = batch.slates, None if batch.plan is None else batch.plan.scored
-        if plan is not None and plan.most is not None and needed is plan.needed:
-            wanted, positions, most = plan.needed, plan.positions, plan.most
-        else:
-            wanted = slates.mask if needed is None else slates.mask & needed
-            positions = wanted.reshape(-1).nonzero().squeeze(1)
-            most = int(wanted.sum(1).max()) if wanted.numel() else 0
-        items = slates.item_ids.reshape(-1)[positions].clamp_min(1)  # any item where one is not needed
+        plan = scoring_plan(batch, needed)
+        items = planned_items(plan, batch.slates)
         codes, nodes = self.trie.codes(items), self.trie.paths(items)
         states = self.encode(batch.histories) if states is None else states
-        placement = _packed(slates.visible, positions, most)
+        placement = _packed(batch.slates.visible, plan)
         hidden = self.decoder(self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), placement)
-        return _ScoredCodes(wanted, positions, codes, nodes, hidden)
+        return _ScoredCodes(plan, codes, nodes, hidden)
 
     def _logits(self, level: int, scored: _ScoredCodes) -> Tensor:
         """The logits ``[N, K]`` of a level; those of codes that lead to no item are lowered with "trie"."""
@@ -318,29 +303,11 @@ def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
     return table
 
 
-def _first_rows(codebook_sizes: tuple[int, ...]) -> Tensor:
-    """Row ``[T]`` of code 0 of every level in the table of codes: row 0 is padding, and one level follows the other."""
-    return torch.from_numpy(1 + np.concatenate([[0], np.cumsum(codebook_sizes)[:-1]]))
-
-
-def _logp_of_code(logp: Tensor, codes: Tensor) -> Tensor:
-    return logp.gather(1, codes[:, None]).squeeze(1)
-
-
-def _entropy_of_code(logp: Tensor, codes: Tensor) -> Tensor:
-    # a code without an item has probability 0 and a finite logarithm, so its term is 0
-    return -(logp.exp() * logp).sum(1)
-
-
-def _spread(scored: _ScoredCodes, values: Tensor) -> Tensor:
-    """``values [N, T]`` of the positions as ``[B, S, T]``, 0 at those that are not needed."""
-    spread = values.new_zeros(scored.wanted.numel(), values.shape[1]).index_copy(0, scored.positions, values)
-    return torch.where(scored.wanted[..., None], spread.view(*scored.wanted.shape, -1), 0.0)
-
-
-def _packed(visible: Tensor, positions: Tensor, most: int) -> Placement:
-    """Moves the positions of every row, ascending and at most ``most``, to its front: attention pads to no more."""
-    contexts, size = visible.shape
+def _packed(visible: Tensor, plan: ScoringPlan) -> Placement:
+    """Moves the positions of every row, ascending, to its front: attention pads to the largest number of them."""
+    (contexts, size), positions, most = visible.shape, plan.positions, plan.most
+    if most is None:
+        most = int(plan.needed.sum(1).max()) if plan.needed.numel() else 0
     width, row = max(1, most), positions // max(1, size)
     first = torch.searchsorted(positions, torch.arange(contexts, device=positions.device) * size)
     places = row * width + torch.arange(len(positions), device=positions.device) - first[row]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions
+from recpo.ops.surrogate import log1mexp
 from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 
 # A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with
@@ -130,7 +131,7 @@ class Trie(nn.Module):
         mask = torch.zeros(*nodes.shape, size + 1, dtype=torch.bool, device=nodes.device)
         return mask.scatter(-1, codes, torch.ones_like(codes, dtype=torch.bool))[..., :size]
 
-    def child(self, level: int, nodes: Tensor, codes: Tensor) -> Tensor:
+    def find(self, level: int, nodes: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
         """The node on the next level that a code leads to; after the last level, a leaf.
 
         Args:
@@ -138,24 +139,9 @@ class Trie(nn.Module):
             nodes: ``[...]`` nodes of that level.
             codes: ``[...]`` int64.
 
-        Raises:
-            RecpoError: no item has such a prefix (not raised in exported programs, whose callers use only allowed
-                codes).
+        Returns:
+            the nodes ``[...]`` and whether they exist; where not, the node is an arbitrary child.
         """
-        children, found = self.find(level, nodes, codes)
-        if not torch.compiler.is_exporting() and not bool(found.all()):
-            at = int((~found).reshape(-1).int().argmax())
-            prefix = [*self._prefix(int(nodes.reshape(-1)[at])), int(codes.reshape(-1)[at])]
-            raise RecpoError(
-                f"no item's codes begin with {prefix} (the first of {int((~found).sum())} unknown prefixes): take the "
-                "codes that `allowed` gives, or the codes directory that the policy was built with",
-                code="unknown_name",
-                field="codes",
-            )
-        return children
-
-    def find(self, level: int, nodes: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """``child`` without an error: also returns whether the node exists. If not, the node is an arbitrary child."""
         begin, end = self._begin[nodes].long(), self._begin[nodes + 1].long()
         place = begin
         # binary search for the first child whose code is not smaller, with the number of steps of the widest node
@@ -204,13 +190,6 @@ class Trie(nn.Module):
     def extra_repr(self) -> str:
         """The text that ``repr`` shows."""
         return f"num_items={self.num_items}, codebook_sizes={self.codebook_sizes}"
-
-    def _prefix(self, node: int) -> list[int]:
-        codes: list[int] = []
-        while node:
-            codes.insert(0, int(self._code[node]))
-            node = int(self._parent[node])
-        return codes
 
 
 def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
@@ -382,7 +361,7 @@ def sample(
     trie: Trie,
     batch: int,
     group_size: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    options: SamplingOptions,
     *,
     normalizer: Literal["trie", "codebook"] = "trie",
 ) -> tuple[Tensor, Tensor]:
@@ -481,11 +460,6 @@ def _conditional_gumbel(logp: Tensor, largest: Tensor) -> Tensor:
     g))`` for independent variables g. This neither overflows nor cancels. Impossible choices (-inf) stay at -inf.
     """
     free = logp + gumbel_like(logp)
-    v = largest - free + _log1mexp(free - free.amax(-1, keepdim=True))
+    v = largest - free + log1mexp(free - free.amax(-1, keepdim=True))
     shifted = largest - v.clamp_min(0) - torch.log1p(torch.exp(-v.abs()))
     return torch.where(logp > -torch.inf, shifted, -torch.inf)
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - exp(x))`` for x <= 0 (Mächler 2012)."""
-    return torch.where(x > -0.6931, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.base.contracts import DotProductPolicy, Policy, StatePolicy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import take_rows
@@ -154,10 +154,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
         states = self.last_states(histories)
@@ -253,10 +250,7 @@ class RerankedPolicy(_OnBase):
         candidates: int = 200,
     ) -> None:
         validate_temperature(temperature)
-        if candidates < 1:
-            raise RecpoError(
-                f"candidates must be at least 1, got {candidates}", code="out_of_range", field="candidates"
-            )
+        validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
         super().__init__()
         self.base, self.temperature, self.candidates = base(num_items), temperature, candidates
         self.factors = GradeFactors(num_items, factors)
@@ -282,7 +276,7 @@ class RerankedPolicy(_OnBase):
             self._log_prob_of(some, of_state, ranked, batch.histories, rows[of_state])
             for some, of_state in zip(items.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
-        return torch.stack([spread(plan, logp) for logp in torch.cat(parts).unbind(1)], -1)
+        return spread(plan, torch.cat(parts))
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
@@ -296,10 +290,7 @@ class RerankedPolicy(_OnBase):
 
     @torch.no_grad()
     def sample(
-        self,
-        histories: Histories,
-        group_size: int,
-        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+        self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``. The temperature divides the scores of the candidates."""
         sampling.validate_sampling(group_size, options)

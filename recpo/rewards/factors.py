@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -268,13 +268,24 @@ class Factors(Artifact):
         factors = torch.einsum("bsr,br->bs", self.item_factors[row], users[:, :-1])
         return factors + self.item_bias[row] + (users[:, -1:] + self.mean)
 
-    def bounded_grades(self, histories: Histories, item_ids: Tensor) -> Tensor:
-        """The ranking scores of ``recommend`` for items ``[B, S]`` and folded-in users: grades minus the bound."""
-        if not self.lower_bound:
-            return self.grades(self.fold_in(histories), item_ids)
-        users, covariance = self.fold_in_with_covariance(histories)
+    def bounded_grades(
+        self, histories: Histories, item_ids: Tensor, lower_bound: float | None = None, users: Tensor | None = None
+    ) -> Tensor:
+        """Grades of items ``[B, S]`` minus a number of standard deviations of their posterior.
+
+        Args:
+            histories: of the users; with a bound, the uncertainty about a user always comes from them.
+            item_ids: ``[B, S]``; the result for id 0 is arbitrary.
+            lower_bound: that number; None = the model's own, which gives the ranking scores of ``recommend``.
+            users: ``[B, r + 1]``; None = folded in from the histories.
+        """
+        bound = self.lower_bound if lower_bound is None else lower_bound
+        if not bound:
+            return self.grades(self.fold_in(histories) if users is None else users, item_ids)
+        folded, covariance = self.fold_in_with_covariance(histories)
+        users = folded if users is None else users
         deviation = posterior_variance(self, users, covariance, item_ids).sqrt()
-        return self.grades(users, item_ids) - self.lower_bound * deviation
+        return self.grades(users, item_ids) - bound * deviation
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """The ``k`` items with the highest predicted grade for folded-in users, as ``Policy.recommend``.
@@ -465,7 +476,6 @@ def _item_covariance(model: Factors) -> Tensor:
 
 _VERSION: Final = 1
 _FILE_REMEDY: Final = "remove the file, it will be made again"
-_Model = TypeVar("_Model")
 
 
 def plain(options: Any) -> dict[str, Any]:
@@ -475,7 +485,7 @@ def plain(options: Any) -> dict[str, Any]:
 
 
 class ModelInOneFile:
-    """A dataclass that is stored in one file.
+    """A dataclass that is stored in one file: its tensors as tensors, all other fields as JSON, and a checksum of both.
 
     Attributes:
         kind: the kind of model, also stored in the file.
@@ -485,7 +495,13 @@ class ModelInOneFile:
 
     def save(self, path: Path | str) -> None:
         """Writes one safetensors file, which appears complete or not at all. An existing file is replaced."""
-        write_model(Path(path), self.kind, self)
+        values = {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
+        tensors = {name: value.contiguous().cpu() for name, value in values.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in values.items() if name not in tensors}
+        content = json.dumps({"kind": self.kind, "version": _VERSION, **others}, sort_keys=True, allow_nan=False)
+        checksum = sha256(save(tensors) + content.encode())
+        with output_file(Path(path)) as working:
+            working.write_bytes(save(tensors, {"model": content, "sha256": checksum}))
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -494,54 +510,27 @@ class ModelInOneFile:
         Raises:
             RecpoError: there is no such file, it contains something else, or it is damaged.
         """
-        return read_model(Path(path), cls.kind, cls)
-
-
-def write_model(path: Path, kind: str, model: Any) -> None:
-    """Writes a dataclass: its tensors as tensors, all other fields as JSON, and a checksum of both.
-
-    Args:
-        path: the file to write; an existing one is replaced.
-        kind: the kind of model, for ``read_model``.
-        model: a dataclass.
-    """
-    values = {field.name: getattr(model, field.name) for field in fields(model)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in values.items() if name not in tensors}
-    content = json.dumps({"kind": kind, "version": _VERSION, **others}, sort_keys=True, allow_nan=False)
-    kept = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    checksum = sha256(save(kept) + content.encode())
-    with output_file(path) as working:
-        working.write_bytes(save(kept, {"model": content, "sha256": checksum}))
-
-
-def read_model(path: Path, kind: str, model: type[_Model]) -> _Model:
-    """Reads a file that ``write_model`` wrote.
-
-    Raises:
-        RecpoError: there is no such file, it has another kind or version, or it was changed.
-    """
-    try:
-        content = path.read_bytes()
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        described, tensors = json.loads(header["model"]), load(content)
-        if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
+        path = Path(path)
+        try:
+            content = path.read_bytes()
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+            described, tensors = json.loads(header["model"]), load(content)
+            if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
+                raise RecpoError(
+                    f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
+                    code="damaged",
+                    field=str(path),
+                )
+            if (described.pop("kind", None), described.pop("version", None)) != (cls.kind, _VERSION):
+                raise RecpoError(
+                    f"{path} holds no {cls.kind} of this version of recpo; {_FILE_REMEDY}",
+                    code="wrong_file",
+                    field=str(path),
+                )
+            return cls(**described, **tensors)
+        except OSError as error:
+            raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
+        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise RecpoError(
-                f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
-                code="damaged",
-                field=str(path),
-            )
-    except OSError as error:
-        raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
-    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise RecpoError(
-            f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
-        ) from error
-    if (described.pop("kind", None), described.pop("version", None)) != (kind, _VERSION):
-        raise RecpoError(
-            f"{path} holds no {kind} of this version of recpo; {_FILE_REMEDY}", code="wrong_file", field=str(path)
-        )
-    try:
-        return model(**described, **tensors)
-    except TypeError as error:
-        raise RecpoError(f"{path} is damaged ({error}); {_FILE_REMEDY}", code="damaged", field=str(path)) from error
+                f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
+            ) from error

@@ -275,19 +275,13 @@ def user_weights(
     return solve(Equations(system.left, system.right + pull), ridge)
 
 
-def add_item_equations(total: Equations, chunk: Chunk, weights: np.ndarray, mean: float) -> None:
-    """Adds the events of a chunk to the equations of the items, given ``[p_u, b_u]`` of its users."""
-    target = chunk.grade - mean - weights[chunk.user, -1]
-    part = chunk.pairs.of_items(_with_one(weights[:, :-1]), target)
-    total.left[chunk.items] += part.left
-    total.right[chunk.items] += part.right
-
-
 def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> Items:
     """One alternation: every user given the items, then every item given the users."""
     total = no_equations(*items.rows.shape)
     for chunk in parts:
-        add_item_equations(total, chunk, user_weights(chunk, items, mean, ridge), mean)
+        users = user_weights(chunk, items, mean, ridge)
+        target = chunk.grade - mean - users[chunk.user, -1]
+        total.add(chunk.items, chunk.pairs.of_items(_with_one(users[:, :-1]), target))
     weights = solve(total, ridge)
     return Items(_with_one(weights[:, :-1]), weights[:, -1])
 
@@ -302,13 +296,7 @@ def _with_one(factors: np.ndarray) -> np.ndarray:
     return np.concatenate([factors, np.ones((len(factors), 1))], 1)
 
 
-def plain_factors(
-    data: Prepared,
-    items: Items,
-    mean: float,
-    ridge: float,
-    options: FactorOptions,
-) -> Factors:
+def plain_factors(data: Prepared, items: Items, mean: float, ridge: float, options: FactorOptions) -> Factors:
     """A model that can fold in and predict, without training users and without bounds."""
     return Factors(
         mean=mean,
@@ -388,7 +376,7 @@ def finish(
 
 
 # number of regressions whose full matrices are in memory at a time
-_MATRICES: Final = 1 << 13
+_MATRICES: Final = 1 << 10
 
 
 class Equations(NamedTuple):
@@ -396,6 +384,11 @@ class Equations(NamedTuple):
 
     left: np.ndarray
     right: np.ndarray
+
+    def add(self, rows: np.ndarray, part: Equations) -> None:
+        """Adds the equations of the regressions ``rows``, which are distinct."""
+        self.left[rows] += part.left
+        self.right[rows] += part.right
 
 
 def no_equations(count: int, width: int) -> Equations:
@@ -456,22 +449,32 @@ def _products(rows: np.ndarray) -> np.ndarray:
     return products
 
 
-def normal_matrices(left: np.ndarray, width: int, ridge: float | np.ndarray) -> np.ndarray:
-    """``A + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
+def normal_matrices(
+    left: np.ndarray, width: int, ridge: float | np.ndarray = 0.0, shared: np.ndarray | None = None
+) -> np.ndarray:
+    """``A + shared + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
     first, second = np.triu_indices(width)
     matrices = np.empty((len(left), width, width))
     matrices[:, first, second] = left
     matrices[:, second, first] = left
+    if shared is not None:
+        matrices += shared
     matrices[:, np.arange(width), np.arange(width)] += ridge
     return matrices
 
 
-def solve(system: Equations, ridge: float | np.ndarray) -> np.ndarray:
-    """The weights ``[n, d]``; 0 where a regression has no event. A ridge ``[n, d]`` is one for every weight of each."""
+def solve(system: Equations, ridge: float | np.ndarray, shared: np.ndarray | None = None) -> np.ndarray:
+    """The weights ``[n, d]``; 0 where a regression has no event.
+
+    Args:
+        system: the equations.
+        ridge: one, one for every weight ``[d]``, or those of every regression, ``[n, d]`` or ``[n, 1]``.
+        shared: ``[d, d]``, added to the matrix of every regression; None = nothing.
+    """
     weights = np.empty_like(system.right)
     for part in _parts(len(weights)):
         own = ridge[part] if isinstance(ridge, np.ndarray) and ridge.ndim == 2 else ridge
-        matrices = normal_matrices(system.left[part], weights.shape[1], own)
+        matrices = normal_matrices(system.left[part], weights.shape[1], own, shared)
         weights[part] = np.linalg.solve(matrices, system.right[part, :, None])[..., 0]
     return weights
 

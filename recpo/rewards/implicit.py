@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -36,28 +36,19 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from tqdm import tqdm
 
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import PositiveFloat, PositiveInt, Seed, validate_ranges
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
 from recpo.policies.baseline import LEAST_POSITIVE_LEVEL
 from recpo.policies.catalog_search import best_by_blocks
+from recpo.policies.grade_factors import recent_feedback
 from recpo.rewards.factors import ModelInOneFile, plain
-from recpo.rewards.graded import Chunk, Equations, chunks_of, no_equations, normal_matrices
+from recpo.rewards.graded import Chunk, chunks_of, no_equations, solve
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
 
 _K: Final = 10
-
-
-class HistoryRecommender(Protocol):
-    """A recommender for any history. It reads the last ``max_history`` events."""
-
-    @property
-    def max_history(self) -> int:
-        """Number of events that it reads."""
-
-    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """As ``Policy.recommend``."""
 
 
 def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -85,14 +76,11 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
             code="missing_value",
             field="feedback",
         )
-    place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
-    lengths = histories.lengths[:, None]
-    known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
-    known &= histories.feedback >= LEAST_POSITIVE_LEVEL
-    return first_places(histories.item_ids, known)
+    feedback, recent = recent_feedback(histories, max_history)
+    return first_places(histories.item_ids, recent & (feedback >= LEAST_POSITIVE_LEVEL))
 
 
-def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> tuple[int, list[float | None]]:
+def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE]) -> tuple[int, list[float | None]]:
     """The index of the model with the highest NDCG@10 on the validation positives, and the value of each model.
 
     Items of the user's past are neither listed nor targets. For a single model without validation positives: 0 and
@@ -123,7 +111,6 @@ def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> 
     return max(range(len(models)), key=lambda number: sums[number]), [total / users for total in sums]
 
 
-_KIND: Final = "implicit_als"
 _FOLD_IN_BYTES: Final = 64 << 20
 
 
@@ -144,35 +131,23 @@ class ImplicitOptions:
         max_history: number of history events that a fold-in reads; null = as many as the prepared data keep per user.
     """
 
-    ranks: tuple[int, ...] = (16, 64)
-    unobserved: tuple[float, ...] = (0.03, 0.1, 0.3)
-    ridges: tuple[float, ...] = (0.003, 0.01, 0.03)
+    ranks: tuple[PositiveInt, ...] = (16, 64)
+    unobserved: tuple[PositiveFloat, ...] = (0.03, 0.1, 0.3)
+    ridges: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03)
     nu: float = 1.0
-    sweeps: int = 10
-    seed: int = 0
-    max_history: int | None = None
+    sweeps: PositiveInt = 10
+    seed: Seed = 0
+    max_history: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if not self.ranks or min(self.ranks) < 1:
-            raise RecpoError(
-                f"implicit_als: ranks is {list(self.ranks)}; give at least one, each at least 1",
-                code="out_of_range",
-                field="ranks",
-            )
-        validate_seed(self.seed)
-        if self.sweeps < 1:
-            raise RecpoError(
-                f"implicit_als: sweeps is {self.sweeps}; it is at least 1", code="out_of_range", field="sweeps"
-            )
-        _validate_positive("implicit_als", "unobserved", self.unobserved)
-        _validate_positive("implicit_als", "ridges", self.ridges)
+        _validate(self, "ranks", "unobserved", "ridges")
 
 
-def _validate_positive(name: str, option: str, values: tuple[float, ...]) -> None:
-    if not values or not min(values) > 0:
-        raise RecpoError(
-            f"{name}: {option} is {list(values)}; give at least one, each above 0", code="out_of_range", field=option
-        )
+def _validate(options: ImplicitOptions | EaseOptions, *tried: str) -> None:
+    """Raises ``RecpoError`` if an option is out of range, or there is no value to try of one of ``tried``."""
+    validate_ranges(options)
+    for name in tried:
+        validate_range(bool(getattr(options, name)), name, "must have at least one value", ())
 
 
 @dataclass(frozen=True)
@@ -189,7 +164,7 @@ class ImplicitALS(ModelInOneFile):
         facts: how the model was fitted and selected.
     """
 
-    kind: ClassVar[str] = _KIND
+    kind: ClassVar = "implicit_als"
     item_factors: Tensor
     unobserved: float
     ridge: float
@@ -242,7 +217,9 @@ def fit_implicit(
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
     total = events * (len(grid) + len(others)) * options.sweeps
-    with tqdm(total=total, desc=_KIND, unit="event", unit_scale=True, disable=None if progress else True) as bar:
+    with tqdm(
+        total=total, desc=ImplicitALS.kind, unit="event", unit_scale=True, disable=None if progress else True
+    ) as bar:
         models = [_fit_one(data, first, *pair, options, bar.update) for pair in grid]
         best, tried = best_on_validation(data, models)
         chosen = models[best]
@@ -304,40 +281,20 @@ def sweep(
         nu: exponent of the frequencies.
         num_users: U, users without a positive included.
     """
+
+    def scaled(counts: np.ndarray, others: int) -> np.ndarray:
+        """The ridge of users or items with ``counts [n]`` positives of ``others``, ``[n, 1]``."""
+        return np.asarray(ridge * (counts + unobserved * others) ** nu)[:, None]
+
     total, counts = no_equations(*items.shape), np.zeros(len(items))
     of_items, of_users = items.T @ items, np.zeros((items.shape[1],) * 2)
     for chunk in parts:
         mine = chunk.pairs.of_users(items[chunk.items], chunk.grade)
-        users = _solve(mine, np.bincount(chunk.user), unobserved, of_items, ridge, nu, len(items))
+        users = solve(mine, scaled(np.bincount(chunk.user), len(items)), unobserved * of_items)
         of_users += users.T @ users
-        part = chunk.pairs.of_items(users, chunk.grade)
-        total.left[chunk.items] += part.left
-        total.right[chunk.items] += part.right
+        total.add(chunk.items, chunk.pairs.of_items(users, chunk.grade))
         counts[chunk.items] += np.bincount(chunk.item, minlength=len(chunk.items))
-    return _solve(total, counts, unobserved, of_users, ridge, nu, num_users)
-
-
-def _solve(
-    system: Equations,
-    counts: np.ndarray,
-    unobserved: float,
-    products: np.ndarray,
-    ridge: float,
-    nu: float,
-    others: int,
-) -> np.ndarray:
-    """One side given the other: ``counts [n]`` of positives, ``products [r, r]`` and number of the other side."""
-    weights, width = np.empty_like(system.right), system.right.shape[1]
-    scaled = ridge * (counts + unobserved * others) ** nu
-    for begin in range(0, len(weights), 1024):
-        part = slice(begin, begin + 1024)
-        matrices = normal_matrices(system.left[part], width, 0.0) + unobserved * products
-        matrices[:, np.arange(width), np.arange(width)] += scaled[part, None]
-        weights[part] = np.linalg.solve(matrices, system.right[part, :, None])[..., 0]
-    return weights
-
-
-_EASE: Final = "ease"
+    return solve(total, scaled(counts, num_users), unobserved * of_users)
 
 
 @dataclass(frozen=True)
@@ -351,12 +308,12 @@ class EaseOptions:
         max_history: number of history events that are read; null = as many as the prepared data keep per user.
     """
 
-    ridges: tuple[float, ...] = (30.0, 100.0, 300.0, 1000.0)
+    ridges: tuple[PositiveFloat, ...] = (30.0, 100.0, 300.0, 1000.0)
     max_items: int = 10_000
-    max_history: int | None = None
+    max_history: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        _validate_positive("ease", "ridges", self.ridges)
+        _validate(self, "ridges")
 
 
 @dataclass(frozen=True)
@@ -370,7 +327,7 @@ class EASE(ModelInOneFile):
         facts: how the model was fitted and selected.
     """
 
-    kind: ClassVar[str] = _EASE
+    kind: ClassVar = "ease"
     weights: Tensor
     catalog_checksum: str
     max_history: int
@@ -418,7 +375,7 @@ def fit_ease(
     pairs, max_history = cooccurrences(data), options.max_history or int(data.manifest["max_context"])
     best: EASE | None = None
     tried: list[float | None] = []
-    for ridge in tqdm(options.ridges, desc=_EASE, unit="ridge", disable=None if progress else True):
+    for ridge in tqdm(options.ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
         model = EASE(torch.from_numpy(item_weights(pairs, ridge)), data.catalog_checksum, max_history)
         value = best_on_validation(data, [model])[1][0]
         if value is None and len(options.ridges) > 1:

@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from recpo.base.contracts import Requirement, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.base.features import Reads, Side
+from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
+from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Slates
+from recpo.log.prepared import Prepared
 from recpo.ops.reduce import zero_masked
-from recpo.rewards.factors import Factors, posterior_variance
+from recpo.rewards.factors import Factors
 
 
 @dataclass(frozen=True)
@@ -102,30 +104,7 @@ class LoggedReward(RewardFunction):
         return gain, torch.stack([bit.bool() for bit, _ in done]).any(0)
 
 
-class Identified(Protocol):
-    """The items and users of prepared data."""
-
-    @property
-    def root(self) -> object:
-        """Its directory."""
-
-    @property
-    def catalog_checksum(self) -> str:
-        """The checksum of its items."""
-
-    @property
-    def users_checksum(self) -> str:
-        """The checksum of its users."""
-
-    @property
-    def feedback(self) -> FeedbackDefinition:
-        """Its definition of feedback."""
-
-    def features_checksum(self, side: Side) -> str:
-        """The checksum of the features of a side."""
-
-
-def validate_identity(reward: RewardFunction, name: str, data: Identified) -> None:
+def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None:
     """Raises if a reward was made for other items, users or feedback than those that it scores.
 
     Args:
@@ -162,27 +141,6 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
             code="mismatch",
             field=name,
         )
-
-
-def common_checksum(name: str, kind: str, checksums: Iterable[str | None]) -> str | None:
-    """The common checksum of several rewards, without those that have none; None if no reward has one.
-
-    Args:
-        name: name of the reward that combines them.
-        kind: what the checksums identify: items, users.
-        checksums: checksums of the rewards.
-
-    Raises:
-        RecpoError: they differ.
-    """
-    known = sorted(one for one in set(checksums) if one is not None)
-    if len(known) > 1:
-        raise RecpoError(
-            f"{name}: its rewards were made for different {kind}; use one prepared directory",
-            code="mismatch",
-            field=kind,
-        )
-    return known[0] if known else None
 
 
 @dataclass(frozen=True)
@@ -286,15 +244,10 @@ class ValidityReward(RewardFunction):
         count: candidates per context that get a reward, or all if there are fewer; the paper takes 5 of 128.
     """
 
-    count: int = 5
+    count: PositiveInt = 5
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise RecpoError(
-                f"ValidityReward: count must be at least 1, got {self.count}",
-                code="out_of_range",
-                field="ValidityReward.count",
-            )
+        validate_ranges(self, "ValidityReward.")
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``. It draws from torch's random numbers, which training seeds at every step."""
@@ -327,16 +280,11 @@ class FactorReward(RewardFunction):
 
     factors: Path
     users: Literal["trained", "folded"] = "trained"
-    lower_bound: float = 0.0
+    lower_bound: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
-        if not self.lower_bound >= 0:
-            raise RecpoError(
-                f"FactorReward: lower_bound is {self.lower_bound}; it is at least 0",
-                code="out_of_range",
-                field="FactorReward.lower_bound",
-            )
+        validate_ranges(self, "FactorReward.")
         if self.users not in ("trained", "folded"):
             raise RecpoError(
                 f"FactorReward: users is {self.users!r}; it is trained or folded",
@@ -406,14 +354,8 @@ class FactorReward(RewardFunction):
         items = candidates.item_ids
         model = self.model(items.device)
         with torch.autocast(items.device.type, enabled=False):
-            if self.lower_bound:
-                folded, covariance = model.fold_in_with_covariance(batch.histories)
-                users = folded if self.users == "folded" else self._trained(model, batch)
-                deviation = posterior_variance(model, users, covariance, items).sqrt()
-                rewards = model.grades(users, items) - self.lower_bound * deviation
-            else:
-                users = model.fold_in(batch.histories) if self.users == "folded" else self._trained(model, batch)
-                rewards = model.grades(users, items)
+            users = None if self.users == "folded" else self._trained(model, batch)
+            rewards = model.bounded_grades(batch.histories, items, self.lower_bound, users)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)
 
     def _trained(self, model: Factors, batch: FeedbackBatch) -> Tensor:
@@ -435,8 +377,67 @@ class FactorReward(RewardFunction):
         return model.user_factors[batch.user_ids]
 
 
+class _OfRewards(RewardFunction):
+    """A reward computed from others, which are its option ``_parts``."""
+
+    _parts: ClassVar[str]
+
+    @property
+    def parts(self) -> list[RewardFunction]:
+        """The rewards that it is computed from."""
+        rewards: list[RewardFunction] = getattr(self, self._parts)
+        return rewards
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``: that of the parts which have one."""
+        return self._common("items", (part.catalog_checksum for part in self.parts))
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``: that of the parts which have one."""
+        return self._common("users", (part.users_checksum for part in self.parts))
+
+    @property
+    def user_features_checksum(self) -> str | None:
+        """See ``RewardFunction.user_features_checksum``: that of the parts which have one."""
+        return self._common("users", (part.user_features_checksum for part in self.parts))
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: those of all parts."""
+        return tuple(definition for part in self.parts for definition in part.feedback)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``RewardFunction.requires``: what any of the parts cannot do without."""
+        return frozenset().union(*(part.requires for part in self.parts))
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what any of the parts reads."""
+        return reduce(or_, (part.reads for part in self.parts))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> Self:
+        """See ``RewardFunction.for_behaviors``."""
+        adapted: Any = {self._parts: [part.for_behaviors(names) for part in self.parts]}
+        changed: Self = replace(self, **adapted)  # type: ignore[type-var]
+        return changed
+
+    def _common(self, kind: str, checksums: Iterable[str | None]) -> str | None:
+        """The common checksum of the parts that have one, which identifies items or users; None if no part has one."""
+        known = sorted(one for one in set(checksums) if one is not None)
+        if len(known) > 1:
+            raise RecpoError(
+                f"{type(self).__name__}: its rewards were made for different {kind}; use one prepared directory",
+                code="mismatch",
+                field=kind,
+            )
+        return known[0] if known else None
+
+
 @dataclass(frozen=True)
-class EnsembleReward(RewardFunction):
+class EnsembleReward(_OfRewards):
     """``mean - lower_bound * standard deviation`` over the members, such as models of different seeds.
 
     If members that were fitted the same way disagree, the log has little information. A lower bound keeps a policy away
@@ -448,8 +449,10 @@ class EnsembleReward(RewardFunction):
         lower_bound: number of standard deviations to subtract, at least 0.
     """
 
+    _parts: ClassVar = "members"
+
     members: list[RewardFunction]
-    lower_bound: float = 0.0
+    lower_bound: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         if len(self.members) < 2:
@@ -458,46 +461,7 @@ class EnsembleReward(RewardFunction):
                 code="out_of_range",
                 field="EnsembleReward.members",
             )
-        if not self.lower_bound >= 0:
-            raise RecpoError(
-                f"EnsembleReward: lower_bound is {self.lower_bound}; it is at least 0",
-                code="out_of_range",
-                field="EnsembleReward.lower_bound",
-            )
-
-    @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``: that of the members which have one."""
-        return common_checksum("EnsembleReward", "items", (member.catalog_checksum for member in self.members))
-
-    @property
-    def users_checksum(self) -> str | None:
-        """See ``RewardFunction.users_checksum``: that of the members which have one."""
-        return common_checksum("EnsembleReward", "users", (member.users_checksum for member in self.members))
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """See ``RewardFunction.user_features_checksum``: that of the members which have one."""
-        return common_checksum("EnsembleReward", "users", (member.user_features_checksum for member in self.members))
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """See ``RewardFunction.feedback``: those of all members."""
-        return tuple(definition for member in self.members for definition in member.feedback)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``RewardFunction.requires``: what any of the members cannot do without."""
-        return frozenset().union(*(member.requires for member in self.members))
-
-    @property
-    def reads(self) -> Reads:
-        """See ``RewardFunction.reads``: what any of the members reads."""
-        return reduce(or_, (member.reads for member in self.members))
-
-    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
-        """See ``RewardFunction.for_behaviors``."""
-        return replace(self, members=[member.for_behaviors(names) for member in self.members])
+        validate_ranges(self, "EnsembleReward.")
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -507,7 +471,7 @@ class EnsembleReward(RewardFunction):
 
 
 @dataclass(frozen=True)
-class WeightedSum(RewardFunction):
+class WeightedSum(_OfRewards):
     """``sum_i weight_i reward_i`` over the rewards that are known.
 
     A candidate that some rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0. A
@@ -518,6 +482,8 @@ class WeightedSum(RewardFunction):
         weights: one per term; may be negative.
         strict: a candidate that any of the rewards does not know is unknown.
     """
+
+    _parts: ClassVar = "rewards"
 
     rewards: list[RewardFunction]
     weights: list[float]
@@ -531,40 +497,6 @@ class WeightedSum(RewardFunction):
                 code="wrong_shape",
                 field="WeightedSum.weights",
             )
-
-    @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``: that of the terms which have one."""
-        return common_checksum("WeightedSum", "items", (term.catalog_checksum for term in self.rewards))
-
-    @property
-    def users_checksum(self) -> str | None:
-        """See ``RewardFunction.users_checksum``: that of the terms which have one."""
-        return common_checksum("WeightedSum", "users", (term.users_checksum for term in self.rewards))
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """See ``RewardFunction.user_features_checksum``: that of the terms which have one."""
-        return common_checksum("WeightedSum", "users", (term.user_features_checksum for term in self.rewards))
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """See ``RewardFunction.feedback``: those of all terms."""
-        return tuple(definition for term in self.rewards for definition in term.feedback)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``RewardFunction.requires``: what any of the terms cannot do without."""
-        return frozenset().union(*(term.requires for term in self.rewards))
-
-    @property
-    def reads(self) -> Reads:
-        """See ``RewardFunction.reads``: what any of the terms reads."""
-        return reduce(or_, (term.reads for term in self.rewards))
-
-    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
-        """See ``RewardFunction.for_behaviors``."""
-        return replace(self, rewards=[term.for_behaviors(names) for term in self.rewards])
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""

@@ -116,7 +116,7 @@ def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float)
         noise: variance of a grade around its expectation.
     """
     width = sums.right.shape[1] - 1
-    full = normal_matrices(sums.left, width + 1, 0.0)
+    full = normal_matrices(sums.left, width + 1)
     precision = np.linalg.inv(prior.covariance)
     right = sums.right[:, :width] - full[:, :width, width] + noise * precision @ prior.mean
     right += features @ (prior.slopes @ (noise * precision))
@@ -127,7 +127,7 @@ def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float)
 def squared_errors(sums: Equations, side: Gaussians) -> float:
     """``E[sum over the events of (g - mean - a · ã)^2]`` minus ``sum (g - mean)^2``."""
     width = side.mean.shape[1]
-    full = normal_matrices(sums.left, width + 1, 0.0)
+    full = normal_matrices(sums.left, width + 1)
     own = np.concatenate([side.mean, np.ones((len(side.mean), 1))], 1)
     second = own[:, :, None] * own[:, None, :]
     second[:, :width, :width] += side.covariance
@@ -228,10 +228,7 @@ def user_sums(chunk: Chunk, table: Equations, mean: float) -> Equations:
 
 def add_item_sums(total: Equations, chunk: Chunk, users: Gaussians, mean: float) -> None:
     """Adds the events of a chunk to the sums of the items."""
-    table = moments(users)
-    part = chunk.pairs.of_moments(table, chunk.grade - mean, of_items=True)
-    total.left[chunk.items] += part.left
-    total.right[chunk.items] += part.right
+    total.add(chunk.items, chunk.pairs.of_moments(moments(users), chunk.grade - mean, of_items=True))
 
 
 def grade_variance(data: Prepared, mean: float, period: Period) -> float:

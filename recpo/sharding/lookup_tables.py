@@ -191,7 +191,7 @@ class LookupTable(ShardedTable):
         mine = local if self._own else None
         return sharded_tensor(mine, self._blocks, size, self.weight.dtype, self._group)
 
-    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
+    def row_shard(self, *, learns: bool) -> RowShard:
         """The table cut into rows: the block itself if it already has that form, else a copy until the weights change.
 
         Raises:
@@ -215,7 +215,7 @@ class LookupTable(ShardedTable):
         if self.features is not None:
             with torch.no_grad():
                 rows = self.features.matrix(rows, first)
-        rows = F.normalize(rows, dim=-1) if cosine else rows
+        rows = F.normalize(rows, dim=-1) if self.cosine else rows
         return RowShard(rows, first, self.num_items + 1, self._group)
 
     def train(self, mode: bool = True) -> LookupTable:

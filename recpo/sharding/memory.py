@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
+from recpo.base.types import EventPlaces, Histories
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -260,7 +261,9 @@ class Workload(WorkloadOptions):
             saved_tensors_hooks(keep, lambda tensor: tensor),
         ):
             events = torch.zeros(shape, dtype=torch.long)
-            states = policy.encoder(torch.zeros(*shape, self.dim, requires_grad=True), events, events)
+            padded = EventPlaces(events[:0, 0], self.history_length)  # no place is skipped
+            histories = Histories(events, events[:, 0], events, events, places=padded)
+            states = policy.encoder(torch.zeros(*shape, self.dim, requires_grad=True), histories)
             scores = []
             if self.policy == "semantic":
                 visible = torch.zeros(self.batch_size, self.scored // self.batch_size, dtype=torch.long)

@@ -77,28 +77,18 @@ class ShardedTable(PlacedTable):
         return False
 
     @abstractmethod
-    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
-        """This rank's rows.
+    def row_shard(self, *, learns: bool) -> RowShard:
+        """This rank's rows, of length 1 with ``cosine``.
 
         Args:
             learns: results computed from the rows may need a gradient.
-            cosine: normalize the rows to length 1.
         """
 
-    def log_prob(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        state_index: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
+    def log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None = None) -> Tensor:
         """See ``ItemTable.log_prob``."""
-        shard = self.row_shard(learns=True, cosine=cosine)
-        return sharded_logprob(states, shard, targets, state_index, temperature=temperature)
+        return sharded_logprob(states, self.row_shard(learns=True), targets, state_index)
 
-    def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+    def catalog_log_prob(self, states: Tensor) -> Tensor:
         """Not supported: no rank has the complete table.
 
         Raises:
@@ -111,35 +101,24 @@ class ShardedTable(PlacedTable):
             field="rollout.candidates",
         )
 
-    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+    def entropy(self, states: Tensor) -> Tensor:
         """See ``ItemTable.entropy``."""
-        return sharded_entropy(states, self.row_shard(learns=True, cosine=cosine), temperature=temperature)
+        return sharded_entropy(states, self.row_shard(learns=True))
 
-    def divergence(
-        self,
-        states: Tensor,
-        reference: ItemTable,
-        reference_states: Tensor,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
+    def divergence(self, states: Tensor, reference: ItemTable, reference_states: Tensor) -> Tensor:
         """See ``ItemTable.divergence``."""
         assert isinstance(reference, ShardedTable)
         with torch.no_grad():
-            other = reference.row_shard(learns=False, cosine=cosine)
-        shard = self.row_shard(learns=True, cosine=cosine)
-        return sharded_divergence(states, shard, reference_states, other, temperature=temperature)
+            other = reference.row_shard(learns=False)
+        return sharded_divergence(states, self.row_shard(learns=True), reference_states, other)
 
-    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
+    def top_k(self, states: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
         """See ``ItemTable.top_k``."""
-        return top_k(states.detach(), self.row_shard(learns=False, cosine=cosine), k, exclude)
+        return top_k(states.detach(), self.row_shard(learns=False), k, exclude)
 
-    def draw(
-        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, states: Tensor, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
         """See ``ItemTable.draw``."""
-        return draw(states, self.row_shard(learns=False, cosine=cosine), group_size, options)
+        return draw(states, self.row_shard(learns=False), group_size, options)
 
 
 class RowTable(ShardedTable):
@@ -170,13 +149,13 @@ class RowTable(ShardedTable):
         """See ``ItemTable.id_rows``."""
         return sharded_lookup(ids, self._shard_of(self._local))
 
-    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
+    def row_shard(self, *, learns: bool) -> RowShard:
         """See ``ShardedTable.row_shard``. Every rank encodes the features of its own rows."""
         rows = self._local
         if self.features is not None:
             # DDP averages the encoder gradients over the ranks; here each rank has the full gradient of its rows
             rows = self.features.matrix(rows, self._first, weight=dist.get_world_size(self._group))
-        return self._shard_of(F.normalize(rows, dim=-1) if cosine else rows)
+        return self._shard_of(F.normalize(rows, dim=-1) if self.cosine else rows)
 
     @property
     def _local(self) -> Tensor:
@@ -242,7 +221,7 @@ def draw(
     states: Tensor,
     shard: RowShard,
     group_size: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    options: SamplingOptions,
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per state.
 

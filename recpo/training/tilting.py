@@ -177,22 +177,7 @@ def tilted(
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
     """Gives the module of a policy the tensors of a factor model."""
     module.set_schema(factors.features)
-    if factors.user_prior is not None and module.user_prior is not None:
-        module.user_prior.copy_(factors.user_prior)
-    if factors.item_prior is not None:
-        module.item_prior.copy_(factors.item_prior[-len(module.item_prior) :])
-    if factors.prior_variance is not None:
-        module.prior_variance.copy_(factors.prior_variance)
-    if factors.prior_covariance is not None:
-        module.prior_covariance.copy_(factors.prior_covariance)
-    module.assign(
-        factors.item_factors,
-        factors.item_bias,
-        factors.factor_variance,
-        factors.item_covariance,
-        factors.noise,
-        factors.history_prior,
-    )
+    module.assign(factors.tensors, factors.noise)
 
 
 def chosen_temperature(trials: Sequence[TiltTrial], criterion: Criterion | None = None) -> float:

@@ -217,7 +217,7 @@ def test_passes_over_a_catalog(keep_bytes: int, padding_rows: int, monkeypatch: 
 
     def outcome() -> list[torch.Tensor]:
         leaves = [states.clone().requires_grad_(), table.clone().requires_grad_()]
-        options = {"padding_rows": padding_rows, "temperature": 0.7}
+        options = {"padding_rows": padding_rows}
         logp = linear_logprob(*leaves, targets, keep_bytes=keep_bytes, **options)
         entropy = linear_entropy(*leaves, **options)
         gradients = [*torch.autograd.grad((logp * seed).sum(), leaves)]

@@ -39,8 +39,8 @@ def problem(n: int, v: int, d: int, dtype: torch.dtype = torch.float64, scale: f
     return states.to(dtype).requires_grad_(), table.to(dtype).requires_grad_()
 
 
-def dense(states: Tensor, table: Tensor, targets: Tensor, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
-    logp = (states @ table[padding_rows:].T / temperature).log_softmax(-1)
+def dense(states: Tensor, table: Tensor, targets: Tensor, padding_rows: int = 1) -> Tensor:
+    logp = (states @ table[padding_rows:].T).log_softmax(-1)
     targets = targets - padding_rows
     return logp.gather(1, targets.view(len(states), -1)).view(targets.shape)
 
@@ -52,8 +52,8 @@ def test_equals_the_dense_softmax_in_value_and_gradient(keep_bytes: int, padding
     states, table = problem(150, 90, 8)
     targets = torch.randint(padding_rows, 91, (150, 3))
     weights = torch.randn(150, 3, dtype=torch.float64)
-    ours = linear_logprob(states, table, targets, temperature=0.7, padding_rows=padding_rows, keep_bytes=keep_bytes)
-    theirs = dense(states, table, targets, 0.7, padding_rows)
+    ours = linear_logprob(states, table, targets, padding_rows=padding_rows, keep_bytes=keep_bytes)
+    theirs = dense(states, table, targets, padding_rows)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     got = torch.autograd.grad((ours * weights).sum(), (states, table))
     expected = torch.autograd.grad((theirs * weights).sum(), (states, table))
@@ -125,11 +125,10 @@ def test_survives_extreme_logits() -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_entropy_is_minus_the_mean_log_probability() -> None:
     states, table = problem(100, 50, 8)
-    logp = (states @ table[1:].T / 2).log_softmax(-1)
+    logp = (states @ table[1:].T).log_softmax(-1)
     reference = -(logp.exp() * logp).sum(1)
-    ours = linear_entropy(states, table, temperature=2.0)
+    ours = linear_entropy(states, table)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
-    assert torch.equal(linear_entropy(states, table), linear_entropy(states, table, temperature=1.0))
     weights = torch.randn(100, dtype=torch.float64)
     got = torch.autograd.grad((ours * weights).sum(), (states, table))
     expected = torch.autograd.grad((reference * weights).sum(), (states, table))
@@ -154,9 +153,9 @@ def test_autocast_and_bfloat16_inputs_are_summed_in_float32() -> None:
 @pytest.mark.parametrize("function", [linear_entropy, linear_log_softmax])
 def test_every_item_under_autocast(function: Any) -> None:
     states, table = problem(20, 30, 6, torch.float32)
-    exact = function(states.double(), table.double(), temperature=0.3)
+    exact = function(states.double(), table.double())
     with torch.autocast("cpu", torch.bfloat16):
-        ours = function(states, table, temperature=0.3)
+        ours = function(states, table)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
@@ -170,8 +169,8 @@ def problem_of_two(n: int, v: int, dtype: torch.dtype = torch.float64, scale: fl
 @pytest.mark.usefixtures("small_blocks")
 def test_the_divergence_is_that_of_two_dense_softmaxes(padding_rows: int) -> None:
     states, table, others, reference = problem_of_two(150, 90)
-    ours = linear_divergence(states, table, others, reference, temperature=0.7, padding_rows=padding_rows)
-    logits, logits_ref = (h @ rows[padding_rows:].T / 0.7 for h, rows in ((states, table), (others, reference)))
+    ours = linear_divergence(states, table, others, reference, padding_rows=padding_rows)
+    logits, logits_ref = (h @ rows[padding_rows:].T for h, rows in ((states, table), (others, reference)))
     theirs = categorical_kl(logits, logits_ref)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     weights = torch.randn(150, dtype=torch.float64)
@@ -286,7 +285,7 @@ def test_on_a_gpu_tf32_does_not_reach_the_softmax(less_precision: None) -> None:
         assert (ours.double() - reference).abs().max() < 1e-5 * reference.abs().max()
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"padding_rows": 0}, {"padding_rows": 2}])
+@pytest.mark.parametrize("options", [{}, {"padding_rows": 0}, {"padding_rows": 2}])
 def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
     states, table = problem(11, 9, 4)
     padding = options.get("padding_rows", 1)
@@ -294,7 +293,7 @@ def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
     assert found.shape == (11, 10 - padding)
     targets = torch.arange(padding, 10).expand(11, -1)
     torch.testing.assert_close(found, linear_logprob(states, table, targets, **options), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found, dense(states, table, targets, options.get("temperature", 1.0), padding))
+    torch.testing.assert_close(found, dense(states, table, targets, padding))
     weights = torch.randn(found.shape, dtype=torch.float64)
     got = torch.autograd.grad((found * weights).sum(), (states, table))
     want = torch.autograd.grad((linear_logprob(states, table, targets, **options) * weights).sum(), (states, table))

@@ -15,15 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
-from recpo.ops.sharded_logprob import (
-    RowShard,
-    _check as shape_check,
-    sharded_divergence,
-    sharded_entropy,
-    sharded_logprob,
-    sharded_lookup,
-)
+from recpo.ops.linear_logprob import check_states, linear_divergence, linear_entropy, linear_logprob
+from recpo.ops.sharded_logprob import RowShard, sharded_divergence, sharded_entropy, sharded_logprob, sharded_lookup
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
@@ -42,7 +35,6 @@ class Case(NamedTuple):
     cut: tuple[int, ...]
     states: tuple[int, ...]
     per_state: int | None = None  # targets per state; None: any number of targets of any state
-    temperature: float = 1.0
     cosine: bool = False
     keep_bytes: int = 0
     block_rows: int = 7
@@ -92,10 +84,10 @@ def shard_of(case: Case, rows: Tensor, group: Any = None) -> RowShard:
 def loss_over_all(case: Case, table: Tensor, problem: Problem) -> Tensor:
     """A rank's loss with the whole table at hand."""
     table = F.normalize(table, dim=-1) if case.cosine else table
-    logp = linear_logprob(problem.states, table, problem.targets, problem.state_index, temperature=case.temperature)
-    entropy = linear_entropy(problem.states, table, temperature=case.temperature)
+    logp = linear_logprob(problem.states, table, problem.targets, problem.state_index)
+    entropy = linear_entropy(problem.states, table)
     reference = reference_of(problem.states), reference_of(table)
-    divergence = linear_divergence(problem.states, table, *reference, temperature=case.temperature)
+    divergence = linear_divergence(problem.states, table, *reference)
     return (logp * problem.weights).sum() + ((entropy + divergence) * problem.entropy_weights).sum()
 
 
@@ -107,10 +99,10 @@ def reference_of(values: Tensor) -> Tensor:
 def loss_over_ranks(case: Case, rows: Tensor, problem: Problem, group: Any = None) -> Tensor:
     """The same with its rows of it."""
     shard = shard_of(case, F.normalize(rows, dim=-1) if case.cosine else rows, group)
-    logp = sharded_logprob(problem.states, shard, problem.targets, problem.state_index, temperature=case.temperature)
-    entropy = sharded_entropy(problem.states, shard, temperature=case.temperature)
+    logp = sharded_logprob(problem.states, shard, problem.targets, problem.state_index)
+    entropy = sharded_entropy(problem.states, shard)
     reference = reference_of(problem.states), shard._replace(rows=reference_of(shard.rows))
-    divergence = sharded_divergence(problem.states, shard, *reference, temperature=case.temperature)
+    divergence = sharded_divergence(problem.states, shard, *reference)
     assert logp.shape == problem.targets.shape
     return (logp * problem.weights).sum() + ((entropy + divergence) * problem.entropy_weights).sum()
 
@@ -148,7 +140,6 @@ def cases(world_size: int) -> st.SearchStrategy[Case]:
         st.lists(st.integers(0, 40), min_size=world_size - 1, max_size=world_size - 1),
         states=st.tuples(*[st.integers(0, 9)] * world_size),
         per_state=st.sampled_from([None, 1, 3]),
-        temperature=st.sampled_from([1.0, 0.6]),
         cosine=st.booleans(),
         keep_bytes=st.sampled_from([0, 1 << 20]),
         seed=st.integers(0, 1000),
@@ -207,10 +198,10 @@ def test_row_0_is_padding_where_it_is_held() -> None:
 
 
 def test_a_table_has_one_item_at_least() -> None:
-    shape_check(torch.zeros(4, 2), RowShard(torch.zeros(2, 2), 0, 2))
-    for states, rows, num_rows in (((4, 2), (2, 2), 1), ((4, 3), (2, 2), 2), ((4,), (2, 2), 2), ((4, 2), (2,), 2)):
+    check_states(torch.zeros(4, 2), torch.zeros(2, 2), 1)
+    for states, rows, items in (((4, 2), (2, 2), 0), ((4, 3), (2, 2), 1), ((4,), (2, 2), 1), ((4, 2), (2,), 1)):
         with refused("wrong_shape", "states"):
-            shape_check(torch.zeros(states), RowShard(torch.zeros(rows), 0, num_rows))
+            check_states(torch.zeros(states), torch.zeros(rows), items)
 
 
 def test_survives_extreme_logits(ranks: Ranks) -> None:

@@ -276,5 +276,5 @@ def test_the_last_state_alone_is_that_of_the_whole_history(block: type[Block], l
     with torch.no_grad():
         every = made.encode(known)
         vectors = made.item_table(known.item_ids)
-        last = made.encoder.last(vectors, known.feedback, known.timestamps, known.lengths)
+        last = made.encoder.last(vectors, known)
     torch.testing.assert_close(last, every[torch.arange(len(lengths)), known.lengths], rtol=1e-4, atol=1e-5)

@@ -43,6 +43,11 @@ def histories(lengths, length=LENGTH):
     return items, levels, times, lengths
 
 
+def known(levels, times, lengths):
+    """What an encoder reads beside item vectors."""
+    return Histories(levels, lengths, levels, times)
+
+
 def test_a_profile_is_the_network_over_the_weighed_mean_by_hand():
     torch.manual_seed(0)
     profile = Profile(DIM, 6).double()
@@ -84,10 +89,10 @@ def test_without_feedback_all_events_of_a_profile_weigh_alike():
 def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(block, options):
     encoder = encoder_of(block, **options)
     items, levels, times, lengths = histories([0, 1, 4, 7])
-    states = encoder(items, levels, times, lengths)
+    states = encoder(items, known(levels, times, lengths))
     rows = torch.arange(4)
-    torch.testing.assert_close(states[rows, lengths], encoder.last(items, levels, times, lengths))
-    shorter = encoder(items[:, :4] * (torch.arange(4) < 4)[:, None], levels[:, :4], times[:, :4], lengths.clamp_max(4))
+    torch.testing.assert_close(states[rows, lengths], encoder.last(items, known(levels, times, lengths)))
+    shorter = encoder(items[:, :4], known(levels[:, :4], times[:, :4], lengths.clamp_max(4)))
     torch.testing.assert_close(states[3, :5], shorter[3])
 
 
@@ -96,17 +101,18 @@ def test_blocks_read_the_last_events_as_if_there_were_no_others(block):
     short, long = encoder_of(block, max_history=3), encoder_of(block, attention_length=3)
     long.load_state_dict(short.state_dict())
     items, levels, times, lengths = histories([0, 2, 3, 5, 7])
-    states = long(items, levels, times, lengths)
+    states = long(items, known(levels, times, lengths))
     begin = (lengths - 3).clamp_min(0)
     place = (begin[:, None] + torch.arange(3)).clamp_max(LENGTH - 1)
     rows = torch.arange(5)[:, None]
-    expected = short.last(items[rows, place], levels[rows, place], times[rows, place], lengths.clamp_max(3))
+    nearest = known(levels[rows, place], times[rows, place], lengths.clamp_max(3))
+    expected = short.last(items[rows, place], nearest)
     torch.testing.assert_close(states[rows.squeeze(1), lengths], expected)
-    torch.testing.assert_close(long.last(items, levels, times, lengths), expected)
+    torch.testing.assert_close(long.last(items, known(levels, times, lengths)), expected)
     assert states[4, 1:7].isnan().all(), "only the first and the last state are known"
-    torch.testing.assert_close(states[:, 0], short(items[:, :3], levels[:, :3], times[:, :3])[:, 0])
-    torch.testing.assert_close(long(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)),
-                               short(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)))  # fmt: skip
+    first = items[:, :3], known(levels[:, :3], times[:, :3], lengths.clamp_max(3))
+    torch.testing.assert_close(states[:, 0], short(*first)[:, 0])
+    torch.testing.assert_close(long(*first), short(*first))
 
 
 def fold_in_of(rank=3):
@@ -148,8 +154,8 @@ def test_an_untrained_fold_in_adds_nothing_and_needs_feedback():
     options = EncoderOptions(dim=DIM, dropout=0.0, max_history=LENGTH, fold_in=2)
     plain, untrained = encoder_of(), HistoryEncoder(options).double()
     untrained.load_state_dict(plain.state_dict(), strict=False)
-    assert torch.equal(plain(items, levels, times, lengths), untrained(items, levels, times, lengths))
-    untrained.last(items, levels, times, lengths).sum().backward()
+    assert torch.equal(plain(items, known(levels, times, lengths)), untrained(items, known(levels, times, lengths)))
+    untrained.last(items, known(levels, times, lengths)).sum().backward()
     assert untrained.fold_in.contract.weight.grad.abs().sum() > 0
     for options in ({"fold_in": 2, "feedback_levels": 0}, {"fold_in": -1}):
         with refused("out_of_range", "policy.fold_in"):
@@ -159,23 +165,25 @@ def test_an_untrained_fold_in_adds_nothing_and_needs_feedback():
 def test_a_fold_in_of_events_that_blocks_do_not_read():
     encoder = encoder_of(attention_length=3, fold_in=2)
     items, levels, times, lengths = histories([7, 0])
-    states = encoder(items, levels, times, lengths)
-    torch.testing.assert_close(states[torch.arange(2), lengths], encoder.last(items, levels, times, lengths))
+    states = encoder(items, known(levels, times, lengths))
+    torch.testing.assert_close(states[torch.arange(2), lengths], encoder.last(items, known(levels, times, lengths)))
     torch.testing.assert_close(states[0, 0], states[1, 0])
     levels[0, 0] = 1 + levels[0, 0] % 5
-    assert not torch.allclose(states[0, 7], encoder.last(items, levels, times, lengths)[0])
+    assert not torch.allclose(states[0, 7], encoder.last(items, known(levels, times, lengths))[0])
 
 
 def test_a_profile_reads_what_the_blocks_do_not():
     encoder = encoder_of(attention_length=3, profile=True)
     items, levels, times, lengths = histories([7])
-    before = encoder.last(items, levels, times, lengths)
+    before = encoder.last(items, known(levels, times, lengths))
     levels[0, 0] = 1 + levels[0, 0] % 5
-    assert not torch.allclose(before, encoder.last(items, levels, times, lengths))
+    assert not torch.allclose(before, encoder.last(items, known(levels, times, lengths)))
     blind = encoder_of(attention_length=3)
-    seen = blind.last(items, levels, times, lengths)
+    seen = blind.last(items, known(levels, times, lengths))
     levels[0, 0] = 1 + levels[0, 0] % 5
-    assert torch.equal(seen, blind.last(items, levels, times, lengths)), "without a profile it is not read at all"
+    assert torch.equal(seen, blind.last(items, known(levels, times, lengths))), (
+        "without a profile it is not read at all"
+    )
 
 
 def test_an_attention_length_of_nothing_is_an_error_and_max_history_caps_it():
@@ -184,21 +192,15 @@ def test_an_attention_length_of_nothing_is_an_error_and_max_history_caps_it():
     assert encoder_of(attention_length=8).attention_length == LENGTH
 
 
-def test_without_lengths_a_long_history_is_an_error():
-    items, levels, times, _ = histories([7])
-    with refused("missing_option", "lengths"):
-        encoder_of(attention_length=3)(items, levels, times)
-
-
 def test_a_policy_of_recent_events_scores_after_the_whole_history_only():
     torch.manual_seed(0)
     policy = CatalogSoftmaxPolicy(9, dim=8, heads=2, max_history=6, attention_length=2, profile=True).eval()
     ids, mask = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]]), torch.ones(2, 3, dtype=torch.bool)
     lengths, targets = torch.tensor([4, 1]), torch.tensor([[7, 8, 9], [1, 2, 3]])
-    known = Histories(ids, lengths, (ids > 0) * 3, ids * 1000)
+    read = Histories(ids, lengths, (ids > 0) * 3, ids * 1000)
     slates = Slates(targets, lengths[:, None].expand(2, 3), mask)
-    logp = policy.log_prob(FeedbackBatch(known, slates, lengths))
-    best = policy.recommend(known, 9)
+    logp = policy.log_prob(FeedbackBatch(read, slates, lengths))
+    best = policy.recommend(read, 9)
     torch.testing.assert_close(logp[0, 0, 0], best.scores[0][best.item_ids[0] == 7][0], atol=1e-5, rtol=0)
     with refused("out_of_range", "policy.attention_length"):
-        policy.log_prob(FeedbackBatch(known, slates._replace(visible=slates.visible - 1), lengths))
+        policy.log_prob(FeedbackBatch(read, slates._replace(visible=slates.visible - 1), lengths))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from recpo.base.types import EventPlaces, Histories
 from recpo.policies.blocks import Packing
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 
@@ -22,9 +23,9 @@ def test_states_and_gradients_are_those_of_the_padded_encoder(lengths):
     real = torch.arange(LENGTH + 1) <= lengths[:, None]
     weights = torch.randn(len(lengths), LENGTH + 1, DIM, dtype=torch.float64) * real[..., None]
     results = []
-    for given in (None, lengths):
+    for places in (EventPlaces(lengths[:0], LENGTH), None):  # no place to skip, and as counted
         vectors = items.clone().requires_grad_()
-        states = model(vectors, feedback, None, given)
+        states = model(vectors, Histories(feedback, lengths, feedback, places=places))
         model.zero_grad()
         (states * weights).sum().backward()
         results.append([states * real[..., None], vectors.grad, *(p.grad.clone() for p in model.parameters())])

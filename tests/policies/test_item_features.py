@@ -82,21 +82,22 @@ def test_a_step_computes_the_matrix_once(monkeypatch) -> None:
 @pytest.mark.parametrize("cosine", [False, True])
 def test_the_whole_interface_reads_the_sum(cosine) -> None:
     table = table_of(untrained=3).eval()
-    plain = ItemTable(ITEMS, DIM).double().eval()
+    table.cosine = cosine
+    plain = ItemTable(ITEMS, DIM, cosine=cosine).double().eval()
     plain.weight.data.copy_(dense(table).detach())
     states, targets, index = torch.randn(5, DIM).double(), torch.randint(1, ITEMS + 1, (9,)), torch.randint(0, 5, (9,))
     torch.testing.assert_close(table(targets), plain(targets))
     for ask in (
-        lambda one: one.log_prob(states, targets, index, temperature=0.3, cosine=cosine),
-        lambda one: one.entropy(states, cosine=cosine),
-        lambda one: one.catalog_log_prob(states, cosine=cosine),
-        lambda one: one.top_k(states.float(), 5, targets[:5, None], cosine=cosine).scores,
-        lambda one: one.top_k(states.float(), 5, None, cosine=cosine).item_ids,
+        lambda one: one.log_prob(states, targets, index),
+        lambda one: one.entropy(states),
+        lambda one: one.catalog_log_prob(states),
+        lambda one: one.top_k(states.float(), 5, targets[:5, None]).scores,
+        lambda one: one.top_k(states.float(), 5, None).item_ids,
     ):
         torch.testing.assert_close(ask(table), ask(plain), check_dtype=False)
     for one in (table, plain):
         torch.manual_seed(0)
-        one.drawn = one.draw(states.float(), 4, SamplingOptions(), cosine=cosine)
+        one.drawn = one.draw(states.float(), 4, SamplingOptions())
     assert torch.equal(table.drawn[0], plain.drawn[0])
 
 

@@ -64,7 +64,7 @@ class World:
         self.trie = Trie(self.codes, sizes)
         self.batch = contexts
 
-    def probabilities(self, row: int, normalizer: str, options: SamplingOptions = SamplingOptions()) -> dict:  # noqa: B008
+    def probabilities(self, row: int, normalizer: str, options: SamplingOptions = SamplingOptions()) -> dict:
         """Token probabilities by tuple."""
         return tuple_probabilities(
             self.codes.tolist(),

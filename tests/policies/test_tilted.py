@@ -55,12 +55,16 @@ def semantic_base(root: Any, **options: Any) -> SemanticIdPolicy:
     return made.eval()
 
 
+def tensors(factors: Tensor, bias: Tensor, variance: Tensor, prior: Tensor) -> dict[str, Tensor]:
+    return {"item_factors": factors, "item_bias": bias, "factor_variance": variance, "history_prior": prior}
+
+
 def with_factors(policy: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     factors, bias = torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1
     variance = torch.rand(V, RANK, generator=generator) * 0.2
     prior = torch.randn(V, RANK + 1, generator=generator)
-    policy.factors.assign(factors, bias, variance, covariance(), NOISE, prior)
+    policy.factors.assign(tensors(factors, bias, variance, prior) | {"item_covariance": covariance()}, NOISE)
     return policy.eval()
 
 
@@ -402,6 +406,11 @@ def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPol
         reranked.candidates = before
 
 
+def nothing(items: int) -> dict[str, Tensor]:
+    factors = torch.zeros(items, RANK)
+    return tensors(factors, factors[:, 0], factors, torch.zeros(items, RANK + 1))
+
+
 def test_impossible_options_are_refused() -> None:
     for temperature in (0.0, -1.0, float("inf"), float("nan")):
         with refused("out_of_range", "temperature"):
@@ -416,6 +425,6 @@ def test_impossible_options_are_refused() -> None:
     with refused("out_of_range", "lower_bound"):
         tilted(bound=-1.0)
     with refused("missing_value", "lower_bound"):
-        tilted(bound=1.0).factors.assign(torch.zeros(V, RANK), torch.zeros(V), torch.zeros(V, RANK))
+        tilted(bound=1.0).factors.assign(nothing(V), NOISE)
     with refused("wrong_shape", "item_factors"):
-        tilted().factors.assign(torch.zeros(V + 1, RANK), torch.zeros(V + 1), torch.zeros(V + 1, RANK))
+        tilted().factors.assign(nothing(V + 1), NOISE)

@@ -53,7 +53,7 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
 )
 def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tmp_path):
     policy, options = parts.policy(kind)
-    policy.similarity = similarity
+    policy.similarity, policy.item_table.cosine = similarity, similarity == "cosine"
     options |= {"similarity": similarity}
     export.export_bundle(
         policy,

@@ -41,7 +41,8 @@ def make_tilted(parts, kind, root, bound=0.0):
     factors = torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4
     variance = torch.rand(NUM_ITEMS, RANK, generator=generator)
     prior = torch.randn(NUM_ITEMS, RANK + 1, generator=generator)
-    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), variance, covariance, 0.1, prior)
+    tensors = {"item_factors": factors, "item_bias": torch.zeros(NUM_ITEMS), "factor_variance": variance}
+    policy.factors.assign(tensors | {"history_prior": prior, "item_covariance": covariance}, 0.1)
     module = {"semantic": "semantic_id"}.get(kind, "catalog_softmax")
     class_path = f"recpo.policies.{module}.{CLASSES[kind]}"
     return policy, arguments | {"factors": asdict(numbers), "base": {"class_path": class_path, "init_args": options}}

@@ -176,19 +176,17 @@ def same_scores(table: Any, whole: ItemTable) -> None:
     targets = torch.randint(1, ROWS, (3 + rank, 2), generator=generator)
     barred = torch.randint(0, ROWS, (3 + rank, 4), generator=generator)
     for cosine in (False, True):
+        table.cosine = whole.cosine = cosine
         with torch.no_grad():
-            one, other = (
-                (t.log_prob(states, targets, temperature=0.7, cosine=cosine), t.entropy(states, cosine=cosine))
-                for t in (table, whole)
-            )
+            one, other = ((t.log_prob(states, targets), t.entropy(states)) for t in (table, whole))
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        best, expected = (t.top_k(states, 5, barred, cosine=cosine) for t in (table, whole))
+        best, expected = (t.top_k(states, 5, barred) for t in (table, whole))
         assert torch.equal(best.item_ids, expected.item_ids)
         torch.testing.assert_close(best.scores, expected.scores, rtol=1e-4, atol=1e-5)
         drawn = []
         for t in (table, whole):
             torch.manual_seed(rank)
-            drawn.append(t.draw(states, 4, SamplingOptions(), cosine=cosine))
+            drawn.append(t.draw(states, 4, SamplingOptions()))
         assert torch.equal(drawn[0][0], drawn[1][0])
         torch.testing.assert_close(drawn[0][1], drawn[1][1], rtol=1e-4, atol=1e-4)
 

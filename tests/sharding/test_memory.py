@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
-from recpo.base.types import Features
+from recpo.base.types import Features, Histories
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
@@ -188,8 +188,9 @@ def test_activations_of_the_encoder(block, dim, layers, heads, history, mixed):
     module = HistoryEncoder(EncoderOptions(dim=dim, max_history=history, block=BLOCKS[block], **sizes))
     items = torch.randn(6, history, dim, requires_grad=True)
     events = torch.ones(6, history, dtype=torch.long)
+    full = Histories(events, history * events[:, 0], events, events)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        kept = saved_bytes(lambda: module(items, events, events))
+        kept = saved_bytes(lambda: module(items, full))
     precision = "bf16-mixed" if mixed else "32-true"
     workload = Workload(50, dim=dim, batch_size=6, history_length=history, precision=precision, block=block, **sizes)
     # the same kernels; a few whose choice depends on the values differ
@@ -207,7 +208,9 @@ def test_activations_of_the_decoder(slate):
     placement = Placement(torch.zeros(4, slate or 20, dtype=torch.long))
 
     def forward():
-        hidden = decoder(codes, decoder.read(encoder(items, events, events)), placement)
+        hidden = decoder(
+            codes, decoder.read(encoder(items, Histories(events, 20 * events[:, 0], events, events))), placement
+        )
         barred = [torch.zeros(count, size, dtype=torch.bool) for size in (64, 32, 16)]
         logits = [decoder.logits(level, hidden[:, level]) for level in range(3)]
         return [one.masked_fill(mask, -1e9).log_softmax(1) for one, mask in zip(logits, barred, strict=True)]

@@ -38,10 +38,11 @@ def batch(rows: int, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_of(table: ItemTable, ids: Tensor, states: Tensor, targets: Tensor) -> Tensor:
-    cosine = table.log_prob(states, targets, temperature=0.3, cosine=True)
-    entropy = table.entropy(states, temperature=2.0)
-    divergence = table.divergence(states, table, states.flip(-1), temperature=2.0)
-    rest = cosine.sum() + entropy.sum() + divergence.sum()
+    entropy = table.entropy(states)
+    divergence = table.divergence(states, table, states.flip(-1))
+    table.cosine = True
+    rest = table.log_prob(states / 0.3, targets).sum() + entropy.sum() + divergence.sum()
+    table.cosine = False
     return table(ids).square().sum() - table.log_prob(states, targets).sum() + rest
 
 
@@ -80,12 +81,13 @@ def check_search(rows: int) -> None:
     table, whole = tables(rows)
     _, states, _ = batch(rows, dist.get_rank(), 2)
     for cosine in (False, True):
-        best, expected = (one.top_k(states, min(4, rows - 1), None, cosine=cosine) for one in (table, whole))
+        table.cosine = whole.cosine = cosine
+        best, expected = (one.top_k(states, min(4, rows - 1), None) for one in (table, whole))
         assert torch.equal(best.item_ids, expected.item_ids)
         drawn = []
         for one in (table, whole):
             torch.manual_seed(0)
-            drawn.append(one.draw(states, 3, SamplingOptions(), cosine=cosine)[0])
+            drawn.append(one.draw(states, 3, SamplingOptions())[0])
         assert torch.equal(*drawn)
 
 

@@ -63,7 +63,10 @@ def check_gradients(table: ItemTable, whole: ItemTable, loss_of: Any, weight_gra
 
 
 def of_softmax(table: ItemTable, ids: Tensor, states: Tensor, targets: Tensor) -> Tensor:
-    logp = table.log_prob(states, targets).sum() + table.log_prob(states, targets, cosine=True).sum()
+    logp = table.log_prob(states, targets).sum()
+    table.cosine = True
+    logp = logp + table.log_prob(states, targets).sum()
+    table.cosine = False
     return table(ids).square().sum() - logp + table.entropy(states).sum()
 
 
