@@ -81,14 +81,15 @@ class RankingResult:
         Raises:
             RecpoError: the two were not evaluated on the same users.
         """
-        return estimate(self._per_user_difference(other, metric))
+        return estimate(self.differences(other, metric))
 
     def differing(self, other: RankingResult, metric: str) -> int:
         """Users for whom both metrics are defined and differ."""
-        difference = self._per_user_difference(other, metric)
+        difference = self.differences(other, metric)
         return int(((difference != 0) & ~difference.isnan()).sum())
 
-    def _per_user_difference(self, other: RankingResult, metric: str) -> Tensor:
+    def differences(self, other: RankingResult, metric: str) -> Tensor:
+        """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
         if not torch.equal(self.user_ids, other.user_ids):
             raise RecpoError(
                 "a paired difference needs both results on the same users in the same order",

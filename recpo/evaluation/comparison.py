@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.estimates import as_json, estimate
 from recpo.evaluation.reading import Document
 from recpo.ops.ranking import is_member
 
@@ -84,7 +84,7 @@ def comparison_document(evaluated: Document, k: int, agreed: Mapping[str, Tensor
     return {
         "recpo_version": __version__,
         "setting": setting | {"requests": sides[OLD]["counts"]["users"]},
-        "agreement": {name: estimate(values).as_json() for name, values in agreed.items()},
+        "agreement": as_json({name: estimate(values) for name, values in agreed.items()}),
         "lists": {name: {total: side["totals"][total] for total in totals} for name, side in sides.items()},
         "ranking": ranking,
         "value": _value(sides, pair["off_policy"], f"top_{k}"),

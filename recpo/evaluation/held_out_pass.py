@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -20,11 +20,10 @@ from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeat
 from recpo.evaluation.candidates import Candidates, CandidateTable, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
-from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
-from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
+from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
+from recpo.evaluation.measures import BehaviorRates, Further, Measure
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import (
     ItemSegment,
@@ -47,18 +46,6 @@ _NO_PROPENSITIES = (
     "items that were never shown. Map the log's propensity column, or set off_policy.propensity to uniform or "
     "estimated."
 )
-
-
-class Evaluated(NamedTuple):
-    """What one pass found: the metrics, the off-policy value, and how much history the contender reads.
-
-    ``further`` are the metrics of the user's own measures.
-    """
-
-    contender: ContenderResult
-    value: OffPolicyResult | None
-    max_history: int
-    further: dict[str, Direction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,12 +215,8 @@ class HeldOutPass:
         )
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
-        off_policy = (
-            [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
-        )
         own = {name: direction for measure in further for name, direction in measure.names.items()}
-        found = ContenderResult(contender.name, contender.kind, result, off_policy)
-        return Evaluated(found, estimated, max_history, own)
+        return Evaluated(contender.name, contender.kind, result, estimated, max_history, own)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
         """The first held-out user and the items of the user's list, without those of the past; internal ids."""
@@ -269,8 +252,6 @@ class HeldOutPass:
         warnings: Sequence[str],
     ) -> Document:
         """The document: all results, and every option and input that they depend on, including ``setting``."""
-        results = [one.contender for one in evaluated]
-        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
         described = {
             "recpo_version": __version__,
             "split": self.options.split,
@@ -284,8 +265,7 @@ class HeldOutPass:
             "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
         }
         return evaluation_document(
-            [*results, *logging_policy(results[0].result, values, self.truth)],
-            values,
+            [*evaluated, *logging_policy(evaluated, self.truth)],
             data=self.data,
             runs={
                 contender.name: {

@@ -14,7 +14,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import ContenderResult, metrics_document
+from recpo.evaluation.document import Evaluated, metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender, held_out_targets
 from tests.reference import ranking_loops
@@ -209,9 +209,7 @@ def test_first_allowed_pads_with_zero():
 def test_the_document_of_two_baselines(tmp_path):
     batches = list(random_batches())
     contenders = [
-        ContenderResult(
-            name, "baseline", evaluate_ranking(Recommender(baseline.recommend), batches, Ranking(num_items=50))
-        )
+        Evaluated(name, "baseline", evaluate_ranking(Recommender(baseline.recommend), batches, Ranking(num_items=50)))
         for name, baseline in (("popularity", Popularity(torch.ones(50))), ("random", UniformlyRandom(50)))
     ]
     document = metrics_document(contenders, setting={"exclude_past": True, "positive_threshold": 0.75})
@@ -225,7 +223,7 @@ def test_the_document_of_two_baselines(tmp_path):
 def test_undefined_numbers_are_null_in_the_document():
     result = evaluate_ranking(always([1]), [batch_of([[1]], [[0.0]])], Ranking(num_items=3, ks=(1,)))
     setting = {"exclude_past": False, "positive_threshold": 0.75}
-    document = metrics_document([ContenderResult("x", "run", result)], setting=setting)
+    document = metrics_document([Evaluated("x", "run", result)], setting=setting)
     assert document["contenders"][0]["metrics"]["NDCG@1"] == {"mean": None, "half_width": None, "n": 0}
 
 

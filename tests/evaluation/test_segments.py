@@ -12,7 +12,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import ContenderResult, metrics_document
+from recpo.evaluation.document import Evaluated, metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
@@ -172,24 +172,25 @@ def test_graded_gains_of_quartiles():
 
 def test_the_document_holds_segments_and_totals():
     result = evaluated(torch.arange(USERS), [USERS])
-    estimates = [{"ips": 0.5}]
-    contenders = [ContenderResult("a", "bundle", result, estimates), ContenderResult("b", "baseline", result)]
-    document = metrics_document(contenders, setting=SETTING, warnings=["few users"])
+    contenders = [Evaluated("a", "bundle", result), Evaluated("b", "baseline", result)]
+    document = metrics_document(contenders, setting=SETTING)
     entry = document["contenders"][0]
-    assert document["warnings"] == ["few users"]
     assert set(entry["totals"]) == {f"{name}@{k}" for name in ("coverage", "gini", "overlap") for k in KS}
     assert set(entry["segments"]) == {"history length", "item popularity", "item duration"}
     assert document["setting"]["segments"]["item popularity"] == ["head", "torso", "tail", "unseen in training"]
     of_bins = {f"{name}@{k}" for name in ("NDCG", "Recall", "HitRate") for k in KS}
     assert set(entry["segments"]["item popularity"]["head"]) == of_bins
-    assert entry["off_policy"] == estimates
-    assert document["contenders"][1]["off_policy"] == []
+    assert entry["off_policy"] == []
     assert document["differences"][0]["metrics"]["AUC_other"]["mean"] == 0
 
 
 def test_the_document_holds_bootstrap_intervals_where_asked():
-    contenders = [ContenderResult("a", "run", evaluated(torch.arange(USERS), [USERS]))]
-    value = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]["NDCG@5"]
+    result = evaluated(torch.arange(USERS), [USERS])
+    result.per_user["nothing"] = torch.full((USERS,), math.nan)
+    contenders = [Evaluated("a", "run", result)]
+    metrics = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]
+    assert metrics["nothing"] == {"mean": None, "half_width": None, "n": 0, "low": None, "high": None}
+    value = metrics["NDCG@5"]
     assert value["low"] < value["mean"] < value["high"]
     assert value["high"] - value["low"] == pytest.approx(2 * value["half_width"], rel=0.25)
     assert "low" not in metrics_document(contenders, setting=SETTING)["contenders"][0]["metrics"]["NDCG@5"]
@@ -208,7 +209,7 @@ def test_differences_are_of_the_metrics_that_both_have():
     result = evaluated(torch.arange(USERS), [USERS])
     silent = {name: values for name, values in result.per_user.items() if not name.startswith("AUC")}
     other = type(result)(**{**vars(result), "per_user": silent})
-    contenders = [ContenderResult("a", "baseline", other), ContenderResult("b", "run", result)]
+    contenders = [Evaluated("a", "baseline", other), Evaluated("b", "run", result)]
     document = metrics_document(contenders, setting=SETTING)
     assert "AUC_other" not in document["differences"][0]["metrics"]
     assert np.isclose(document["differences"][0]["metrics"]["NDCG@5"]["mean"], 0)

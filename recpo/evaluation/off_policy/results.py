@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import Interval, as_json
+from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
     Diagnostics,
@@ -279,8 +279,7 @@ _NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": N
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
 
 
-@dataclass(frozen=True)
-class OffPolicyEstimate:
+class OffPolicyEstimate(NamedTuple):
     """One estimator's estimate of one target policy.
 
     Attributes:
@@ -308,13 +307,8 @@ class OffPolicyEstimate:
     diagnostics: Diagnostics
     warnings: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))
 
-
-@dataclass(frozen=True)
-class OffPolicyDifference:
+class OffPolicyDifference(NamedTuple):
     """The difference in value of two contenders on the same log, by the same estimator.
 
     Attributes:
@@ -336,11 +330,7 @@ class OffPolicyDifference:
     def __neg__(self) -> OffPolicyDifference:
         """The difference in the other direction."""
         ends = {kind: Interval(-one.high, -one.low) for kind, one in self.intervals.items()}
-        return replace(self, value=-self.value, intervals=ends)
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))
+        return self._replace(value=-self.value, intervals=ends)
 
 
 @dataclass(frozen=True)
@@ -360,10 +350,6 @@ class OffPolicyResult:
     level: float
     resamples: int
     seed: int
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """The list for ``metrics.json``."""
-        return [estimate.as_json() for estimate in self.estimates]
 
     def to_pandas(self) -> pd.DataFrame:
         """The estimates, one per row: target, estimator, value, and ends of the normal and the bootstrap interval."""

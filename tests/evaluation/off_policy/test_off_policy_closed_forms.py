@@ -12,6 +12,7 @@ from scipy.special import ndtri
 
 import recpo
 from recpo.base.types import Slates
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.off_policy import results as ratio_intervals
 from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
@@ -124,7 +125,7 @@ def test_the_value_of_plain_arrays_is_that_of_rows():
     arrays = (rows.reward.tolist(), torch.tensor(rows.propensity), rows.target)
     found = recpo.off_policy.value(*arrays, users=[f"u{u:02}" for u in users], q_hat=rows.q_hat, v_hat=rows.v_hat)
     expected = result_of_rows(rows, users, OffPolicyOptions())
-    assert found.as_json() == expected.as_json()
+    assert as_json(found.estimates) == as_json(expected.estimates)
     table = found.to_pandas().set_index("estimator")
     assert table.loc["combined", "value"] == expected.estimate("policy", "combined").value
     assert list(table.loc["IPS", ["normal_low", "normal_high"]]) == list(
@@ -391,7 +392,7 @@ def test_a_result_of_one_row():
     assert (said.rows, said.users, said.rows_without_reward, said.rows_without_propensity) == (1, 1, 0, 0)
     assert math.isnan(said.unsupported_share)
     (difference, *_) = result.differences(result)
-    entry = difference.as_json()
+    entry = as_json(difference)
     assert (entry["estimator"], entry["value"], entry["standard_error"]) == ("naive average", 0.0, None)
     assert entry["intervals"]["bootstrap"] == {"low": 0.0, "high": 0.0}
     assert entry["intervals"]["normal"] == {"low": None, "high": None}
