@@ -32,12 +32,8 @@ from recpo.evaluation.off_policy.estimators import (
     Rows,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.options import (
-    EstimatedPropensities,
-    LoggedPropensities,
-    OffPolicyOptions,
-    UniformPropensities,
-)
+from recpo.evaluation.off_policy.measure import OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,
@@ -164,19 +160,27 @@ def slates(items, **columns):
     return Slates(ids, torch.zeros_like(ids), ids > 0, **{n: torch.tensor([v]) for n, v in columns.items()})
 
 
+def propensities(slates, source="logged", **options):
+    counts = torch.tensor([4, 0, 1])
+    setting = OffPolicySetting(OffPolicyOptions(propensity=source, **options), None, 4, [1], train_counts=counts)
+    return setting.propensities(slates)
+
+
 def test_propensities_by_source():
     nan, inf = math.nan, math.inf
-    logged = LoggedPropensities()(slates([1, 2, 3, 4], logp_behavior=[math.log(0.5), -inf, nan, 1e-7]))
+    logged = propensities(slates([1, 2, 3, 4], logp_behavior=[math.log(0.5), -inf, nan, 1e-7]))
     assert logged.dtype == torch.float64
     assert logged[0].tolist() == pytest.approx([0.5, nan, nan, 1.0], nan_ok=True)
     with refused("out_of_range", "propensity"):
-        LoggedPropensities()(slates([1, 2], logp_behavior=[1e-4, -1.0]))
+        propensities(slates([1, 2], logp_behavior=[1e-4, -1.0]))
     rounded = slates([1])._replace(logp_behavior=torch.tensor([[1e-6]], dtype=torch.float64))
-    assert LoggedPropensities()(rounded).item() == pytest.approx(math.exp(1e-6))
-    uniform = UniformPropensities(4)(slates([1, 2], is_random=[True, False]))
+    assert propensities(rounded).item() == pytest.approx(math.exp(1e-6))
+    uniform = propensities(slates([1, 2], is_random=[True, False]), "uniform")
     assert uniform.dtype == torch.float64
     assert uniform[0].tolist() == pytest.approx([0.25, nan], nan_ok=True)
-    estimated = EstimatedPropensities(torch.tensor([4, 0, 1]))(slates([1, 2, 3, 0]))
+    pool = propensities(slates([1], is_random=[True]), "uniform", pool_size=2)
+    assert pool.item() == 0.5
+    estimated = propensities(slates([1, 2, 3, 0]), "estimated")
     assert estimated.dtype == torch.float64
     assert estimated[0].tolist() == pytest.approx([5 / 8, 1 / 8, 2 / 8, nan], nan_ok=True)
 
