@@ -18,7 +18,7 @@ from torch import Tensor
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.evaluation.estimates import as_json, estimate
-from recpo.evaluation.reading import Document
+from recpo.evaluation.reading import Document, ends_of
 from recpo.ops.ranking import is_member
 
 COMPARE: Final = "compare.json"
@@ -117,9 +117,9 @@ def _ends(entry: Document) -> Document:
 def gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
     """The limits, the measured numbers, and one sentence per violated limit. An unknown number violates its limit."""
     if document["value"] is None:
-        measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]
-        mean, half_width = found["mean"], found["half_width"]
-        low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
+        measure = f"NDCG@{k}"
+        found = document["ranking"][measure]["difference"]
+        low, high = ends_of(found["mean"], found["half_width"])
     else:
         measure, found = f"{_GATED_ESTIMATOR} of top_{k}", document["value"][_GATED_ESTIMATOR]["difference"]
         low, high = found["low"], found["high"]

@@ -70,6 +70,11 @@ def with_interval(value: Document, signed: bool = False) -> str:
     return text if value["half_width"] is None else f"{text} ± {value['half_width']:.4f}"
 
 
+def ends_of(mean: float | None, half_width: float | None) -> tuple[float | None, float | None]:
+    """Both ends of an interval; None if there is none."""
+    return (None, None) if mean is None or half_width is None else (mean - half_width, mean + half_width)
+
+
 def shares_at(document: Document, k: int) -> list[tuple[str, Document]]:
     """Contenders and their shares of the headroom at ``k``, the largest first; empty without a truth."""
     found = (document.get("headroom") or {"metrics": {}})["metrics"].get(f"{TRUE_REWARD}{k}", {"contenders": {}})
@@ -193,15 +198,15 @@ def _metric(document: Document, metric: str, why: str) -> Value:
 
     def difference(one: str, other: str) -> Difference | None:
         found = paired(document, one, other, metric)
-        return None if found is None else Difference(found["mean"], *_around(found), bool(found["survives_holm"]))
+        return (
+            None
+            if found is None
+            else Difference(found["mean"], *ends_of(found["mean"], found["half_width"]), bool(found["survives_holm"]))
+        )
 
     values = {name: float(value["mean"]) for name, value in estimates.items()}
-    return Value(metric, why, values, {name: _around(value) for name, value in estimates.items()}, difference)
-
-
-def _around(value: Document) -> tuple[float | None, float | None]:
-    mean, half_width = value["mean"], value["half_width"]
-    return (None, None) if half_width is None else (mean - half_width, mean + half_width)
+    ends = {name: ends_of(value["mean"], value["half_width"]) for name, value in estimates.items()}
+    return Value(metric, why, values, ends, difference)
 
 
 def _off_policy_value(document: Document, k: int, estimator: str) -> Value:

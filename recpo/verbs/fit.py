@@ -25,7 +25,8 @@ from recpo.evaluation.decision import CRITERIA, Choice, choose, criterion_of
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Cell, Row, Table, ends_of, interval_figure, render
+from recpo.evaluation.html_report.parts import Cell, Row, Table, render
+from recpo.evaluation.reading import ends_of
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
@@ -444,7 +445,7 @@ def decision_report(facts: Mapping[str, Any]) -> str:
         svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
         for row in rows
     ]
-    figure = interval_figure(
+    figure = svg.interval_chart(
         f"{metric} on the validation period", f"{metric} of every contender, the best first", drawn, "95 % intervals"
     )
     return render(
