@@ -88,7 +88,7 @@ def roc_auc(rank: IntArray, happened: BoolArray, weight: FloatArray | None = Non
     return float(positive @ (negative.cumsum() - negative / 2) / pairs) if pairs > 0 else math.nan
 
 
-def ranks(values: FloatArray) -> IntArray:
+def ranks(values: NDArray[Any]) -> IntArray:
     """Ranks from 0 on, equal for equal values."""
     return np.unique(values, return_inverse=True)[1]
 
@@ -280,7 +280,8 @@ def assess_target(
     """
     test = selected(test, test.known[:, k])
     score, user = test.score[:, k], test.user
-    measure, outcome = (assess_grades, test.target[:, k]) if is_grade else (assess, test.target[:, k] > 0.5)
+    outcome: NDArray[Any] = test.target[:, k] if is_grade else test.target[:, k] > 0.5
+    measure = assess_grades if is_grade else assess
     raw, found = (
         measure(platt.probability(score), outcome, user, resamples=resamples, seed=seed)
         for platt in (Platt(1.0, 0.0), fitted)
@@ -314,7 +315,7 @@ def calibrate_targets(
                 field=name,
             )
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
-        options = {"is_grade": name == "grade", "resamples": resamples, "seed": seed}
+        options: dict[str, Any] = {"is_grade": name == "grade", "resamples": resamples, "seed": seed}
         found[name] = {
             "calibration": fitted._asdict(),
             "test": {

@@ -329,7 +329,7 @@ class Fit(Verb[Decision]):
         names += found
         if road.graded and found:
             criterion = criterion_of(road.measured, min(self.k, road.data.num_items))
-            names += self._tilted(road, max(found, key=lambda name: criterion.value(road.measure(name)).mean))
+            names += self._tilted(road, max(found, key=lambda name: road.measure(name).result.estimate(criterion).mean))
         return names
 
     @staticmethod
