@@ -16,7 +16,7 @@ from recpo.evaluation.document import Evaluated, metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
-from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
+from recpo.evaluation.segments import history_length, item_duration, item_segments
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
@@ -121,7 +121,7 @@ def test_bins_of_users_hold_all_users_and_their_means():
 
 def test_bins_of_items_restrict_the_targets_and_keep_the_ranks():
     result, batch = evaluated(torch.arange(USERS), [USERS]), held_out()
-    segment = item_popularity(facts().train_count)
+    segment = item_segments(facts())[0]
     scores = scored().log_prob(
         FeedbackBatch(None, Slates(torch.arange(ITEMS + 1).expand(USERS, -1), None, None), torch.arange(USERS))
     )[..., 0]
@@ -149,9 +149,6 @@ def test_durations_fall_into_quartiles_and_unknown_ones_apart():
     segment = item_duration(torch.tensor([0.0, 4.0, 8.0, 12.0, 16.0, math.nan]))
     assert segment.bins == ("under 7 s", "7 to 10 s", "10 to 13 s", "13 s and more", "unknown")
     assert segment.label.tolist() == [-1, 0, 1, 2, 3, 4]
-    given = item_duration(torch.tensor([0.0, 4.0, 10.0]), bounds=[10])
-    assert given.bins == ("under 10 s", "10 s and more")
-    assert given.label.tolist() == [-1, 0, 1]
     assert item_duration(torch.full((3,), math.nan)).bins == ("known", "unknown")
     assert set(item_duration(torch.full((3,), 5.0)).bins) == {"under 5 s", "5 s and more"}
 
