@@ -27,7 +27,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.ranges import PositiveFloat, validate_ranges
-from recpo.base.types import FeedbackBatch, Histories, Recommendations
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation import baselines
 from recpo.evaluation.baselines import BaselineCache, CooccurrenceOptions, by_place, first_allowed
 from recpo.evaluation.candidates import internal_ids
@@ -386,7 +386,8 @@ def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 def _load_lists(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> Loaded:
     answers = _Answers(listed, ks, num_items)
-    return Loaded(Recommender(recommend_to_users=answers.recommend, name=name), 1, counts=answers.counts)
+    recommender = Recommender(recommend_to_batch=answers.recommend, name=name)
+    return Loaded(recommender, 1, counts=answers.counts)
 
 
 class _Answers:
@@ -403,8 +404,9 @@ class _Answers:
         found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
         return {**self._listed.counts, **found}
 
-    def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-        """Lists ``[B, k]`` of ``users [B]``, padded with 0; scores are minus the places."""
+    def recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+        """Lists ``[B, k]``, padded with 0; scores are minus the places."""
+        users = batch.user_ids
         listed = self._rows(users.cpu().numpy()).to(users.device)
         items = first_allowed(listed, k, exclude)
         length = (items > 0).sum(1)

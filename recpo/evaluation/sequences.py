@@ -19,6 +19,7 @@ FloatArray = NDArray[np.float64]
 Z95: Final = 1.959963984540054
 #: Clusters before which the normal approximation is not used.
 FIRST_LOOK: Final = 100
+_LARGEST_BET = 0.5
 
 
 class EmpiricalBernstein:
@@ -37,16 +38,14 @@ class EmpiricalBernstein:
     Args:
         shape: shape of the sequences that are followed side by side; () = one.
         alpha: probability of a miss at any time.
-        largest_bet: c < 1, the largest ``l_i``.
 
     Raises:
-        RecpoError: ``alpha`` or ``largest_bet`` is outside (0, 1).
+        RecpoError: ``alpha`` is outside (0, 1).
     """
 
-    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05, largest_bet: float = 0.5) -> None:
-        for name, value in (("alpha", alpha), ("largest_bet", largest_bet)):
-            validate_range(0 < value < 1, name, "must be between 0 and 1", value)
-        self._log, self._largest = math.log(2 / alpha), largest_bet
+    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05) -> None:
+        validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
+        self._log = math.log(2 / alpha)
         self.count = 0
         self._sum, self._squares = np.full(shape, 0.5), np.full(shape, 0.25)
         self._bets, self._weighted, self._variation = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -66,7 +65,7 @@ class EmpiricalBernstein:
         squares = self._squares[..., None] + np.square(x - mean).cumsum(-1)
         before = np.concatenate([self._squares[..., None], squares], -1)[..., :-1] / times  # the variance before
         mean_before = np.concatenate([self._sum[..., None], sums], -1)[..., :-1] / times
-        bets = np.minimum(np.sqrt(2 * self._log / (before * times * np.log1p(times))), self._largest)
+        bets = np.minimum(np.sqrt(2 * self._log / (before * times * np.log1p(times))), _LARGEST_BET)
         variation = np.square(x - mean_before) * (-np.log1p(-bets) - bets)
         total = self._bets[..., None] + bets.cumsum(-1)
         weighted = self._weighted[..., None] + (bets * x).cumsum(-1)

@@ -99,8 +99,9 @@ def test_batches_and_their_order_change_nothing():
     assert one.per_user.keys() == many.per_user.keys()
     for name, values in one.per_user.items():
         torch.testing.assert_close(many.per_user[name], values[order], equal_nan=True)
-    for name, users in one.user_segments.items():
-        assert torch.equal(many.user_segments[name].label, users.label[order])
+    for segment, bins in one.user_segments.items():
+        for name, inside in bins.items():
+            assert torch.equal(many.user_segments[segment][name], inside[order])
     for segment, bins in one.item_segments.items():
         for name, metrics in bins.items():
             for metric, values in metrics.items():
@@ -111,8 +112,8 @@ def test_batches_and_their_order_change_nothing():
 def test_bins_of_users_hold_all_users_and_their_means():
     result = evaluated(torch.arange(USERS), [USERS])
     lengths, users = (held_out().exclude > 0).sum(1), result.user_segments["history length"]
-    assert users.bins == ("new users", "1-4", "5-19", "20-49", "50 and more")
-    for name, low, high in zip(users.bins, (0, 1, 5, 20, 50), (0, 4, 19, 49, 999), strict=True):
+    assert tuple(users) == ("new users", "1-4", "5-19", "20-49", "50 and more")
+    for name, low, high in zip(users, (0, 1, 5, 20, 50), (0, 4, 19, 49, 999), strict=True):
         inside = (lengths >= low) & (lengths <= high)
         got = result.segments()["history length"][name]["NDCG@5"]
         assert got == pytest.approx(estimate(result.per_user["NDCG@5"][inside]), nan_ok=True)

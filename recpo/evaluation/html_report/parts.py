@@ -18,7 +18,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.svg import number_text
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.reading import Document, ends_of
+from recpo.evaluation.reading import Document, ends_of, off_policy_of
 
 
 class Cell(NamedTuple):
@@ -242,7 +242,7 @@ class OffPolicyView:
         """Differences to the logging policy, and of every other pair."""
         rows = []
         for pair in self.document["differences"]:
-            found = {e["estimator"]: e for e in pair["off_policy"] if e["target"] == target}
+            found = _estimates(pair, target)
             if found:
                 sign = -1 if pair["contender"] == LOGGING_POLICY else 1
                 names = [pair["contender"], pair["against"]][::sign]
@@ -268,8 +268,9 @@ class OffPolicyView:
         return next((entry for entry in entries if entry["target"] == LOGGING_POLICY), None)
 
 
-def _estimates(contender: Document, target: str) -> dict[str, Document]:
-    return {entry["estimator"]: entry for entry in contender["off_policy"] if entry["target"] == target}
+def _estimates(entry: Document, target: str) -> dict[str, Document]:
+    """The estimates of a contender, or of a pair, by estimator."""
+    return {estimator: found for (of, estimator), found in off_policy_of(entry).items() if of == target}
 
 
 def _ends(entry: Document) -> tuple[float | None, float | None]:

@@ -86,7 +86,6 @@ class Estimator(ABC):
     Attributes:
         name: name in results and tables.
         reads_weights: whether it uses importance weights, so that it is only as good as they are.
-        reads_model: whether it needs ``q_hat`` and ``v_hat``.
         self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
         num_ratios: number of ratios, J.
         num_controls: how many of them, the last ones, are control variates: their expectation is 0, and each is
@@ -97,7 +96,6 @@ class Estimator(ABC):
     num_ratios: ClassVar[int] = 1
     num_controls: ClassVar[int] = 0
     reads_weights: ClassVar[bool] = True
-    reads_model: ClassVar[bool] = False
     self_normalized: ClassVar[bool] = False
 
     @abstractmethod
@@ -209,7 +207,6 @@ class CombinedIPS(Estimator):
     name: ClassVar[str] = "combined"
     num_ratios: ClassVar[int] = 3
     num_controls: ClassVar[int] = 2
-    reads_model: ClassVar[bool] = True
 
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
@@ -226,7 +223,6 @@ class DM(Estimator):
 
     name: ClassVar[str] = "DM"
     reads_weights: ClassVar[bool] = False
-    reads_model: ClassVar[bool] = True
 
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
@@ -242,7 +238,6 @@ class DR(Estimator):
     """
 
     name: ClassVar[str] = "DR"
-    reads_model: ClassVar[bool] = True
 
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
@@ -256,7 +251,6 @@ class SNDR(Estimator):
     name: ClassVar[str] = "SNDR"
     self_normalized: ClassVar[bool] = True
     num_ratios: ClassVar[int] = 2
-    reads_model: ClassVar[bool] = True
 
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
@@ -275,7 +269,6 @@ class SwitchDR(Estimator):
     """
 
     name: ClassVar[str] = "Switch-DR"
-    reads_model: ClassVar[bool] = True
     threshold: float = 100.0
 
     def terms(self, rows: Rows) -> Terms:

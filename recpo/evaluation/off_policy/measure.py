@@ -103,7 +103,7 @@ class OffPolicyMeasure(Measure):
                 code="empty",
                 field="off_policy.propensity",
             )
-        return result_of(totals, self._options, self._options.propensity)
+        return result_of(totals, self._options)
 
     def _choices(self, observed: Observed) -> dict[str, _Choice]:
         """The choices of each target in the contexts of the batch."""

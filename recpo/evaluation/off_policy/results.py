@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -438,16 +438,13 @@ class OffPolicyResult:
         return found
 
 
-def result_of_rows(
-    rows: Rows, users: IntArray, options: OffPolicyOptions, source: PropensitySource = "logged"
-) -> OffPolicyResult:
+def result_of_rows(rows: Rows, users: IntArray, options: OffPolicyOptions) -> OffPolicyResult:
     """All estimates of one target, named ``policy``, from rows given as arrays.
 
     Args:
         rows: exposures; with ``q_hat`` and ``v_hat`` for the estimators that need a reward model.
         users: ``[N]`` int64, user of each row; rows of different users are independent.
         options: clip, threshold, level, resamples and so on; options about a pass over batches are ignored.
-        source: source of the propensities.
 
     Raises:
         RecpoError: a propensity outside (0, 1], a probability outside [0, 1], or a reward that is not finite.
@@ -457,7 +454,7 @@ def result_of_rows(
     sums.update(users, np.zeros_like(users), rows)
     by_user = options.average == "user"
     totals = sums.compute(by_user=by_user, rows_without_reward=0, rows_without_propensity=0)
-    return result_of({POLICY: totals}, options, source)
+    return result_of({POLICY: totals}, replace(options, propensity="logged"))
 
 
 def _validate_rows(rows: Rows) -> None:
@@ -478,27 +475,18 @@ def _validate_rows(rows: Rows) -> None:
             )
 
 
-def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:
+def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions) -> OffPolicyResult:
     """All estimates. If every weight of a target is 0, its values are nan, with a warning that gives the reason."""
     estimates: list[OffPolicyEstimate] = []
     for target, found in totals.items():
-        supported = found.diagnostics.effective_rows > 0
+        known, supported = found.diagnostics, found.diagnostics.effective_rows > 0
+        shared = known.effective_rows, known.rows, known.users, options.propensity, known
         intervals = _intervals(found, options) if supported else {}
         for estimator, sums in found.estimated.items():
-            estimates.append(
-                OffPolicyEstimate(
-                    target=target,
-                    estimator=estimator.name,
-                    value=float(sum_of_ratios(sums.sum(0))) if supported else math.nan,
-                    intervals=intervals.get(estimator, _NO_INTERVALS),
-                    effective_sample_size=found.diagnostics.effective_rows,
-                    rows=found.diagnostics.rows,
-                    users=found.diagnostics.users,
-                    propensity=source,
-                    diagnostics=found.diagnostics,
-                    warnings=warnings_of(estimator, found.diagnostics, source) if supported else (_REFUSED,),
-                )
-            )
+            value = float(sum_of_ratios(sums.sum(0))) if supported else math.nan
+            said = warnings_of(estimator, known, options.propensity) if supported else (_REFUSED,)
+            ends = intervals.get(estimator, _NO_INTERVALS)
+            estimates.append(OffPolicyEstimate(target, estimator.name, value, ends, *shared, said))
     usable = {target: found for target, found in totals.items() if found.diagnostics.effective_rows > 0}
     return OffPolicyResult(tuple(estimates), usable, options.level, options.resamples, options.seed)
 

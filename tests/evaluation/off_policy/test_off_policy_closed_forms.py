@@ -57,16 +57,14 @@ def test_a_switch_reads_the_log_up_to_its_threshold():
 
 def test_what_the_estimators_read():
     def traits(estimator):
-        return estimator.num_ratios, estimator.reads_weights, estimator.reads_model, estimator.self_normalized
+        return estimator.num_ratios, estimator.reads_weights, estimator.self_normalized
 
-    assert traits(IPS()) == (1, True, False, False)
-    assert traits(SNIPS()) == (1, True, False, True)
-    assert traits(DM()) == (1, False, True, False)
-    assert traits(DR()) == traits(SwitchDR()) == (1, True, True, False)
-    assert traits(SNDR()) == (2, True, True, True)
-    assert traits(BaselineIPS()) == (2, True, False, False)
-    assert traits(CombinedIPS()) == (3, True, True, False)
-    assert traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False, False)
+    assert traits(IPS()) == traits(DR()) == traits(SwitchDR()) == (1, True, False)
+    assert traits(SNIPS()) == (1, True, True)
+    assert traits(DM()) == traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False)
+    assert traits(SNDR()) == (2, True, True)
+    assert traits(BaselineIPS()) == (2, True, False)
+    assert traits(CombinedIPS()) == (3, True, False)
     assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
     assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
 
