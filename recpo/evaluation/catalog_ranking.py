@@ -68,11 +68,7 @@ class RankingResult:
         return estimate(self.per_user[metric])
 
     def difference(self, other: RankingResult, metric: str) -> Estimate:
-        """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones.
-
-        Raises:
-            RecpoError: the two were not evaluated on the same users.
-        """
+        """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
         return estimate(self.differences(other, metric))
 
     def differing(self, other: RankingResult, metric: str) -> int:
@@ -82,12 +78,7 @@ class RankingResult:
 
     def differences(self, other: RankingResult, metric: str) -> Tensor:
         """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
-        if not torch.equal(self.user_ids, other.user_ids):
-            raise RecpoError(
-                "a paired difference needs both results on the same users in the same order",
-                code="mismatch",
-                field="user_ids",
-            )
+        assert torch.equal(self.user_ids, other.user_ids)  # every pass has the same users in the same order
         return self.per_user[metric].double() - other.per_user[metric].double()
 
     def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:

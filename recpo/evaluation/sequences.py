@@ -39,6 +39,11 @@ class EmpiricalBernstein:
         shape: shape of the sequences that are followed side by side; () = one.
         alpha: probability of a miss at any time.
 
+    Attributes:
+        count: number of values so far.
+        low: lower end now; 0 before the first value.
+        high: upper end now; 1 before the first value.
+
     Raises:
         RecpoError: ``alpha`` is outside (0, 1).
     """
@@ -49,6 +54,7 @@ class EmpiricalBernstein:
         self.count = 0
         self._sum, self._squares = np.full(shape, 0.5), np.full(shape, 0.25)
         self._bets, self._weighted, self._variation = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.low, self.high = np.zeros(shape), np.ones(shape)
 
     def update(self, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
         """Appends values ``[*shape, n]`` and returns both ends ``[*shape, n]`` after each of them.
@@ -70,28 +76,14 @@ class EmpiricalBernstein:
         total = self._bets[..., None] + bets.cumsum(-1)
         weighted = self._weighted[..., None] + (bets * x).cumsum(-1)
         varied = self._variation[..., None] + variation.cumsum(-1)
+        center, half = weighted / total, (self._log + varied) / total
+        low, high = np.maximum(center - half, 0.0), np.minimum(center + half, 1.0)
         if len(times):
             self.count = int(times[-1])
             self._sum, self._squares = sums[..., -1], squares[..., -1]
             self._bets, self._weighted, self._variation = total[..., -1], weighted[..., -1], varied[..., -1]
-        center, half = weighted / total, (self._log + varied) / total
-        return np.maximum(center - half, 0.0), np.minimum(center + half, 1.0)
-
-    @property
-    def low(self) -> FloatArray:
-        """Lower end now; 0 before the first value."""
-        return np.maximum(self._ends(-1), 0.0)
-
-    @property
-    def high(self) -> FloatArray:
-        """Upper end now; 1 before the first value."""
-        return np.minimum(self._ends(1), 1.0)
-
-    def _ends(self, sign: int) -> FloatArray:
-        if not self.count:
-            return np.full(self._bets.shape, sign * np.inf)
-        ends: FloatArray = (self._weighted + sign * (self._log + self._variation)) / self._bets
-        return ends
+            self.low, self.high = low[..., -1], high[..., -1]
+        return low, high
 
 
 class ClusteredMean(NamedTuple):

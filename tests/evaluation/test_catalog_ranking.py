@@ -175,10 +175,6 @@ def test_interval_is_normal_and_paired_differences_are_narrower():
     same = a.difference(a, "NDCG@10")
     assert same.mean == same.half_width == 0
     assert a.difference(b, "NDCG@10").mean == pytest.approx(a.estimate("NDCG@10").mean - b.estimate("NDCG@10").mean)
-    with refused("mismatch", "user_ids"):
-        a.difference(
-            evaluate_ranking(always(*[[1]] * 64), batches[:1], Ranking(num_items=50, exclude_past=False)), "NDCG@10"
-        )
 
 
 def test_popularity_ranks_by_count_then_id_without_the_excluded():

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 FloatArray = NDArray[np.floating]
 
@@ -63,13 +63,8 @@ class Rows(NamedTuple):
         Raises:
             RecpoError: a propensity is not above 0; an item that the logging policy never shows has no weight.
         """
-        if not (self.propensity > 0).all():
-            row = int((~(self.propensity > 0)).argmax())
-            raise RecpoError(
-                f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out",
-                code="out_of_range",
-                field="propensity",
-            )
+        least = self.propensity.min(initial=np.inf)
+        validate_range(least > 0, "propensity", "must be above 0 (leave other rows out)", least)
         return np.asarray(self.target / self.propensity)
 
 

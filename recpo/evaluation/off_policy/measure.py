@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, LoggedMean, RewardedExposures, Rows
@@ -119,12 +119,9 @@ class OffPolicyMeasure(Measure):
             # not a candidate, earns nothing
             choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._options.top_k or self._setting.ks:
-            if lists.shape[1] < min(k, self._setting.num_items):
-                raise RecpoError(
-                    f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}",
-                    code="out_of_range",
-                    field="off_policy.top_k",
-                )
+            longest = lists.shape[1]
+            fits = longest >= min(k, self._setting.num_items)
+            validate_range(fits, "off_policy.top_k", f"must be at most {longest}, the length of the lists", k)
             first = lists[:, :k]
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
@@ -152,15 +149,10 @@ class OffPolicyMeasure(Measure):
     def _check_range(self, reward: Tensor) -> None:
         if self._options.reward_range is None or not len(reward):
             return
-        low, high = self._options.reward_range
-        least, most = float(reward.min()), float(reward.max())
-        if least < low or most > high:
-            raise RecpoError(
-                f"off-policy value: rewards from {least:g} to {most:g} leave the reward_range [{low:g}, {high:g}]: "
-                "name the least and the largest possible reward",
-                code="out_of_range",
-                field="off_policy.reward_range",
-            )
+        (low, high), least, most = self._options.reward_range, float(reward.min()), float(reward.max())
+        rule = f"must contain every possible reward, such as those from {least:g} to {most:g}"
+        fits = low <= least and most <= high
+        validate_range(fits, "off_policy.reward_range", rule, self._options.reward_range)
 
 
 class _Choice(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, Seed, validate_ranges
 from recpo.evaluation.off_policy.estimators import (
     DM,
@@ -61,12 +61,8 @@ class OffPolicyOptions:
         validate_ranges(self, "off_policy.")
         if self.top_k == ():
             raise RecpoError("off_policy.top_k names no list length", code="empty", field="off_policy.top_k")
-        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
-            raise RecpoError(
-                f"off_policy.reward_range is {self.reward_range}, expected low < high",
-                code="out_of_range",
-                field="off_policy.reward_range",
-            )
+        low, high = self.reward_range or (0, 1)
+        validate_range(low < high, "off_policy.reward_range", "must be low < high", self.reward_range)
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""

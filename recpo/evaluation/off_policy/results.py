@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
@@ -115,12 +115,9 @@ def empirical_bernstein_interval(values: FloatArray, low: float, high: float, le
     if users < 2:
         return NOWHERE
     slack = 1e-9 * max(-low, high, 1.0)
-    if values.min() < low - slack or values.max() > high + slack:
-        raise RecpoError(
-            f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}",
-            code="out_of_range",
-            field="values",
-        )
+    least, most = values.min(), values.max()
+    fits = low - slack <= least and most <= high + slack
+    validate_range(fits, "values", f"must lie from {low:g} to {high:g}", f"{least:g} to {most:g}")
     log_term = math.log(4 / (1 - level))
     mean, variance = float(values.mean()), float(values.var(ddof=1))
     half_width = math.sqrt(2 * variance * log_term / users) + 7 * (high - low) * log_term / (3 * (users - 1))
