@@ -164,7 +164,8 @@ def metrics_document(
         bootstrap_resamples: number of resamples of users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
-    bins = {name: list(of) for name, of in (*first.user_segments.items(), *first.item_segments.items())}
+    bins = {name: list(of) for name, of in first.user_segments.items()}
+    bins |= {name: list(of) for name, of in first.item_segments.items()}
     return {
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),

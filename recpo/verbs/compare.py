@@ -198,7 +198,7 @@ class _ServedBundle:
         loaded = partial(Loaded, recommender, bundle.manifest.max_history)
         return Contender(self._name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
 
-    def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+    def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _past: Tensor) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
         assert exclude is not None  # the evaluation uses exclude_past
         asked, reader = batch.user_ids.numpy(), self._bundle.reader

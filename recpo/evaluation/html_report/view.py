@@ -12,6 +12,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from recpo.evaluation import reading
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import (
     Cell,
@@ -25,18 +26,7 @@ from recpo.evaluation.html_report.parts import (
     rows_of,
 )
 from recpo.evaluation.html_report.svg import Figure, number_text
-from recpo.evaluation.reading import (
-    Document,
-    Value,
-    candidates_sentence,
-    criterion,
-    further_at,
-    further_metrics,
-    lower_is_better,
-    paired,
-    shares_at,
-    with_interval,
-)
+from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
 from recpo.evaluation.segments import NEW_METRICS
 
 _ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
@@ -126,7 +116,7 @@ class EvaluationView:
     @cached_property
     def criterion(self) -> Value | None:
         """The measure of value by which the best contender is named."""
-        return criterion(self.document)
+        return reading.criterion(self.document)
 
     @property
     def answer(self) -> Answer | None:
@@ -217,7 +207,7 @@ class EvaluationView:
     @property
     def all_metrics(self) -> list[tuple[str, Table]]:
         """All metrics of every contender: a table per list length, and one for metrics without a length."""
-        own = further_metrics(self.document)
+        own = reading.further_metrics(self.document)
         known = (*_ACCURACY, *_DISLIKES, *_TRUE)
         groups = {f"all metrics, lists of {k}": self._at(known, k) for k in self.setting["ks"]}
         groups["scores of the exposed items"] = [name for name in self._every if "@" not in name and name not in own]
@@ -233,7 +223,7 @@ class EvaluationView:
     def beyond_accuracy(self) -> list[Table]:
         """The other metrics of lists, which are neither better nor worse when larger."""
         known = {*_ACCURACY, *_DISLIKES, *_TRUE, *NEW_METRICS}
-        own = further_metrics(self.document)
+        own = reading.further_metrics(self.document)
         beyond = [name for name in self._every if "@" in name and name not in own and name.split("@")[0] not in known]
         return self._tables_per_k(lambda k: [name for name in beyond if name.endswith(f"@{k}")], "", is_ranked=False)
 
@@ -441,7 +431,7 @@ class EvaluationView:
     @property
     def candidates(self) -> str:
         """Which items were candidates, in a sentence; empty = all were."""
-        return "" if self.document["candidates"] is None else candidates_sentence(self.document)
+        return "" if self.document["candidates"] is None else reading.candidates_sentence(self.document)
 
     @staticmethod
     def facts(caption: str, facts: Mapping[str, Any], *without: str) -> Table:
@@ -544,7 +534,7 @@ def _share_cell(value: Mapping[str, Any]) -> Cell:
 def _difference_cell(value: Document | None) -> Cell:
     if value is None:
         return Cell("-")
-    mean, _, half_width = with_interval(value, signed=True).partition(" ")
+    mean, _, half_width = reading.with_interval(value, signed=True).partition(" ")
     survives = value["survives_holm"]
     return Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
 

@@ -220,7 +220,7 @@ class TargetSums:
         self._weights.update(weight)
         self._shown[items] = True
         own = np.stack([np.ones_like(weight), weight, weight**2], 1)
-        terms = [part for estimator in self._columns for part in estimator.terms(rows)]
+        terms = [estimator.terms(rows) for estimator in self._columns]
         self._sums.update(users, np.concatenate([own, *terms], axis=1))
 
     def add_choices(self, items: IntArray) -> None:
