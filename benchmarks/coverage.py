@@ -29,8 +29,8 @@ import torch
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.lists.exploration import Exploration, Pool
 from recpo.worlds.parameters import SimulationParameters
 from recpo.worlds.preferences import Preferences
@@ -168,15 +168,14 @@ def measured(world: World, name: str, days: int, users: int, seed: int) -> list[
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {key: [] for key in SHOWN}
     begin = time.perf_counter()
     for number in range(days):
-        measure = OffPolicyMeasure(
+        setting = OffPolicySetting(
             OffPolicyOptions(resamples=1, samples=DRAWS, seed=number),
             reward=lambda batch, slates: slates.reward,
-            propensities=LoggedPropensities(),
             num_items=world.logging.shape[1],
             ks=[K],
             model=model,
-            sample=target.sample,
         )
+        measure = OffPolicyMeasure(setting, target.sample)
         measure.update(day(world, target, name, users, generators[number]))
         for estimate in measure.result().estimates:
             if (key := (estimate.target, estimate.estimator)) in found:

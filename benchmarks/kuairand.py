@@ -230,9 +230,9 @@ class Trees:
     def _of(self, users):
         return self._scores[torch.from_numpy(self._kind_of.reshape(-1))[users]]
 
-    def lists(self, users, k, exclude):
-        """See ``Recommender.recommend_to_users``."""
-        scores = self._of(users)
+    def lists(self, batch, k, exclude, _):
+        """See ``Recommender.recommend_to_batch``."""
+        scores = self._of(batch.user_ids)
         depth = min(scores.shape[1], k + (0 if exclude is None else exclude.shape[1]))
         items = first_allowed(scores.topk(depth).indices + 1, k, exclude)
         return Recommendations(items, scores.gather(1, (items - 1).clamp_min(0)).masked_fill(items == 0, -torch.inf))
@@ -411,7 +411,7 @@ def made_here(name, seed, data, options):
     """Metrics of a contender that recpo has not: the means and the half-widths over users."""
     if name == TREES:
         trees = Trees(data, options.split, seed, 10 if options.quick else 200)
-        recommender = Recommender(recommend_to_users=trees.lists, score=trees.score, name=name)
+        recommender = Recommender(recommend_to_batch=trees.lists, score=trees.score, name=name)
     else:
         rule = item_rate(data)
         recommender = Recommender(rule.recommend, score=rule.score, name=name)

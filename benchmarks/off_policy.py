@@ -33,8 +33,8 @@ import torch
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.rewards.rewards import LoggedReward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -76,15 +76,14 @@ def random_model(rows: int, items: int) -> AdditiveRewardModel:
 
 def streamed(rows: int, items: int, *, whole: bool) -> dict:
     """The measure of recpo; ``whole`` asks for the softmax policy and a second list too."""
-    measure = OffPolicyMeasure(
+    setting = OffPolicySetting(
         OffPolicyOptions(clip=LIMIT, switch_threshold=LIMIT, reward_range=(-1.0, 1.0)),
         reward=LoggedReward(),
-        propensities=LoggedPropensities(),
         num_items=items,
         ks=[LIST, 50] if whole else [LIST],
         model=random_model(rows, items),
-        sample=lambda histories, n: torch.randint(1, items + 1, (len(histories.lengths), n)),
     )
+    measure = OffPolicyMeasure(setting, lambda histories, n: torch.randint(1, items + 1, (len(histories.lengths), n)))
     spent = np.zeros(2)
     for observed in random_log(rows, items, 50):
         begin = clocks()

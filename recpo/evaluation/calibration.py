@@ -7,7 +7,8 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,13 +19,12 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.estimates import as_json, estimate
-from recpo.evaluation.measures import auc
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
 
-_STEPS, _HALVINGS, _TOLERANCE, _RIDGE = 100, 40, 1e-10, 1e-12
+_BINS = 10  # of calibration errors
 
 
 class Platt(NamedTuple):
@@ -39,13 +39,12 @@ class Platt(NamedTuple):
 
 
 def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
-    """Platt's scaling (1999): the logistic regression of the outcome on the score, by Newton's method.
+    """Platt's scaling (1999): the logistic regression of the outcome on the score.
 
     It has two parameters, so a short validation period is enough, and it is strictly increasing (for a positive scale),
     so no two candidates become equal, as they would with isotonic regression. The targets are Platt's, ``(P + 1) / (P +
     2)`` for the P events and ``1 / (N + 2)`` for the N others, so the minimum exists even if the score separates them
-    perfectly or one kind is missing. A target between 0 and 1, such as a grade, counts for both kinds by its share. The
-    problem is convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
+    perfectly or one kind is missing. A target between 0 and 1, such as a grade, counts for both kinds by its share.
 
     Args:
         score: ``[N]``.
@@ -54,6 +53,8 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
     Raises:
         RecpoError: there is no event, or a score is not finite.
     """
+    from sklearn.linear_model import LogisticRegression  # here, because evaluations without calibration need no sklearn
+
     score = np.asarray(score, np.float64)
     if not len(score) or not np.isfinite(score).all():
         raise RecpoError(
@@ -65,50 +66,31 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
     positives = float(target.sum())
     target = target * (positives + 1) / (positives + 2) + (1 - target) / (len(score) - positives + 2)
     center, spread = score.mean(), score.std() or 1.0
-    design = np.stack([(score - center) / spread, np.ones_like(score)])
-
-    def loss(weights: FloatArray) -> float:
-        logit = weights @ design
-        return float(np.mean(np.logaddexp(0.0, logit) - target * logit))
-
-    weights = np.array([0.0, np.log(target.mean() / (1 - target.mean()))])
-    for _ in range(_STEPS):
-        probability = Platt(1.0, 0.0).probability(weights @ design)
-        gradient = design @ (probability - target) / len(score)
-        if np.abs(gradient).max() < _TOLERANCE:
-            break
-        curvature = (design * (probability * (1 - probability))) @ design.T / len(score) + _RIDGE * np.eye(2)
-        step, before, rate = np.linalg.solve(curvature, gradient), loss(weights), 1.0
-        for _ in range(_HALVINGS):
-            if loss(weights - rate * step) <= before:
-                break
-            rate /= 2
-        weights = weights - rate * step
-    scale = float(weights[0] / spread)
-    return Platt(scale, float(weights[1] - scale * center))
+    design = np.tile((score - center) / spread, 2)[:, None]  # each event once for each kind
+    # the ridge, 1 / C, is far below the rounding of the result; a constant score has no minimum without it
+    model = LogisticRegression(C=1e12, solver="newton-cholesky", tol=1e-10)
+    model.fit(design, np.repeat([1, 0], len(score)), np.concatenate([target, 1 - target]))
+    scale = float(model.coef_[0, 0] / spread)
+    return Platt(scale, float(model.intercept_[0] - scale * center))
 
 
-def roc_auc(score: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
-    """Probability that an event scores above a non-event, with ties counting one half; nan if either is missing."""
-    return _Ranking.of(score, happened).auc(np.ones(len(score)) if weight is None else weight)
+def roc_auc(rank: IntArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
+    """Probability that an event scores above a non-event, with ties counting one half; nan if either is missing.
+
+    Args:
+        rank: ``[N]`` ranks of the scores from 0 on, equal for equal scores: one sort serves every resample.
+        happened: ``[N]``.
+        weight: ``[N]``; None = 1.
+    """
+    weight, levels = np.ones(len(rank)) if weight is None else weight, int(rank.max(initial=-1)) + 1
+    positive, negative = (np.bincount(rank, weight * kind, levels) for kind in (happened, ~happened))
+    pairs = positive.sum() * negative.sum()
+    return float(positive @ (negative.cumsum() - negative / 2) / pairs) if pairs > 0 else math.nan
 
 
-class _Ranking(NamedTuple):
-    """Events ranked by score: one sort serves every resample."""
-
-    rank: IntArray
-    happened: BoolArray
-
-    @classmethod
-    def of(cls, score: FloatArray, happened: BoolArray) -> _Ranking:
-        return cls(np.unique(score, return_inverse=True)[1], np.asarray(happened, bool))
-
-    def auc(self, weight: FloatArray) -> float:
-        levels = int(self.rank.max(initial=-1)) + 1
-        positive = np.bincount(self.rank, weight * self.happened, levels)
-        negative = np.bincount(self.rank, weight * ~self.happened, levels)
-        pairs = positive.sum() * negative.sum()
-        return float(positive @ (negative.cumsum() - negative / 2) / pairs) if pairs > 0 else float("nan")
+def ranks(values: NDArray[Any]) -> IntArray:
+    """Ranks from 0 on, equal for equal values."""
+    return np.unique(values, return_inverse=True)[1]
 
 
 def log_loss(probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
@@ -117,32 +99,29 @@ def log_loss(probability: FloatArray, happened: BoolArray, weight: FloatArray | 
     return float(np.average(-np.log(certain), weights=weight))
 
 
-class Bins(NamedTuple):
-    """The bin of each event, by its probability. All bins have the same number of events."""
-
-    bin_of: IntArray
-    number: int
-
-    @classmethod
-    def of(cls, probability: FloatArray, bins: int = 10) -> Bins:
-        """Cuts bins at the quantiles of the probabilities."""
-        cuts = np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1])
-        return cls(np.searchsorted(cuts, probability), bins)
-
-    def error(self, probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
-        """Expected calibration error: ``sum_b n_b / n |mean probability of b - share of b that happened|``.
-
-        A perfect model has a value above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``. A bootstrap interval
-        adds this chance a second time.
-        """
-        weight = np.ones(len(probability)) if weight is None else weight
-        gap = np.bincount(self.bin_of, weight * (probability - happened), self.number)
-        return float(np.abs(gap).sum() / weight.sum())
+def probability_bins(probability: FloatArray) -> IntArray:
+    """The bin of each event among ten, cut at the quantiles of the probabilities, so all hold equally many events."""
+    cuts = np.quantile(probability, np.linspace(0, 1, _BINS + 1)[1:-1])
+    return np.searchsorted(cuts, probability)
 
 
-def calibration_error(probability: FloatArray, happened: BoolArray, bins: int = 10) -> float:
-    """See ``Bins.error``."""
-    return Bins.of(probability, bins).error(probability, happened)
+def calibration_error(
+    bins: IntArray, probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None
+) -> float:
+    """Expected calibration error: ``sum_b n_b / n |mean probability of b - share of b that happened|``.
+
+    A perfect model has a value above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``. A bootstrap interval adds
+    this chance a second time.
+
+    Args:
+        bins: ``[N]`` from ``probability_bins``.
+        probability: ``[N]``.
+        happened: ``[N]``.
+        weight: ``[N]``; None = 1.
+    """
+    weight = np.ones(len(probability)) if weight is None else weight
+    gap = np.bincount(bins, weight * (probability - happened), _BINS)
+    return float(np.abs(gap).sum() / weight.sum())
 
 
 class BootstrapEstimate(NamedTuple):
@@ -173,28 +152,14 @@ def assess(
         raise RecpoError(
             "no event to measure: the period is empty, or its events have no label", code="empty", field="label"
         )
-    ranking, bins = _Ranking.of(probability, happened), Bins.of(probability)
+    rank, bins = ranks(probability), probability_bins(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
-        "auc": ranking.auc,
+        "auc": lambda weight: roc_auc(rank, happened, weight),
         "log_loss": lambda weight: log_loss(probability, happened, weight),
-        "calibration_error": lambda weight: bins.error(probability, happened, weight),
+        "calibration_error": lambda weight: calibration_error(bins, probability, happened, weight),
     }
-    rows = np.unique(user, return_inverse=True)[1]
-    users, generator = int(rows.max()) + 1, np.random.default_rng(seed)
-    everyone = np.ones(len(rows))
-    drawn: dict[str, list[float]] = {name: [] for name in statistics}
-    for _ in range(resamples):
-        weight = generator.multinomial(users, np.full(users, 1 / users))[rows].astype(np.float64)
-        for name, statistic in statistics.items():
-            drawn[name].append(statistic(weight))
-    return {name: _interval(statistic(everyone), drawn[name]) for name, statistic in statistics.items()}
-
-
-def _interval(value: float, drawn: list[float]) -> BootstrapEstimate:
-    known = np.array(drawn)[~np.isnan(drawn)]
-    low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
-    return BootstrapEstimate(value, float(low), float(high))
+    return _over_resampled_users(statistics, user, resamples, seed)
 
 
 def assess_grades(
@@ -220,44 +185,45 @@ def assess_grades(
         raise RecpoError(
             "no event to measure: the period is empty, or its events have no grade", code="empty", field="grade"
         )
-    one, two = rankdata(predicted), rankdata(grade)
-    one, two = (ranks - ranks.mean() for ranks in (one, two))
-    terms = np.stack([np.ones_like(one), (predicted - grade) ** 2, one, two, one * one, two * two, one * two])
-    rows = np.unique(user, return_inverse=True)[1]
-    sums = np.stack([np.bincount(rows, term) for term in terms], axis=1)
-    users, generator = len(sums), np.random.default_rng(seed)
-    drawn = generator.multinomial(users, np.full(users, 1 / users), size=resamples).astype(np.float64) @ sums
-
-    def error(totals: FloatArray) -> FloatArray:
-        return np.sqrt(totals[..., 1] / totals[..., 0])
-
-    within = [
-        _correlation(_moments(rankdata(predicted[events]), rankdata(grade[events])))
-        for events in np.split(np.argsort(rows, kind="stable"), np.cumsum(np.bincount(rows))[:-1])
-    ]
-    everybody = sums.sum(0)
-    return {
-        "rmse": _interval(float(error(everybody)), error(drawn).tolist()),
-        "rank_correlation": _interval(float(_correlation(everybody)), _correlation(drawn).tolist()),
-        "rank_correlation_per_user": BootstrapEstimate.of_mean(torch.tensor(np.array(within))),
+    one, two, squares = rankdata(predicted), rankdata(grade), (predicted - grade) ** 2
+    statistics: dict[str, Callable[[FloatArray], float]] = {
+        "rmse": lambda weight: math.sqrt(np.average(squares, weights=weight)),
+        "rank_correlation": lambda weight: _correlation(one, two, weight),
     }
+    within = _mean_over_users(user, lambda own: _correlation(rankdata(predicted[own]), rankdata(grade[own])))
+    return _over_resampled_users(statistics, user, resamples, seed) | {"rank_correlation_per_user": within}
 
 
-def _moments(one: FloatArray, two: FloatArray) -> FloatArray:
-    one, two = one - one.mean(), two - two.mean()
-    return np.array([len(one), 0.0, 0.0, 0.0, one @ one, two @ two, one @ two])
+def _over_resampled_users(
+    statistics: Mapping[str, Callable[[FloatArray], float]], user: IntArray, resamples: int, seed: int
+) -> dict[str, BootstrapEstimate]:
+    """Functions of the weights of all events, with percentile bootstrap intervals."""
+    rows = ranks(user)
+    users, generator = int(rows.max()) + 1, np.random.default_rng(seed)
+    drawn: dict[str, list[float]] = {name: [] for name in statistics}
+    for _ in range(resamples):
+        weight = generator.multinomial(users, np.full(users, 1 / users))[rows].astype(np.float64)
+        for name, statistic in statistics.items():
+            drawn[name].append(statistic(weight))
+    found = {}
+    for name, statistic in statistics.items():
+        known = np.array(drawn[name])[~np.isnan(drawn[name])]
+        low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
+        found[name] = BootstrapEstimate(statistic(np.ones(len(rows))), float(low), float(high))
+    return found
 
 
-def _correlation(moments: FloatArray) -> FloatArray:
-    """From ``[..., 7]``: number, squared error, both sums, both sums of squares, and the product; nan without variance.
+def _mean_over_users(user: IntArray, statistic: Callable[[IntArray], float]) -> BootstrapEstimate:
+    """Mean of a function of each user's events ``[n]``, over the users for whom it is not nan."""
+    ends = np.cumsum(np.unique(user, return_counts=True)[1])
+    events = np.split(np.argsort(user, kind="stable"), ends[:-1])
+    return BootstrapEstimate.of_mean(torch.tensor([statistic(own) for own in events], dtype=torch.float64))
 
-    A variance below the rounding error of its sum counts as none.
-    """
-    number, _, one, two, squares_one, squares_two, products = np.moveaxis(moments, -1, 0)
-    variances = (squares_one - one * one / number, squares_two - two * two / number)
-    known = (variances[0] > 1e-9 * number) & (variances[1] > 1e-9 * number)
-    scale = np.sqrt(np.where(known, variances[0] * variances[1], 1.0))
-    return np.where(known, (products - one * two / number) / scale, np.nan)
+
+def _correlation(one: FloatArray, two: FloatArray, weight: FloatArray | None = None) -> float:
+    """Pearson's; nan without variance, where a variance below the rounding error of its sum counts as none."""
+    (variance, shared), (_, other) = np.cov(one, two, ddof=0, aweights=weight)
+    return float(shared / math.sqrt(variance * other)) if min(variance, other) > 1e-9 else math.nan
 
 
 def fit_line(predicted: FloatArray, grade: FloatArray) -> tuple[float, float]:
@@ -297,52 +263,35 @@ def selected(columns: _Columns, which: BoolArray) -> _Columns:
     return type(columns)(*(column[which] for column in columns))
 
 
-def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
-    """Ranking and calibration of event k, before and after calibration, as JSON values.
+def assess_target(
+    test: Exposures, k: int, fitted: Platt, *, is_grade: bool, resamples: int, seed: int
+) -> dict[str, Any]:
+    """Accuracy of target k, before and after calibration, as JSON values.
+
+    Ranking and calibration of an event; error and rank correlation of a grade.
 
     Args:
         test: exposures of a period that nothing was fitted on.
         k: the target.
         fitted: its calibration.
+        is_grade: it is a grade, not an event.
         resamples: number of bootstrap resamples of users.
         seed: seed of the bootstrap.
     """
     test = selected(test, test.known[:, k])
-    score, happened = test.score[:, k], test.target[:, k] > 0.5
-    before = assess(Platt(1.0, 0.0).probability(score), happened, test.user, resamples=resamples, seed=seed)
-    after = assess(fitted.probability(score), happened, test.user, resamples=resamples, seed=seed)
-    intervals = {
-        **{name: after[name] for name in ("base_rate", "auc", "log_loss", "calibration_error")},
-        "auc_per_user": _auc_per_user(score, happened, test.user),
-        "log_loss_uncalibrated": before["log_loss"],
-        "calibration_error_uncalibrated": before["calibration_error"],
-    }
-    counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
-    return {**counts, **as_json(intervals)}
-
-
-def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
-    """Like ``assess_target``, for a target k that is a grade: error and rank correlation after calibration."""
-    test = selected(test, test.known[:, k])
-    score, grade = test.score[:, k], test.target[:, k]
-    before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
-    after = assess_grades(fitted.probability(score), grade, test.user, resamples=resamples, seed=seed)
-    counts = {"exposures": len(score), "users": len(np.unique(test.user))}
-    return {**counts, **as_json({**after, "rmse_uncalibrated": before["rmse"]})}
-
-
-def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> BootstrapEstimate:
-    """Mean over the users with events of both kinds."""
-    order = np.argsort(user, kind="stable")
-    counts = np.unique(user, return_counts=True)[1]
-    row = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    score = torch.zeros(len(counts), int(counts.max(initial=1)), dtype=torch.float64)
-    positive, negative = torch.zeros_like(score, dtype=torch.bool), torch.zeros_like(score, dtype=torch.bool)
-    score[row, place] = torch.from_numpy(scores[order])
-    positive[row, place] = torch.from_numpy(happened[order])
-    negative[row, place] = torch.from_numpy(~happened[order])
-    return BootstrapEstimate.of_mean(auc(score, positive, negative))
+    score, user = test.score[:, k], test.user
+    outcome: NDArray[Any] = test.target[:, k] if is_grade else test.target[:, k] > 0.5
+    measure = assess_grades if is_grade else assess
+    raw, found = (
+        measure(platt.probability(score), outcome, user, resamples=resamples, seed=seed)
+        for platt in (Platt(1.0, 0.0), fitted)
+    )
+    counts = {"exposures": len(score), "users": len(np.unique(user))}
+    if not is_grade:
+        counts["happened"] = int(outcome.sum())
+        found["auc_per_user"] = _mean_over_users(user, lambda own: roc_auc(ranks(score[own]), outcome[own]))
+    uncalibrated = ("rmse",) if is_grade else ("log_loss", "calibration_error")
+    return {**counts, **as_json(found | {f"{name}_uncalibrated": raw[name] for name in uncalibrated})}
 
 
 def calibrate_targets(
@@ -366,11 +315,11 @@ def calibrate_targets(
                 field=name,
             )
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
-        report = assess_grade_target if name == "grade" else assess_target  # a probability, except for the grade
+        options: dict[str, Any] = {"is_grade": name == "grade", "resamples": resamples, "seed": seed}
         found[name] = {
             "calibration": fitted._asdict(),
             "test": {
-                group: report(selected(test, shown), column, fitted, resamples=resamples, seed=seed)
+                group: assess_target(selected(test, shown), column, fitted, **options)
                 for group, shown in groups(test.is_random)
                 if (test.known[:, column] & shown).any()
             },

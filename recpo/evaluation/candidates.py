@@ -23,6 +23,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
+from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived, LogColumns
 
@@ -187,16 +188,29 @@ def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:
     return found
 
 
+def internal_ids(known: IdMap, values: pa.Array, column: str, name: str) -> NDArray[np.int64]:
+    """Internal ids of the external ids in a column of the table ``name``; 0 = unknown.
+
+    Raises:
+        RecpoError: strings if ids are integers, or the other way round.
+    """
+    try:
+        return known.to_internal(values)
+    except RecpoError as error:
+        raise RecpoError(
+            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it",
+            code="wrong_type",
+            field=column,
+        ) from error
+
+
 def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``available_from`` and ``available_until`` ``[V + 1]``."""
     name = table.path or "candidates"
     frame, size = read_frame(table.source, name), data.num_items + 1
     require_columns(frame, [one for one in (table.available_from, table.available_until) if one is not None], name)
     ids = id_column(frame, table.item_id, name)
-    try:
-        index = data.item_ids().to_internal(ids)
-    except RecpoError as error:
-        raise RecpoError(f"{name}, column {table.item_id}: {error}", code="wrong_type", field=table.item_id) from error
+    index = internal_ids(data.item_ids(), ids, table.item_id, name)
     if not (index > 0).any():
         raise RecpoError(
             f"{name}: none of its {len(ids):,} rows names an item of {data.root}; its items are "

@@ -44,14 +44,6 @@ _Parts = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
-class UserLabels:
-    """The users' bins of one ``UserSegment``: names, and ``[U]`` int64 indices, ``NO_BIN`` for none."""
-
-    bins: tuple[str, ...]
-    label: Tensor
-
-
-@dataclass(frozen=True)
 class RankingResult:
     """Metrics of one recommender for every held-out user, in the order of the batches.
 
@@ -60,7 +52,7 @@ class RankingResult:
         per_user: metric name, such as ``NDCG@10``, to ``[U]`` float32; nan if the user has no target of that kind.
         totals: metrics of all lists together, such as ``coverage@10``.
         counts: numbers of users and held-out events, used and removed.
-        user_segments: segment name to the users' bins.
+        user_segments: segment name to bin to ``[U]`` bool, the users in it.
         item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
     """
 
@@ -68,7 +60,7 @@ class RankingResult:
     per_user: dict[str, Tensor]
     totals: dict[str, float]
     counts: dict[str, int]
-    user_segments: dict[str, UserLabels]
+    user_segments: dict[str, dict[str, Tensor]]
     item_segments: dict[str, dict[str, dict[str, Tensor]]]
 
     def estimate(self, metric: str) -> Estimate:
@@ -76,44 +68,31 @@ class RankingResult:
         return estimate(self.per_user[metric])
 
     def difference(self, other: RankingResult, metric: str) -> Estimate:
-        """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones.
-
-        Raises:
-            RecpoError: the two were not evaluated on the same users.
-        """
-        return estimate(self._per_user_difference(other, metric))
+        """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
+        return estimate(self.differences(other, metric))
 
     def differing(self, other: RankingResult, metric: str) -> int:
         """Users for whom both metrics are defined and differ."""
-        difference = self._per_user_difference(other, metric)
+        difference = self.differences(other, metric)
         return int(((difference != 0) & ~difference.isnan()).sum())
 
-    def _per_user_difference(self, other: RankingResult, metric: str) -> Tensor:
-        if not torch.equal(self.user_ids, other.user_ids):
-            raise RecpoError(
-                "a paired difference needs both results on the same users in the same order",
-                code="mismatch",
-                field="user_ids",
-            )
+    def differences(self, other: RankingResult, metric: str) -> Tensor:
+        """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
+        assert torch.equal(self.user_ids, other.user_ids)  # every pass has the same users in the same order
         return self.per_user[metric].double() - other.per_user[metric].double()
 
     def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:
         """Segment to bin to metric to its mean over the bin's users, or over the users with targets in the bin."""
         found = {
             name: {
-                bin_name: {metric: estimate(values[users.label == index]) for metric, values in self.per_user.items()}
-                for index, bin_name in enumerate(users.bins)
+                bin_name: {metric: estimate(values[inside]) for metric, values in self.per_user.items()}
+                for bin_name, inside in bins.items()
             }
-            for name, users in self.user_segments.items()
+            for name, bins in self.user_segments.items()
         }
-        of_items = {
-            name: {
-                bin_name: {metric: estimate(values) for metric, values in metrics.items()}
-                for bin_name, metrics in bins.items()
-            }
-            for name, bins in self.item_segments.items()
-        }
-        return found | of_items
+        for name, of_items in self.item_segments.items():
+            found[name] = {one: {metric: estimate(v) for metric, v in of.items()} for one, of in of_items.items()}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +325,10 @@ class _Collected:
             per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),
-            user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._ranking.user_segments},
+            user_segments={
+                segment.name: {name: labels[segment.name] == index for index, name in enumerate(segment.bins)}
+                for segment in self._ranking.user_segments
+            },
             item_segments={
                 segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
                 for segment in self._ranking.item_segments

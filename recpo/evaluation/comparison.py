@@ -7,7 +7,7 @@ one do not agree at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
-from recpo.evaluation.estimates import estimate
-from recpo.evaluation.reading import Document
+from recpo.evaluation.estimates import as_json, estimate
+from recpo.evaluation.reading import Document, ends_of, off_policy_of
 from recpo.ops.ranking import is_member
 
 COMPARE: Final = "compare.json"
@@ -84,29 +84,22 @@ def comparison_document(evaluated: Document, k: int, agreed: Mapping[str, Tensor
     return {
         "recpo_version": __version__,
         "setting": setting | {"requests": sides[OLD]["counts"]["users"]},
-        "agreement": {name: estimate(values).as_json() for name, values in agreed.items()},
+        "agreement": as_json({name: estimate(values) for name, values in agreed.items()}),
         "lists": {name: {total: side["totals"][total] for total in totals} for name, side in sides.items()},
         "ranking": ranking,
-        "value": _value(sides, pair["off_policy"], f"top_{k}"),
+        "value": _value(sides, pair, f"top_{k}"),
         "warnings": list(evaluated["warnings"]),
     }
 
 
-def _value(sides: Mapping[str, Document], differences: Sequence[Document], target: str) -> Document | None:
+def _value(sides: Mapping[str, Document], pair: Document, target: str) -> Document | None:
     """Estimates of the lists' value with bootstrap intervals, by estimator; None if there are none."""
-    entries = {
-        name: {one["estimator"]: _ends(one) for one in side["off_policy"] if one["target"] == target}
-        for name, side in sides.items()
-    }
-    paired = {one["estimator"]: _ends(one) for one in differences if one["target"] == target}
-    nothing = {"value": None, "low": None, "high": None}
+    found = {**{name: off_policy_of(side) for name, side in sides.items()}, "difference": off_policy_of(pair)}
+    nothing = {"value": None, "intervals": {"bootstrap": {"low": None, "high": None}}}
+    estimators = [estimator for of, estimator in found[OLD] if of == target]
     return {
-        estimator: {
-            OLD: entries[OLD][estimator],
-            NEW: entries[NEW][estimator],
-            "difference": paired.get(estimator, nothing),
-        }
-        for estimator in entries[OLD]
+        estimator: {name: _ends(of.get((target, estimator), nothing)) for name, of in found.items()}
+        for estimator in estimators
     } or None
 
 
@@ -117,9 +110,9 @@ def _ends(entry: Document) -> Document:
 def gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
     """The limits, the measured numbers, and one sentence per violated limit. An unknown number violates its limit."""
     if document["value"] is None:
-        measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]
-        mean, half_width = found["mean"], found["half_width"]
-        low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
+        measure = f"NDCG@{k}"
+        found = document["ranking"][measure]["difference"]
+        low, high = ends_of(found["mean"], found["half_width"])
     else:
         measure, found = f"{_GATED_ESTIMATOR} of top_{k}", document["value"][_GATED_ESTIMATOR]["difference"]
         low, high = found["low"], found["high"]

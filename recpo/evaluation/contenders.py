@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.dataset as ds
 import torch
@@ -28,33 +27,21 @@ from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.ranges import PositiveFloat, validate_ranges
-from recpo.base.types import FeedbackBatch, Histories, Recommendations
-from recpo.evaluation.baselines import (
-    BaselineCache,
-    CooccurrenceBaseline,
-    CooccurrenceOptions,
-    EventChunk,
-    Popularity,
-    Recipe,
-    UniformlyRandom,
-    by_place,
-    factors_recommender,
-    first_allowed,
-    item_scores,
-    neighbors_of,
-    recommender_of,
-)
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
+from recpo.evaluation import baselines
+from recpo.evaluation.baselines import BaselineCache, CooccurrenceOptions, by_place, first_allowed
+from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.document import Kind
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
+from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import EASE, EaseOptions, ImplicitALS, ImplicitOptions, fit_ease, fit_implicit
-from recpo.rewards.selection import fit_factors
+from recpo.rewards.implicit import EASE, EaseOptions, ImplicitALS, ImplicitOptions
 
 Baseline = Literal[
     "popularity",
@@ -150,9 +137,7 @@ def baseline(
         cache: where fitted baselines are kept.
         progress: show a progress bar on a terminal.
     """
-    if name in _FITTED:
-        return Contender(name, "baseline", partial(_load_fitted, name, data, options, cache, progress))
-    return Contender(name, "baseline", partial(_load_baseline, name, data, options))
+    return Contender(name, "baseline", partial(_load_baseline, name, data, options, cache, progress))
 
 
 def oracle(truth: TrueRewards) -> Contender:
@@ -183,51 +168,47 @@ def validate_names(contenders: Sequence[Contender]) -> None:
         )
 
 
-def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Loaded:
+def _load_baseline(
+    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool
+) -> Loaded:
+    if name in ("factorization", "implicit_als", "ease"):
+        return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
     if name == "random":
-        return Loaded(Recommender(UniformlyRandom(data.num_items).recommend, name=name), 1)
+        return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
     if name == "cooccurrence":
-        neighbors = neighbors_of(partial(_training_events, data), data.num_items, options.cooccurrence)
-        recent = options.cooccurrence.recent_events
-        counts = torch.from_numpy(data.item_counts())
-        return Loaded(Recommender(CooccurrenceBaseline(neighbors, counts, recent).recommend, name=name), recent)
-    popularity = Popularity(torch.from_numpy(item_scores(name, data, options.recency_half_life)))
+
+        def events() -> Iterator[baselines.EventChunk]:
+            return (baselines.EventChunk(*one.values()) for one in data.train_columns(["user_index", "item_index"]))
+
+        neighbors = baselines.neighbors_of(events, data.num_items, options.cooccurrence)
+        recent, counts = options.cooccurrence.recent_events, torch.from_numpy(data.item_counts())
+        near = baselines.CooccurrenceBaseline(neighbors, counts, recent)
+        return Loaded(Recommender(near.recommend, name=name), recent)
+    popularity = baselines.Popularity(torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life)))
     return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
 
 
-def _load_fitted(
-    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool
-) -> Loaded:
-    model = fitted_model(name, data, options, cache, progress)
-    if isinstance(model, Factors):
-        return Loaded(factors_recommender(model, name), model.max_history, reads=model.reads)
+def loaded_model(model: Factors | ImplicitALS | EASE, name: str) -> Loaded:
+    """A fitted model, run on the CPU; histories may be on any device.
+
+    Factors list the items with the highest predicted grade, or lower bound of it, for users folded in from their
+    history. Held-out slates are scored by what the model ranks by.
+    """
+
+    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        device = histories.item_ids.device
+        found = model.recommend(histories.map(Tensor.cpu), k, None if exclude is None else exclude.cpu())
+        return Recommendations(*(part.to(device) for part in found))
 
     def score(batch: FeedbackBatch) -> Tensor:
-        of_all = model.scores if isinstance(model, EASE) else lambda known: model.fold_in(known) @ model.item_factors.T
-        return of_all(batch.histories).gather(1, (batch.slates.item_ids - 1).clamp_min(0))
+        histories, items = batch.histories.map(Tensor.cpu), batch.slates.item_ids
+        if isinstance(model, Factors):
+            return model.bounded_grades(histories, items.cpu()).to(items.device)
+        of_all = model.scores(histories) if isinstance(model, EASE) else model.fold_in(histories) @ model.item_factors.T
+        return of_all.gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
 
-    return Loaded(recommender_of(model, name, score), model.max_history)
-
-
-_FITTED: Final = ("factorization", "implicit_als", "ease")
-
-
-def fitted_model(
-    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool = False
-) -> Factors | ImplicitALS | EASE:
-    """The model of the baseline factorization, implicit_als or ease: an existing one of the cache, or a new one."""
-    recipes: dict[str, Recipe[Any]] = {
-        "factorization": Recipe(fit_factors, Factors.open, suffix=""),
-        "implicit_als": Recipe(fit_implicit, ImplicitALS.open),
-        "ease": Recipe(fit_ease, EASE.open),
-    }
-    model: Factors | ImplicitALS | EASE = cache.model(name, data, getattr(options, name), recipes[name], progress)
-    return model
-
-
-def _training_events(data: Prepared) -> Iterator[EventChunk]:
-    for columns in data.train_columns(["user_index", "item_index"]):
-        yield EventChunk(*columns.values())
+    reads = model.reads if isinstance(model, Factors) else Reads()
+    return Loaded(Recommender(recommend, name=name, score=score), model.max_history, reads=reads)
 
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
@@ -323,67 +304,56 @@ def read_lists(given: Lists, data: Prepared) -> ListedItems:
         RecpoError: the source cannot be read, a column is missing or of another type, an id, rank or score is missing,
             or no row names both a user and an item of ``data``.
     """
+    import pandas as pd  # imports 35 MB, and only lists need it
+
     name = given.path or f"lists {given.name}"
-    users_known = data.table("users.parquet", [USER_ID]).column(0)
-    items_known = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    users_known, items_known = IdMap(data.table("users.parquet", [USER_ID]).column(0).combine_chunks()), data.item_ids()
     table = _table(given, {USER_ID: users_known.type, ITEM_ID: items_known.type})
     users, items = (id_column(table, column, name) for column in (USER_ID, ITEM_ID))
     order, score = _order(table, name)
-    user, item = _places(users, users_known, USER_ID, name), _places(items, items_known, ITEM_ID, name) + 1
-    counts = _unknown(users, items, user, item)
-    known = (user >= 0) & (item > 0)
-    if not known.any():
-        raise RecpoError(
-            f"{name}: none of its {len(table):,} rows names a user and an item of {data.root}; its users are "
-            f"{first_values(users[:4].to_pylist())}, those of the data {first_values(users_known[:4].to_pylist())}; "
-            f"its items are {first_values(items[:4].to_pylist())}, those of the data "
-            f"{first_values(items_known[:4].to_pylist())}: give the external ids of the same log",
-            code="mismatch",
-            field=name,
-        )
-    score = None if score is None else score[known]
-    return _listed(user[known], item[known], order[known], score, counts)
-
-
-def _listed(
-    user: np.ndarray, item: np.ndarray, order: np.ndarray, score: np.ndarray | None, counts: Mapping[str, int]
-) -> ListedItems:
-    best_first = np.lexsort((item, order, user))
-    user, item = user[best_first], item[best_first]
-    against = 0
-    if score is not None:
-        rises = score[best_first][1:] > score[best_first][:-1]
-        against = int((rises & (user[1:] == user[:-1])).sum())
-    together = np.lexsort((item, user))  # stable: the best place of equal items comes first
-    again = (user[together][1:] == user[together][:-1]) & (item[together][1:] == item[together][:-1])
-    repeated = np.zeros(len(user), bool)
-    repeated[together[1:][again]] = True
-    user, item = user[~repeated], item[~repeated]
-    owners, starts = np.unique(user, return_index=True)
-    counts = {**counts, "list_rows_repeated": int(repeated.sum()), "list_rows_against_scores": against}
-    return ListedItems(owners.astype(np.int64), np.append(starts, len(user)), item.astype(np.int32), counts)
-
-
-def _unknown(users: pa.Array, items: pa.Array, user: np.ndarray, item: np.ndarray) -> dict[str, int]:
-    strange_users, strange_items = user < 0, (user >= 0) & (item == 0)
-    return {
+    user, item = internal_ids(users_known, users, USER_ID, name), internal_ids(items_known, items, ITEM_ID, name)
+    strange_users, strange_items = user == 0, (user > 0) & (item == 0)
+    counts = {
         "list_rows": len(user),
         "list_rows_of_unknown_users": int(strange_users.sum()),
         "list_unknown_users": len(users.filter(pa.array(strange_users)).unique()),
         "list_rows_of_unknown_items": int(strange_items.sum()),
         "list_unknown_items": len(items.filter(pa.array(strange_items)).unique()),
     }
+    known = (user > 0) & (item > 0)
+    if not known.any():
+        few = [first_values(ids.listed(np.arange(min(len(ids), 4)) + 1)) for ids in (users_known, items_known)]
+        raise RecpoError(
+            f"{name}: none of its {len(table):,} rows names a user and an item of {data.root}; its users are "
+            f"{first_values(users[:4].to_pylist())}, those of the data {few[0]}; its items are "
+            f"{first_values(items[:4].to_pylist())}, those of the data {few[1]}: give the external ids of the "
+            "same log",
+            code="mismatch",
+            field=name,
+        )
+    best_first = np.flatnonzero(known)[np.lexsort((item[known], order[known], user[known]))]
+    user, item, against = user[best_first] - 1, item[best_first], 0
+    if score is not None:
+        rises = score[best_first][1:] > score[best_first][:-1]
+        against = int((rises & (user[1:] == user[:-1])).sum())
+    repeated = pd.DataFrame({USER_ID: user, ITEM_ID: item}).duplicated().to_numpy()  # the best place is the first
+    user, item = user[~repeated], item[~repeated]
+    owners, starts = np.unique(user, return_index=True)
+    counts = {**counts, "list_rows_repeated": int(repeated.sum()), "list_rows_against_scores": against}
+    return ListedItems(owners.astype(np.int64), np.append(starts, len(user)), item.astype(np.int32), counts)
 
 
 def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
-    """Reads the used columns of any kind of source."""
+    """Reads the used columns; the ids of a CSV file in their type in the log, so that 007 keeps its zeros."""
     if given.path is None:
         return to_arrow(given.source, f"lists {given.name}")  # type: ignore[arg-type]  # no path
+    types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
+    csv = ds.CsvFileFormat(convert_options=pyarrow.csv.ConvertOptions(column_types=types))
     try:
-        if given.path.endswith(_CSV):
-            return _csv_table(given.path, ids)
-        found = ds.dataset(given.path, format="parquet")
-        return to_arrow(found.to_table(columns=_used(found.schema, given.path)), given.path)
+        found = ds.dataset(given.path, format=csv if given.path.endswith(_CSV) else "parquet")
+        require_columns(found.schema, [USER_ID, ITEM_ID], given.path)
+        used = [column for column in (USER_ID, ITEM_ID, RANK, SCORE) if column in found.schema.names]
+        return to_arrow(found.to_table(columns=used), given.path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise RecpoError(
@@ -391,20 +361,6 @@ def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
             code="wrong_file",
             field=given.path,
         ) from error
-
-
-def _csv_table(path: str, ids: Mapping[str, pa.DataType]) -> pa.Table:
-    """Reads ids in their type in the log, so that 007 keeps its zeros; ranks and scores as numbers."""
-    with pyarrow.csv.open_csv(path) as reader:
-        columns = _used(reader.schema, path)
-    types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
-    options = pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns)
-    return pyarrow.csv.read_csv(path, convert_options=options)
-
-
-def _used(schema: pa.Schema, name: str) -> list[str]:
-    require_columns(schema, [USER_ID, ITEM_ID], name)
-    return [USER_ID, ITEM_ID, *(column for column in (RANK, SCORE) if column in schema.names)]
 
 
 def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
@@ -428,29 +384,10 @@ def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
     return (-values, None) if rank is None else (values, score)
 
 
-def _places(values: pa.Array, known: pa.ChunkedArray, column: str, name: str) -> np.ndarray:
-    """Indices of external ids among the ``known`` ones, int64, -1 = unknown."""
-    if not len(values):
-        return np.zeros(0, np.int64)
-    if pa.types.is_integer(values.type) != pa.types.is_integer(known.type):
-        raise RecpoError(
-            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it",
-            code="wrong_type",
-            field=column,
-        )
-    common = pa.int64() if pa.types.is_integer(known.type) else pa.large_string()
-    try:
-        found = pc.index_in(values.cast(common), value_set=known.cast(common))
-    except pa.ArrowInvalid as error:
-        raise RecpoError(
-            f"{name}: column {column!r}: {' '.join(str(error).split())}", code="bad_value", field=column
-        ) from error
-    return np.asarray(found.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
-
-
 def _load_lists(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> Loaded:
     answers = _Answers(listed, ks, num_items)
-    return Loaded(Recommender(recommend_to_users=answers.recommend, name=name), 1, counts=answers.counts)
+    recommender = Recommender(recommend_to_batch=answers.recommend, name=name)
+    return Loaded(recommender, 1, counts=answers.counts)
 
 
 class _Answers:
@@ -467,8 +404,9 @@ class _Answers:
         found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
         return {**self._listed.counts, **found}
 
-    def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-        """Lists ``[B, k]`` of ``users [B]``, padded with 0; scores are minus the places."""
+    def recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+        """Lists ``[B, k]``, padded with 0; scores are minus the places."""
+        users = batch.user_ids
         listed = self._rows(users.cpu().numpy()).to(users.device)
         items = first_allowed(listed, k, exclude)
         length = (items > 0).sum(1)

@@ -8,81 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value, estimate
-from recpo.evaluation.held_out_pass import Evaluated
+from recpo.evaluation.document import Evaluated
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value
 
-#: Criteria without propensities, the preferred one first; ``@k`` stands for the length of the lists.
-_METRICS: Final = ("AUC_mixed", "AUC_unseen", "NDCG@k")
+#: Criteria without propensities, the preferred one first, and what they measure, as the end of a sentence.
+CRITERIA: Final = {
+    "AUC_mixed": "how far positives rank above the same user's other exposures (weight .6) and above items that the "
+    "user was never shown (.4)",
+    "AUC_unseen": "how far positives rank above items that the user was never shown: the log has no other exposures",
+    "NDCG": "agreement with the logged positives: the period has too little to compare value",
+}
 _LEAST_USERS: Final = 30
 
 
-class Measured(NamedTuple):
-    """A contender on the validation period: its name, whether it is a baseline, and what one pass found."""
+def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
+    """The per-user metric that stands for value: the first criterion that enough users have for every contender.
 
-    name: str
-    is_baseline: bool
-    found: Evaluated
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A per-user metric that stands for value.
-
-    Attributes:
-        metric: its name among the metrics of the pass.
+    ``AUC_mixed`` needs exposures that were not liked; a log of positives alone has ``AUC_unseen``. A period in which
+    nothing can be compared has ``NDCG@k``.
     """
-
-    metric: str
-
-    @classmethod
-    def of(cls, measured: Sequence[Measured], k: int) -> Criterion:
-        """The first criterion that enough users have for every contender.
-
-        ``AUC_mixed`` needs exposures that were not liked; a log of positives alone has ``AUC_unseen``. A period in
-        which nothing can be compared has ``NDCG@k``.
-        """
-        for metric in _METRICS:
-            name = metric.replace("@k", f"@{k}")
-            if all(_users(one, name) >= _LEAST_USERS for one in measured):
-                return cls(name)
-        return cls(f"NDCG@{k}")
-
-    def value(self, one: Measured) -> Estimate:
-        """Mean over users, with its 95 % interval."""
-        return one.found.contender.result.estimate(self.metric)
-
-    def difference(self, one: Measured, other: Measured) -> Estimate:
-        """Mean of ``one - other`` over the same users, with its 95 % interval."""
-        return one.found.contender.result.difference(other.found.contender.result, self.metric)
-
-    def differences(self, one: Measured, other: Measured) -> Tensor:
-        """``one - other`` of every user, ``[U]``; nan for a user without a value."""
-        mine, theirs = (each.found.contender.result.per_user[self.metric].double() for each in (one, other))
-        return mine - theirs
-
-    @property
-    def why(self) -> str:
-        """What it measures, as the end of a sentence."""
-        if self.metric == "AUC_mixed":
-            return (
-                "how far positives rank above the same user's other exposures (weight .6) and above items that the "
-                "user was never shown (.4)"
-            )
-        if self.metric == "AUC_unseen":
-            return "how far positives rank above items that the user was never shown: the log has no other exposures"
-        return "agreement with the logged positives: the period has too little to compare value"
-
-
-def _users(one: Measured, metric: str) -> int:
-    values = one.found.contender.result.per_user.get(metric)
-    return 0 if values is None else estimate(values).n
+    for metric in CRITERIA:
+        if all(metric in one.result.per_user and one.result.estimate(metric).n >= _LEAST_USERS for one in measured):
+            return metric
+    return f"NDCG@{k}"
 
 
 class Standing(NamedTuple):
@@ -150,20 +103,21 @@ class Choice(NamedTuple):
         ]
 
 
-def leaderboard(measured: Sequence[Measured], criterion: Criterion) -> tuple[Standing, ...]:
+def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""
-    values = {one.name: criterion.value(one) for one in measured}
+    values = {one.name: one.result.estimate(criterion) for one in measured}
     ranked = sorted(measured, key=lambda one: -_known(values[one.name].mean))
     leader, rows = ranked[0], []
     for one in ranked:
-        behind = criterion.difference(leader, one)
+        behind = leader.result.difference(one.result, criterion)
         lost = one is not leader and behind.mean > 0 and _p_value(behind) <= LEVEL
         own = values[one.name]
-        rows.append(Standing(one.name, one.is_baseline, own.mean, own.half_width, behind.mean, behind.half_width, lost))
+        is_baseline = one.kind == "baseline"
+        rows.append(Standing(one.name, is_baseline, own.mean, own.half_width, behind.mean, behind.half_width, lost))
     return tuple(rows)
 
 
-def choose(measured: Sequence[Measured], criterion: Criterion) -> Choice:
+def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     """The contender that ships: the best policy if it beats the strongest baseline beyond doubt, else that baseline.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
@@ -182,10 +136,11 @@ def choose(measured: Sequence[Measured], criterion: Criterion) -> Choice:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
     best = policies[0].name
-    gain = criterion.difference(by_name[best], by_name[strongest])
-    columns = [criterion.differences(by_name[row.name], by_name[strongest]) for row in policies]
+    strong = by_name[strongest].result
+    gain = by_name[best].result.difference(strong, criterion)
+    columns = [by_name[row.name].result.differences(strong, criterion) for row in policies]
     p_value = best_p_value(torch.stack(columns, 1), 0)
-    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion.metric} over {gain.n:,} users".replace("-", "\u2212")
+    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
     if p_value <= LEVEL:
         reason = f"{best} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"

@@ -6,15 +6,24 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 import yaml
+from torch import Tensor
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, bootstrap_interval, holm, p_value
-from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult, influence, standard_error
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, holm, p_value
+from recpo.evaluation.measures import Direction
+from recpo.evaluation.off_policy.results import (
+    LOGGING_POLICY,
+    OffPolicyResult,
+    bootstrap_values,
+    influence,
+    percentile_interval,
+    standard_error,
+)
 from recpo.evaluation.reading import TRUE_REWARD, Document, cautions
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Period, Prepared
@@ -26,26 +35,37 @@ Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reran
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
-class ContenderResult(NamedTuple):
-    """The results of a contender.
+class Evaluated(NamedTuple):
+    """What one pass found about a contender.
 
     Attributes:
         name: unique among the contenders.
         kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or
             one of the first three with re-ranked lists.
         result: its metrics.
-        off_policy: its off-policy estimates, JSON objects that are copied into the document.
+        value: its off-policy value; None = not estimated.
+        max_history: how much history it reads.
+        further: the metrics of the user's own measures.
     """
 
     name: str
     kind: Kind
     result: RankingResult
-    off_policy: Sequence[Mapping[str, Any]] = ()
+    value: OffPolicyResult | None = None
+    max_history: int = 1
+    further: Mapping[str, Direction] = MappingProxyType({})
+
+    @property
+    def off_policy(self) -> list[Document]:
+        """Its estimates for the document; what the logging policy earned is an entry of its own."""
+        found = () if self.value is None else self.value.estimates
+        is_logging = self.name == LOGGING_POLICY
+        kept: list[Document] = as_json([one for one in found if (one.target == LOGGING_POLICY) == is_logging])
+        return kept
 
 
 def evaluation_document(
-    contenders: Sequence[ContenderResult],
-    values: Mapping[str, OffPolicyResult],
+    contenders: Sequence[Evaluated],
     *,
     data: Prepared,
     runs: Document,
@@ -58,7 +78,7 @@ def evaluation_document(
 
     ::
 
-        warnings        those given, after ``cautions``
+        warnings        [sentence], what a reader must know before the numbers: those given, after ``cautions``
         differences     also p_value, p_holm and survives_holm per metric, and off_policy: [{target, estimator, value,
                         intervals, standard_error, users, p_value, p_holm, survives_holm}]; left out are pairs that have
                         nothing in common, pairs of the same weights, and those with the oracle
@@ -74,7 +94,6 @@ def evaluation_document(
 
     Args:
         contenders: all contenders, including the logging policy if it is known.
-        values: off-policy results by contender.
         data: the prepared directory.
         runs: origin of the runs and bundles; those with equal ``weights_sha256`` are the same policy.
         setting: the options that every number depends on.
@@ -84,6 +103,7 @@ def evaluation_document(
     """
     document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
     same = _same_weights(runs)
+    values = {one.name: one.value for one in contenders if one.value is not None}
     for difference in document["differences"]:
         difference["off_policy"] = _off_policy_differences(difference, values)
     split: Period = setting["split"]
@@ -111,11 +131,7 @@ def evaluation_document(
 
 
 def metrics_document(
-    contenders: Sequence[ContenderResult],
-    *,
-    setting: Mapping[str, Any],
-    warnings: Sequence[str] = (),
-    bootstrap_resamples: int = 0,
+    contenders: Sequence[Evaluated], *, setting: Mapping[str, Any], bootstrap_resamples: int = 0
 ) -> Document:
     """The part of the document that comes from the rankings. Undefined numbers (no user, no list) are null.
 
@@ -123,7 +139,6 @@ def metrics_document(
 
         setting         split, ks, positive_threshold, exclude_past, ... as given
         conventions     {topic: how to read the numbers, in words}
-        warnings        [sentence], what a reader must know before the numbers
         contenders      [{name, kind: ``Kind``,
                           counts: {users, users_with_positives, users_with_dislikes, and for positive and disliked
                                    events: positive_events, positive_events_unavailable (their items were no
@@ -138,24 +153,22 @@ def metrics_document(
 
     where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
     its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
-    ``low`` and ``high``, the 95 % percentile interval of ``bootstrap_interval``. Segments are ``history length`` and
-    other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other divisions
-    of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
-    ``setting["segments"]``: ``{segment: [bin]}``.
+    ``low`` and ``high``, the ends of the 95 % percentile interval over resampled users. Segments are ``history length``
+    and other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other
+    divisions of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of
+    bins is in ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: contenders that were evaluated on the same users.
         setting: ``exclude_past``, ``positive_threshold`` and all other options that describe the evaluation.
-        warnings: sentences.
         bootstrap_resamples: number of resamples of users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
-    bins = {name: list(users.bins) for name, users in first.user_segments.items()}
-    bins |= {name: list(metrics) for name, metrics in first.item_segments.items()}
+    bins = {name: list(of) for name, of in first.user_segments.items()}
+    bins |= {name: list(of) for name, of in first.item_segments.items()}
     return {
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),
-        "warnings": list(warnings),
         "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
         "differences": [
             {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
@@ -192,17 +205,15 @@ def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]
     }
 
 
-def logging_policy(
-    ranked: RankingResult, values: Mapping[str, OffPolicyResult], truth: TrueRewards | None
-) -> list[ContenderResult]:
+def logging_policy(contenders: Sequence[Evaluated], truth: TrueRewards | None) -> list[Evaluated]:
     """The logging policy, if something is known about it: its earnings, and its true value."""
-    earned = next(iter(values.values()), None)
-    estimates = [] if earned is None else [e.as_json() for e in earned.estimates if e.target == LOGGING_POLICY]
-    per_user = {} if truth is None else truth.of_logging_policy(ranked.user_ids)
-    if not estimates and not per_user:
+    users = contenders[0].result.user_ids
+    earned = next((one.value for one in contenders if one.value is not None), None)
+    per_user = {} if truth is None else truth.of_logging_policy(users)
+    if earned is None and not per_user:
         return []
-    result = RankingResult(ranked.user_ids, per_user, totals={}, counts={}, user_segments={}, item_segments={})
-    return [ContenderResult(LOGGING_POLICY, "baseline", result, estimates)]
+    result = RankingResult(users, per_user, totals={}, counts={}, user_segments={}, item_segments={})
+    return [Evaluated(LOGGING_POLICY, "baseline", result, earned)]
 
 
 def headroom(results: Mapping[str, RankingResult], runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -252,7 +263,7 @@ def _of_metric(results: Mapping[str, RankingResult], start: str, metric: str) ->
         if name not in (start, ORACLE) and metric in result.per_user
     }
     ends = {"start": results[start].estimate(metric).mean, "oracle": results[ORACLE].estimate(metric).mean}
-    return {**ends, "contenders": {name: value.as_json() for name, value in shares.items()}}
+    return {**ends, "contenders": as_json(shares)}
 
 
 def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
@@ -305,34 +316,28 @@ def with_holm(differences: Sequence[Document]) -> list[Document]:
     return marked
 
 
-def _as_entry(contender: ContenderResult, resamples: int) -> Document:
+def _as_entry(contender: Evaluated, resamples: int) -> Document:
     result = contender.result
-    metrics = {metric: result.estimate(metric).as_json() for metric in result.per_user}
+    metrics = {metric: as_json(result.estimate(metric)) for metric in result.per_user}
     if resamples and metrics:  # the logging policy has none
-        ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
-        for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
-            value |= {"low": as_json(low), "high": as_json(high)}
+        sums = [np.stack([np.nan_to_num(v), ~np.isnan(v)], 1) for v in map(Tensor.numpy, result.per_user.values())]
+        for value, drawn in zip(metrics.values(), bootstrap_values(sums, resamples, seed=0), strict=True):
+            value |= as_json(percentile_interval(drawn))
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
         "metrics": metrics,
         "totals": as_json(result.totals),
-        "segments": {
-            segment: {
-                bin_name: {metric: value.as_json() for metric, value in metrics.items()}
-                for bin_name, metrics in bins.items()
-            }
-            for segment, bins in result.segments().items()
-        },
-        "off_policy": list(contender.off_policy),
+        "segments": as_json(result.segments()),
+        "off_policy": contender.off_policy,
     }
 
 
 def _paired(later: RankingResult, earlier: RankingResult) -> Document:
     shared = [metric for metric in later.per_user if metric in earlier.per_user]
     return {
-        metric: {**later.difference(earlier, metric).as_json(), "differing": later.differing(earlier, metric)}
+        metric: as_json(later.difference(earlier, metric)) | {"differing": later.differing(earlier, metric)}
         for metric in shared
     }
 
@@ -347,12 +352,13 @@ def _off_policy_differences(difference: Document, values: Mapping[str, OffPolicy
     """Contender - against; the logging policy is the last contender, so it is never what another is against."""
     one, other = difference["contender"], difference["against"]
     if one == LOGGING_POLICY and other in values:
-        found = [(-gain).as_json() for gain in values[other].over_logging_policy()]
+        found = [-gain for gain in values[other].over_logging_policy()]
     elif one in values and other in values:
-        found = [gain.as_json() for gain in values[one].differences(values[other])]
+        found = [*values[one].differences(values[other])]
     else:
         found = []
-    return sorted(found, key=lambda entry: (entry["target"], entry["estimator"]))
+    entries: list[Document] = as_json(sorted(found, key=lambda gain: (gain.target, gain.estimator)))
+    return entries
 
 
 def _data_facts(data: Prepared) -> Document:

@@ -30,10 +30,6 @@ class Estimate(NamedTuple):
     half_width: float
     n: int
 
-    def as_json(self) -> dict[str, Any]:
-        """JSON values for documents: null if not defined."""
-        return as_json(self)
-
 
 class Interval(NamedTuple):
     """Both ends of a confidence interval; nan if not defined."""
@@ -41,21 +37,16 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
 
 def as_json(value: Any) -> Any:
-    """Numbers, mappings, tuples and named tuples (as mappings) of them as JSON values: nan becomes null."""
+    """Numbers, mappings, sequences and named tuples (as mappings) of them as JSON values: nan becomes null."""
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, Mapping):
         return {name: as_json(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):
         return as_json(value._asdict())
-    return list(value) if isinstance(value, tuple) else value
+    return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def estimate(values: Tensor) -> Estimate:
@@ -64,35 +55,6 @@ def estimate(values: Tensor) -> Estimate:
     n = len(defined)
     mean = defined.mean().item() if n else math.nan
     return Estimate(mean, Z95 * defined.std().item() / math.sqrt(n) if n > 1 else math.nan, n)
-
-
-def bootstrap_interval(
-    values: Tensor, weights: Tensor | None = None, *, resamples: int = 1000, seed: int = 0, level: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Percentile bootstrap over users (Efron, 1979) of ``sum_u values / sum_u weights`` for M metrics at once.
-
-    Every resample draws U users with replacement, the same users for all metrics. Without weights, the ratio is the
-    mean of the values that are not nan; the number of these users varies between resamples, as it would between
-    samples. Memory is bounded for any number of users and resamples.
-
-    Args:
-        values: ``[U, M]``, nan = the user is left out.
-        weights: ``[U, M]`` non-negative denominators; None = 1.
-        resamples: number of resamples.
-        seed: seed of the random numbers; the same seed and U draw the same users.
-        level: share of the resamples inside the interval.
-
-    Returns:
-        Lower and upper ends, ``[M]`` float64 each; nan if no user has a value.
-    """
-    defined = ~values.isnan()
-    numerator = values.double().nan_to_num(0.0)
-    denominator = (torch.ones_like(numerator) if weights is None else weights.double()) * defined
-    sums = torch.cat([numerator, denominator], 1).cpu()
-    totals = [times @ sums for times in _resampled(len(values), resamples, seed)]
-    ratios = [total[:, : values.shape[1]] / total[:, values.shape[1] :] for total in totals]
-    low, high = torch.cat(ratios).nanquantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).double(), dim=0)
-    return low, high
 
 
 def _resampled(users: int, resamples: int, seed: int) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -17,24 +17,15 @@ from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
-from recpo.evaluation.candidates import Candidates, CandidateTable, candidates_of
+from recpo.evaluation.candidates import CandidateTable, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
-from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
-from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
+from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
+from recpo.evaluation.measures import BehaviorRates, Further, Measure
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
-from recpo.evaluation.segments import (
-    ItemSegment,
-    NewItems,
-    history_length,
-    item_age,
-    item_ages,
-    item_segments,
-    new_items,
-)
+from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
@@ -47,18 +38,6 @@ _NO_PROPENSITIES = (
     "items that were never shown. Map the log's propensity column, or set off_policy.propensity to uniform or "
     "estimated."
 )
-
-
-class Evaluated(NamedTuple):
-    """What one pass found: the metrics, the off-policy value, and how much history the contender reads.
-
-    ``further`` are the metrics of the user's own measures.
-    """
-
-    contender: ContenderResult
-    value: OffPolicyResult | None
-    max_history: int
-    further: dict[str, Direction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +135,7 @@ class HeldOutPass:
     data: Prepared
     options: RankingOptions
     facts: ItemFacts
-    item_segments: Sequence[ItemSegment]
-    candidates: Candidates | None
+    ranking: Ranking
     new_items: NewItems
     truth: TrueRewards | None
     off_policy: OffPolicySetting | None
@@ -174,25 +152,23 @@ class HeldOutPass:
         available = candidates_of(data, options.split, options.candidates)
         truth = None if options.truth is None else true_rewards(Path(options.truth), data, options.split, options.ks)
         facts = item_facts(data, options.item_features)
-        segments: list[ItemSegment] = []
-        if options.segments:
-            ages = item_ages(data, options.split, available)
-            segments = [*item_segments(facts), *([] if ages is None else [item_age(ages)])]
         is_new = new_items(facts.train_count, None if available is None else available.is_candidate)
+        fresh = NewItems(is_new, options.ks, truth)
+        ranking = Ranking(
+            num_items=data.num_items,
+            ks=options.ks,
+            exclude_past=options.exclude_past,
+            gain=options.gain,
+            user_segments=[history_length()] if options.segments else [],
+            item_segments=item_segments(facts, item_ages(data, options.split, available)) if options.segments else [],
+            candidates=available,
+            new_items_among=fresh.others,
+        )
         estimated = options.off_policy
         if estimated is not None and estimated.propensity == "logged" and not has_propensities(data, options.split):
             estimated = None
-        return cls(
-            data=data,
-            options=options,
-            facts=facts,
-            item_segments=segments,
-            candidates=available,
-            new_items=NewItems(is_new, options.ks, truth),
-            truth=truth,
-            off_policy=None if estimated is None else off_policy_setting(estimated, data, options.reward, options.ks),
-            device=device,
-        )
+        value = None if estimated is None else off_policy_setting(estimated, data, options.reward, options.ks)
+        return cls(data, options, facts, ranking, fresh, truth, value, device)
 
     @property
     def warnings(self) -> list[str]:
@@ -202,64 +178,43 @@ class HeldOutPass:
     def evaluate(self, contender: Contender) -> Evaluated:
         """One pass over the held-out users. The contender is loaded for it and released afterwards."""
         recommender, max_history, policy, counts, reads = contender.load()
-        estimated_too = self.off_policy is not None and contender.kind != "oracle"
-        value = self.off_policy.measure(policy) if self.off_policy is not None and estimated_too else None
-        measures: list[Measure] = [BeyondAccuracy(self.facts, self.options.ks)]
-        has_new = bool(self.new_items.is_new.any())
-        optional = (self.truth, value, self.new_items if has_new else None)
-        measures += [measure for measure in optional if measure is not None]
-        further = [Further(measure) for measure in self.options.measures]
-        measures += [BehaviorRates(self.data.behaviors, max(self.options.ks))] * bool(self.data.behaviors)
-        reads = Reads(behaviors=bool(self.data.behaviors)) | reads
-        result = evaluate_ranking(
-            recommender,
-            self._batches(max_history, contender.name, reads),
-            Ranking(
-                num_items=self.data.num_items,
-                ks=self.options.ks,
-                exclude_past=self.options.exclude_past,
-                gain=self.options.gain,
-                user_segments=[history_length()] if self.options.segments else [],
-                item_segments=self.item_segments,
-                candidates=self.candidates,
-                new_items_among=self.new_items.others if has_new else None,
-            ),
-            measures=[*measures, *further],
-        )
+        is_estimated = self.off_policy is not None and contender.kind != "oracle"
+        value = self.off_policy.measure(policy) if self.off_policy is not None and is_estimated else None
+        behaviors, further = self.data.behaviors, [Further(measure) for measure in self.options.measures]
+        optional: list[Measure | None] = [
+            self.truth,
+            value,
+            self.new_items if self.new_items.is_new.any() else None,
+            BehaviorRates(behaviors, max(self.options.ks)) if behaviors else None,
+        ]
+        known = [BeyondAccuracy(self.facts, self.options.ks), *(one for one in optional if one is not None), *further]
+        batches = self._batches(max_history, contender.name, Reads(behaviors=bool(behaviors)) | reads)
+        result = evaluate_ranking(recommender, batches, self.ranking, known)
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
-        off_policy = (
-            [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
-        )
         own = {name: direction for measure in further for name, direction in measure.names.items()}
-        found = ContenderResult(contender.name, contender.kind, result, off_policy)
-        return Evaluated(found, estimated, max_history, own)
+        return Evaluated(contender.name, contender.kind, result, estimated, max_history, own)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
         """The first held-out user and the items of the user's list, without those of the past; internal ids."""
         recommender, max_history, _, _, reads = contender.load()
-        batches = held_out_batches(
-            self.data, self.options.split, max_history, reads, PassOptions(batch_size=1), self.device, contender.name
-        )
-        batch = next(iter(batches))
-        absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
+        batch = next(self._batches(max_history, contender.name, reads, users=1))
+        candidates = self.ranking.candidates
+        absent = None if candidates is None else candidates.unavailable(batch.user_ids)
         with torch.inference_mode():
             items = recommender.lists(batch, k, batch.exclude, absent).item_ids[0]
         return int(batch.user_ids[0]), items[items > 0].tolist()
 
-    def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
-        options = PassOptions(batch_size=self._users_at_once, progress=self.options.progress)
-        return held_out_batches(
-            self.data, self.options.split, max_history, reads, options, self.device, f"evaluate {name}"
-        )
-
-    @property
-    def _users_at_once(self) -> int:
-        """The batch size, reduced if many items are excluded for every user."""
-        absent = 0 if self.candidates is None else self.candidates.most_unavailable
-        others = self.new_items.others if self.new_items.is_new.any() else None
-        width = absent + (0 if others is None else len(others))
-        return max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
+    def _batches(
+        self, max_history: int, name: str, reads: Reads, users: int | None = None
+    ) -> Iterator[EvaluationBatch]:
+        """Batches of ``users``; None = of the batch size, reduced if many items are excluded for every user."""
+        candidates, others = self.ranking.candidates, self.ranking.new_items_among
+        width = (0 if candidates is None else candidates.most_unavailable) + (0 if others is None else len(others))
+        users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
+        options = PassOptions(batch_size=users, progress=self.options.progress)
+        title = f"evaluate {name}"
+        return held_out_batches(self.data, self.options.split, max_history, reads, options, self.device, title)
 
     def document(
         self,
@@ -269,8 +224,6 @@ class HeldOutPass:
         warnings: Sequence[str],
     ) -> Document:
         """The document: all results, and every option and input that they depend on, including ``setting``."""
-        results = [one.contender for one in evaluated]
-        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
         described = {
             "recpo_version": __version__,
             "split": self.options.split,
@@ -284,8 +237,7 @@ class HeldOutPass:
             "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
         }
         return evaluation_document(
-            [*results, *logging_policy(results[0].result, values, self.truth)],
-            values,
+            [*evaluated, *logging_policy(evaluated, self.truth)],
             data=self.data,
             runs={
                 contender.name: {
@@ -298,7 +250,7 @@ class HeldOutPass:
             setting=described | setting,
             parts={
                 "training": {contender.name: contender.curves for contender in contenders if contender.curves},
-                "candidates": None if self.candidates is None else self.candidates.as_json(),
+                "candidates": None if self.ranking.candidates is None else self.ranking.candidates.as_json(),
                 "new_items": self.new_items.as_json(),
             },
             warnings=warnings,

@@ -37,19 +37,17 @@ class Recommender:
             not wanted: a policy scores slates in a second forward pass.
         name: used in messages about its answers.
         scores_are_logp: the scores of its lists are log-probabilities, so at most 0.
-        recommend_to_users: ``(users [B], k, exclude) -> Recommendations``, instead of ``recommend`` if lists depend on
-            the user and not on a history: given lists, an oracle.
         score: ``batch -> [B, S]`` of the held-out slates, for a recommender without probabilities: any numbers, higher
             = better. Only for metrics of scores; None = not available.
         recommend_to_batch: ``(batch, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if lists
-            depend on more of the batch: on the rest of the user's past, as re-ranked lists do, or on a reward.
+            depend on more of the batch: on the rest of the user's past, as re-ranked lists do, on a reward, or on who
+            the user is, as given lists and those of an oracle do.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
     log_prob: Callable[[FeedbackBatch], Tensor] | None = None
     name: str = "the recommender"
     scores_are_logp: bool = False
-    recommend_to_users: Callable[[Tensor, int, Tensor | None], Recommendations] | None = None
     score: Callable[[FeedbackBatch], Tensor] | None = None
     recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
 
@@ -72,8 +70,6 @@ class Recommender:
         if self.recommend_to_batch is not None:
             read = batch.feedback.histories.item_ids if past is None else past
             return self.recommend_to_batch(batch, k, exclude, read)
-        if self.recommend_to_users is not None:
-            return self.recommend_to_users(batch.user_ids, k, exclude)
         if self.recommend is None:
             raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
         return self.recommend(batch.feedback.histories, k, exclude)

@@ -46,14 +46,22 @@ def lower_is_better(metric: str, document: Document) -> bool:
 
 def paired(document: Document, contender: str, against: str, metric: str) -> Document | None:
     """The paired difference ``contender - against`` of a metric, in either order of the document."""
-    for difference in document["differences"]:
-        names = (difference["contender"], difference["against"])
-        value = difference["metrics"].get(metric)
-        if value is None or value["mean"] is None or set(names) != {contender, against}:
-            continue
-        found: Document = value if names == (contender, against) else {**value, "mean": -value["mean"]}
-        return found
-    return None
+    pair, sign = _pair(document, contender, against)
+    value = pair["metrics"].get(metric)
+    return None if value is None or value["mean"] is None else {**value, "mean": sign * value["mean"]}
+
+
+def _pair(document: Document, contender: str, against: str) -> tuple[Document, int]:
+    """The differences of two contenders, and -1 if the document has them the other way round."""
+    for pair in document["differences"]:
+        if {pair["contender"], pair["against"]} == {contender, against}:
+            return pair, 1 if pair["contender"] == contender else -1
+    return {"metrics": {}, "off_policy": []}, 1
+
+
+def off_policy_of(entry: Document) -> dict[tuple[str, str], Document]:
+    """The off-policy estimates of a contender, or those of a pair, by target and estimator."""
+    return {(one["target"], one["estimator"]): one for one in entry["off_policy"]}
 
 
 def best_first(document: Document, metric: str) -> list[Document]:
@@ -68,6 +76,11 @@ def with_interval(value: Document, signed: bool = False) -> str:
     """``0.1234 ± 0.0056``."""
     text = f"{value['mean']:{'+' if signed else ''}.4f}".replace("-", "\u2212")
     return text if value["half_width"] is None else f"{text} ± {value['half_width']:.4f}"
+
+
+def ends_of(mean: float | None, half_width: float | None) -> tuple[float | None, float | None]:
+    """Both ends of an interval; None if there is none."""
+    return (None, None) if mean is None or half_width is None else (mean - half_width, mean + half_width)
 
 
 def shares_at(document: Document, k: int) -> list[tuple[str, Document]]:
@@ -193,39 +206,30 @@ def _metric(document: Document, metric: str, why: str) -> Value:
 
     def difference(one: str, other: str) -> Difference | None:
         found = paired(document, one, other, metric)
-        return None if found is None else Difference(found["mean"], *_around(found), bool(found["survives_holm"]))
+        return (
+            None
+            if found is None
+            else Difference(found["mean"], *ends_of(found["mean"], found["half_width"]), bool(found["survives_holm"]))
+        )
 
     values = {name: float(value["mean"]) for name, value in estimates.items()}
-    return Value(metric, why, values, {name: _around(value) for name, value in estimates.items()}, difference)
-
-
-def _around(value: Document) -> tuple[float | None, float | None]:
-    mean, half_width = value["mean"], value["half_width"]
-    return (None, None) if half_width is None else (mean - half_width, mean + half_width)
+    ends = {name: ends_of(value["mean"], value["half_width"]) for name, value in estimates.items()}
+    return Value(metric, why, values, ends, difference)
 
 
 def _off_policy_value(document: Document, k: int, estimator: str) -> Value:
     target = f"top_{k}"
-    entries = {
-        contender["name"]: entry
-        for contender in document["contenders"]
-        for entry in contender["off_policy"]
-        if (entry["target"], entry["estimator"]) == (target, estimator)
-        if entry["value"] is not None and not entry["warnings"]
-    }
+    found = {one["name"]: off_policy_of(one).get((target, estimator)) for one in document["contenders"]}
+    entries = {name: e for name, e in found.items() if e is not None and e["value"] is not None and not e["warnings"]}
 
     def difference(one: str, other: str) -> Difference | None:
-        for pair in document["differences"]:
-            if {pair["contender"], pair["against"]} != {one, other}:
-                continue
-            for entry in pair["off_policy"]:
-                if (entry["target"], entry["estimator"]) == (target, estimator) and entry["value"] is not None:
-                    sign = 1 if pair["contender"] == one else -1
-                    ends = entry["intervals"]["bootstrap"]
-                    low, high = (None if end is None else sign * end for end in (ends["low"], ends["high"]))
-                    low, high = (low, high) if sign > 0 else (high, low)
-                    return Difference(sign * entry["value"], low, high, bool(entry["survives_holm"]))
-        return None
+        pair, sign = _pair(document, one, other)
+        entry = off_policy_of(pair).get((target, estimator))
+        if entry is None or entry["value"] is None:
+            return None
+        ends = entry["intervals"]["bootstrap"]
+        low, high = (None if ends[end] is None else sign * ends[end] for end in ("low", "high")[::sign])
+        return Difference(sign * entry["value"], low, high, bool(entry["survives_holm"]))
 
     why = "it estimates what users would get from the lists, from the log's propensities"
     values = {name: float(entry["value"]) for name, entry in entries.items()}

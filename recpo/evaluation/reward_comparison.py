@@ -32,8 +32,8 @@ from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure, has_propensities
-from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
 from recpo.evaluation.reading import alike
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
@@ -199,7 +199,9 @@ class RewardComparison:
     def _test(self, name: str, compared: ComparedReward) -> tuple[RatedExposures, dict[str, Any], dict[str, Any]]:
         """One pass over the test period: its exposures, and the value of the greedy lists and of the logging policy."""
         num_items, exposures = self.data.num_items, ExposureColumns(compared.columns)
-        value = None if not self.estimates_value else self._value()
+        estimation = OffPolicyOptions(resamples=self.options.resamples, seed=self.options.seed)
+        setting = OffPolicySetting(estimation, self.options.logged_reward, num_items, [self.k])
+        value = setting.measure() if self.estimates_value else None
         at_once = max(1, min(self.options.batch_size, _MOST_CANDIDATES // num_items))
         result = evaluate_ranking(
             Recommender(
@@ -244,15 +246,6 @@ class RewardComparison:
     def _num_candidates(self) -> int:
         """How many items may be listed."""
         return self.data.num_items if self.candidates is None else int(self.candidates.is_candidate.sum())
-
-    def _value(self) -> OffPolicyMeasure:
-        return OffPolicyMeasure(
-            OffPolicyOptions(resamples=self.options.resamples, seed=self.options.seed),
-            reward=self.options.logged_reward,
-            propensities=LoggedPropensities(),
-            num_items=self.data.num_items,
-            ks=[self.k],
-        )
 
 
 def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:

@@ -63,38 +63,29 @@ class ItemSegment(NamedTuple):
             yield RankedHits(hits.hit * (shown == index), inside.sum(1), hits.targets * inside)
 
 
-def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
-    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users.
-
-    Args:
-        bounds: minimum history of the second, third, ... bin; ascending, the first is 1.
-    """
-    edges = torch.tensor(bounds)
+def history_length() -> UserSegment:
+    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users."""
 
     def label(batch: EvaluationBatch) -> Tensor:
-        return torch.bucketize((batch.exclude > 0).sum(1), edges.to(batch.exclude.device), right=True)
+        edges = torch.tensor([1, 5, 20, 50], device=batch.exclude.device)
+        return torch.bucketize((batch.exclude > 0).sum(1), edges, right=True)
 
-    upper = [f"{low}-{high - 1}" for low, high in pairwise(bounds)]
-    return UserSegment("history length", ("new users", *upper, f"{bounds[-1]} and more"), label)
-
-
-def item_popularity(train_count: Tensor) -> ItemSegment:
-    """Items by share of the training events, see ``popularity_bins``."""
-    return ItemSegment("item popularity", POPULARITY_BINS, popularity_bins(train_count))
+    return UserSegment("history length", ("new users", "1-4", "5-19", "20-49", "50 and more"), label)
 
 
-def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> ItemSegment:
-    """Items by duration.
+def item_segments(facts: ItemFacts, ages: Tensor | None = None) -> list[ItemSegment]:
+    """The item segments: by popularity and, if known, by duration and by age (``item_ages``)."""
+    found = [ItemSegment("item popularity", POPULARITY_BINS, popularity_bins(facts.train_count))]
+    found += [] if facts.duration is None else [item_duration(facts.duration)]
+    return found + ([] if ages is None else [item_age(ages)])
 
-    Args:
-        duration: ``[V + 1]`` seconds, nan = unknown, which is a separate bin if there are such items.
-        bounds: minimum duration of the second, third, ... bin; ascending. None = the quartiles of the catalog.
-    """
+
+def item_duration(duration: Tensor) -> ItemSegment:
+    """Items by the quartiles of the catalog's durations ``[V + 1]``, seconds; nan = unknown, a bin of its own."""
     known = ~duration.isnan()
     known[0] = False
-    if bounds is None:
-        values = duration[known].double().numpy()  # torch.quantile accepts at most 16 million values
-        bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
+    values = duration[known].double().numpy()  # torch.quantile accepts at most 16 million values
+    bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
     label = torch.bucketize(duration.double(), torch.tensor(bounds, dtype=torch.float64), right=True)
     label = label.masked_fill(~known, len(bounds) + 1)
     label[0] = NO_BIN
@@ -103,12 +94,6 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
     names += [f"{bounds[-1]:.4g} s and more"] if bounds else []
     names += ["unknown"] if not bool(known[1:].all()) else []
     return ItemSegment("item duration", tuple(names), label)
-
-
-def item_segments(facts: ItemFacts) -> list[ItemSegment]:
-    """The item segments: by popularity and, if known, by duration."""
-    by_duration = [] if facts.duration is None else [item_duration(facts.duration)]
-    return [item_popularity(facts.train_count), *by_duration]
 
 
 _MILLISECONDS_PER_DAY: Final = 86_400_000
@@ -201,17 +186,18 @@ class NewItems(Measure):
     @property
     def others(self) -> Tensor | None:
         """``[O]`` all other items, to exclude from lists of new items alone; None = no such lists are needed."""
-        if self.truth is None or len(self.is_new) - 1 > LARGEST_CATALOG:
+        if self.truth is None or self._too_large or not self.is_new.any():
             return None
         return torch.arange(1, len(self.is_new))[~self.is_new[1:]]
 
+    @property
+    def _too_large(self) -> bool:
+        return self.truth is not None and len(self.is_new) - 1 > LARGEST_CATALOG
+
     def as_json(self) -> dict[str, Any]:
         """The entry of the document."""
-        too_large = self.truth is not None and self.others is None
-        remark = (
-            f"no lists of new items alone: the catalog has more than {LARGEST_CATALOG:,} items" if too_large else None
-        )
-        return {"items": int(self.is_new.sum()), "remark": remark}
+        remark = f"no lists of new items alone: the catalog has more than {LARGEST_CATALOG:,} items"
+        return {"items": int(self.is_new.sum()), "remark": remark if self._too_large else None}
 
 
 def new_items(train_count: Tensor, is_candidate: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ FloatArray = NDArray[np.float64]
 Z95: Final = 1.959963984540054
 #: Clusters before which the normal approximation is not used.
 FIRST_LOOK: Final = 100
+_LARGEST_BET = 0.5
 
 
 class EmpiricalBernstein:
@@ -37,19 +38,23 @@ class EmpiricalBernstein:
     Args:
         shape: shape of the sequences that are followed side by side; () = one.
         alpha: probability of a miss at any time.
-        largest_bet: c < 1, the largest ``l_i``.
+
+    Attributes:
+        count: number of values so far.
+        low: lower end now; 0 before the first value.
+        high: upper end now; 1 before the first value.
 
     Raises:
-        RecpoError: ``alpha`` or ``largest_bet`` is outside (0, 1).
+        RecpoError: ``alpha`` is outside (0, 1).
     """
 
-    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05, largest_bet: float = 0.5) -> None:
-        for name, value in (("alpha", alpha), ("largest_bet", largest_bet)):
-            validate_range(0 < value < 1, name, "must be between 0 and 1", value)
-        self._log, self._largest = math.log(2 / alpha), largest_bet
+    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05) -> None:
+        validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
+        self._log = math.log(2 / alpha)
         self.count = 0
         self._sum, self._squares = np.full(shape, 0.5), np.full(shape, 0.25)
         self._bets, self._weighted, self._variation = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.low, self.high = np.zeros(shape), np.ones(shape)
 
     def update(self, values: ArrayLike) -> tuple[FloatArray, FloatArray]:
         """Appends values ``[*shape, n]`` and returns both ends ``[*shape, n]`` after each of them.
@@ -66,33 +71,19 @@ class EmpiricalBernstein:
         squares = self._squares[..., None] + np.square(x - mean).cumsum(-1)
         before = np.concatenate([self._squares[..., None], squares], -1)[..., :-1] / times  # the variance before
         mean_before = np.concatenate([self._sum[..., None], sums], -1)[..., :-1] / times
-        bets = np.minimum(np.sqrt(2 * self._log / (before * times * np.log1p(times))), self._largest)
+        bets = np.minimum(np.sqrt(2 * self._log / (before * times * np.log1p(times))), _LARGEST_BET)
         variation = np.square(x - mean_before) * (-np.log1p(-bets) - bets)
         total = self._bets[..., None] + bets.cumsum(-1)
         weighted = self._weighted[..., None] + (bets * x).cumsum(-1)
         varied = self._variation[..., None] + variation.cumsum(-1)
+        center, half = weighted / total, (self._log + varied) / total
+        low, high = np.maximum(center - half, 0.0), np.minimum(center + half, 1.0)
         if len(times):
             self.count = int(times[-1])
             self._sum, self._squares = sums[..., -1], squares[..., -1]
             self._bets, self._weighted, self._variation = total[..., -1], weighted[..., -1], varied[..., -1]
-        center, half = weighted / total, (self._log + varied) / total
-        return np.maximum(center - half, 0.0), np.minimum(center + half, 1.0)
-
-    @property
-    def low(self) -> FloatArray:
-        """Lower end now; 0 before the first value."""
-        return np.maximum(self._ends(-1), 0.0)
-
-    @property
-    def high(self) -> FloatArray:
-        """Upper end now; 1 before the first value."""
-        return np.minimum(self._ends(1), 1.0)
-
-    def _ends(self, sign: int) -> FloatArray:
-        if not self.count:
-            return np.full(self._bets.shape, sign * np.inf)
-        ends: FloatArray = (self._weighted + sign * (self._log + self._variation)) / self._bets
-        return ends
+            self.low, self.high = low[..., -1], high[..., -1]
+        return low, high
 
 
 class ClusteredMean(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.base.types import FeedbackBatch, Recommendations, Slates
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import by_place, first_allowed
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
@@ -57,7 +57,8 @@ class TrueRewards(Measure):
         order = np.argsort(self.item_ids)
         ascending = self.item_ids[order]
 
-        def recommend(users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        def recommend(batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+            users = batch.user_ids
             strangers = len(truth.item_ids) - num_items  # items of the simulation that are in no event of the log
             available = int(truth.available(self.day).sum())
             depth = min(available, k + strangers + (0 if exclude is None else exclude.shape[1]))
@@ -68,7 +69,7 @@ class TrueRewards(Measure):
             candidates = candidates.gather(1, torch.from_numpy(~known).int().argsort(dim=1, stable=True))
             return by_place(first_allowed(candidates.to(users.device), k, exclude))
 
-        return Recommender(recommend_to_users=recommend, name=ORACLE)
+        return Recommender(recommend_to_batch=recommend, name=ORACLE)
 
     def of_lists(self, users: Tensor, recommended: Tensor) -> dict[str, Tensor]:
         """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``users [B]``."""

@@ -14,12 +14,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jinja2 import Environment
-from markupsafe import Markup
 
 from recpo import __version__
 from recpo.artifacts.semantic_codes import SemanticCodes
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Figure, ends_of, environment, interval_figure
+from recpo.evaluation.html_report.parts import environment
+from recpo.evaluation.html_report.svg import Figure
+from recpo.evaluation.reading import ends_of
 from recpo.explorer.people_and_items import Catalog, Event, Item, People, known
 from recpo.explorer.survey import (
     ORDERS,
@@ -251,7 +252,7 @@ class Pages:
         ]
         return {
             "found": found,
-            "value": interval_figure("value", f"{found.value_of}, by variant", rows, found.value_of),
+            "value": svg.interval_chart("value", f"{found.value_of}, by variant", rows, found.value_of),
             "figures": [
                 self._over_time(found, "lists", [one.requests for one in found.over_time]),
                 self._over_time(found, "explored share", [one.explored for one in found.over_time]),
@@ -301,7 +302,7 @@ class Pages:
             parts.append(("negative", "worse", one.harmed))
             rows.append(svg.Shares(name, parts, f"{one.users:,}"))
         about = f"share of users for whom lists are better and worse than those of {self.names[0]}"
-        return Figure(metric, Markup(svg.shares_chart(metric, about, rows)), "and number of users")
+        return svg.shares_chart(metric, about, rows, "and number of users")
 
     @property
     def _facts(self) -> list[tuple[str, str]]:
@@ -366,15 +367,14 @@ class Pages:
                 for place, one in enumerate(self.survey.contenders)
                 if metric in one.curves
             ]
-            chart = svg.line_chart(metric, f"{metric} over the steps of training", lines, x_label="step")
-            figures.append(Figure(metric, Markup(chart)))
+            figures.append(svg.line_chart(metric, f"{metric} over the steps of training", lines, x_label="step"))
         return figures
 
     def _over_time(self, found: Traffic, title: str, values: Sequence[float | None]) -> Figure:
         points = [svg.Point(place, value) for place, value in enumerate(values) if value is not None]
         lines = [svg.Line(title, points, "s0")] if points else []
-        chart = svg.line_chart(title, f"{title} by {found.unit}", lines, x_label=f"{found.unit}s since the beginning")
-        return Figure(title, Markup(chart), f"by {found.unit}")
+        by, label = f"by {found.unit}", f"{found.unit}s since the beginning"
+        return svg.line_chart(title, f"{title} {by}", lines, by, x_label=label)
 
     def _part(self, part: str, title: str, shown: Mapping[str, Any], here: str = "") -> str:
         """A page of one part, by the name of its macro."""

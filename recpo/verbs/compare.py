@@ -18,7 +18,7 @@ from recpo.artifacts.checksums import sha256
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
-from recpo.base.types import Recommendations
+from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.held_out import HeldOutHistories
 from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
@@ -193,15 +193,15 @@ class _ServedBundle:
         """The contender of the evaluation."""
         bundle, name = self._bundle, f"the {self._name} bundle"
         recommender = Recommender(
-            recommend_to_users=self._recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities
+            recommend_to_batch=self._recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities
         )
         loaded = partial(Loaded, recommender, bundle.manifest.max_history)
         return Contender(self._name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
 
-    def _recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+    def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _past: Tensor) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
         assert exclude is not None  # the evaluation uses exclude_past
-        asked, reader = users.numpy(), self._bundle.reader
+        asked, reader = batch.user_ids.numpy(), self._bundle.reader
         row, column = np.nonzero(exclude.numpy())
         past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
         events, now = self._histories.events(asked), self._histories.requests(asked)

@@ -23,7 +23,7 @@ from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.evaluation.baselines import BaselineCache, factors_recommender, item_scores
+from recpo.evaluation.baselines import BaselineCache, fitted_model, item_scores
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -32,8 +32,8 @@ from recpo.evaluation.contenders import (
     Lists,
     Loaded,
     baseline,
-    fitted_model,
     lists_contender,
+    loaded_model,
     reranked_contender,
     validate_names,
 )
@@ -183,9 +183,7 @@ def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contend
     factors.validate_items(data.catalog_checksum, data.root)
     factors.validate_features(data)
     facts = {"kind": "factors", "path": where, "facts": str(dict(factors.facts))}
-    recommender = factors_recommender(factors, name)
-    loaded = Loaded(recommender, factors.max_history, reads=factors.reads)
-    return Contender(name, "factors", lambda: loaded, facts)
+    return Contender(name, "factors", partial(loaded_model, factors, name), facts)
 
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
@@ -433,7 +431,7 @@ def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: Ba
         popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
         popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
         return ServedBaseline(name, popular, {})
-    model = fitted_model(name, data, options, cache)
+    model = fitted_model(name, data, getattr(options, name), cache)
     if isinstance(model, Factors):
         return _of_factors(name, model)
     if isinstance(model, ImplicitALS):

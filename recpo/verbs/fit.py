@@ -21,10 +21,12 @@ from recpo.artifacts.outputs import directory_of_steps, output_file, validate_ou
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.base.frames import Frame, to_arrow
 from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
-from recpo.evaluation.decision import Choice, Criterion, choose
+from recpo.evaluation.decision import CRITERIA, Choice, choose, criterion_of
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Cell, Row, Table, ends_of, interval_figure, render
+from recpo.evaluation.html_report.parts import Cell, Row, Table, render
+from recpo.evaluation.reading import ends_of
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
@@ -202,7 +204,7 @@ class Fit(Verb[Decision]):
             understood, truth = self._prepare(road)
             names = self._contenders(road)
             measured = [road.measure(name) for name in names]
-            criterion = Criterion.of(measured, min(self.k, road.data.num_items))
+            criterion = criterion_of(measured, min(self.k, road.data.num_items))
             choice = choose(measured, criterion)
             road.say(choice.reason)
             self._finish(road, choice, truth)
@@ -326,8 +328,8 @@ class Fit(Verb[Decision]):
         found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
         if road.graded and found:
-            criterion = Criterion.of(road.measured, min(self.k, road.data.num_items))
-            names += self._tilted(road, max(found, key=lambda name: criterion.value(road.measure(name)).mean))
+            criterion = criterion_of(road.measured, min(self.k, road.data.num_items))
+            names += self._tilted(road, max(found, key=lambda name: road.measure(name).result.estimate(criterion).mean))
         return names
 
     @staticmethod
@@ -369,15 +371,15 @@ class Fit(Verb[Decision]):
             progress=self.progress,
         )
 
-    def _facts(self, road: Road, criterion: Criterion, choice: Choice, understood: list[str]) -> dict[str, Any]:
+    def _facts(self, road: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
-        wanted = [criterion.metric, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
+        wanted = [criterion, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
             rows.append({**_finite(row._asdict()), "temperature": _temperature(road.run_of(row.name)), "test": test})
-        gain, shipped = choice.gain, road.run_of(choice.name)
+        shipped = road.run_of(choice.name)
         advice = [
             *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
             *choice.advice,
@@ -387,10 +389,10 @@ class Fit(Verb[Decision]):
             "recpo_version": __version__,
             "chosen": choice.name,
             "reason": choice.reason,
-            "criterion": {"metric": criterion.metric, "why": criterion.why},
+            "criterion": {"metric": criterion, "why": CRITERIA[criterion.partition("@")[0]]},
             "strongest_baseline": choice.strongest_baseline,
             "policy": choice.policy,
-            "gain": None if gain is None else gain.as_json(),
+            "gain": as_json(choice.gain),
             "p_value": choice.p_value,
             "leaderboard": rows,
             "understood": understood,
@@ -443,7 +445,7 @@ def decision_report(facts: Mapping[str, Any]) -> str:
         svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
         for row in rows
     ]
-    figure = interval_figure(
+    figure = svg.interval_chart(
         f"{metric} on the validation period", f"{metric} of every contender, the best first", drawn, "95 % intervals"
     )
     return render(

@@ -27,7 +27,8 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
-from recpo.evaluation.decision import Criterion, Measured
+from recpo.evaluation.decision import criterion_of
+from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
@@ -171,7 +172,7 @@ class Road:
     def __init__(self, root: Path, options: RoadOptions) -> None:
         self.root, self.options, self.plan = root, options, Plan.open(root)
         self._began = time.monotonic() - self.plan.spent
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[str, Evaluated] = {}
         self._prepared: Prepared | None = None
         self._pass: HeldOutPass | None = None
         self.measuring_seconds = 0.0
@@ -308,30 +309,28 @@ class Road:
         work = partial(tilt, run, factors, self.data, out=out, **options)
         self.step(words, out / FINISHED, work)
 
-    def measure(self, name: str) -> Measured:
+    def measure(self, name: str) -> Evaluated:
         """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
         if name not in self._measured:
             began = time.monotonic()
-            contender = self._contender(name)
-            is_baseline = contender.kind == "baseline"
-            self._measured[name] = Measured(name, is_baseline, self._validation.evaluate(contender))
+            self._measured[name] = self._validation.evaluate(self._contender(name))
             self.measuring_seconds += time.monotonic() - began
-            criterion = Criterion.of([self._measured[name]], self.options.k)
-            value = criterion.value(self._measured[name])
-            self.say(f"{name}: {criterion.metric} {value.mean:.4f} ± {value.half_width:.4f}")
+            criterion = criterion_of([self._measured[name]], self.options.k)
+            value = self._measured[name].result.estimate(criterion)
+            self.say(f"{name}: {criterion} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
 
     def show_list(self) -> None:
         """Shows the list of one user by the best contender so far, long before the decision."""
-        criterion = Criterion.of(self.measured, self.options.k)
-        best = max(self.measured, key=lambda one: criterion.value(one).mean).name
+        criterion = criterion_of(self.measured, self.options.k)
+        best = max(self.measured, key=lambda one: one.result.estimate(criterion).mean).name
         user, items = self._validation.one_list(self._contender(best), min(self.options.k, self.data.num_items))
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
         listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
         self.say(f"a first list, by {best}, for user {name}: {listed}")
 
     @property
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[Evaluated]:
         """All contenders so far."""
         return list(self._measured.values())
 

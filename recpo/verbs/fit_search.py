@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from recpo.evaluation.decision import Criterion, leaderboard
+from recpo.evaluation.decision import criterion_of, leaderboard
 from recpo.verbs.fit_road import GBPO, MPO, MPO_MODEL, PRETRAIN, RECIPES, VALUE_DPO, VALUE_DPO_LIKELIHOOD, Road
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ def _leading_recipe(road: Road) -> str | None:
     return None
 
 
-def _criterion(road: Road) -> Criterion:
-    return Criterion.of(road.measured, min(road.options.k, road.data.num_items))
+def _criterion(road: Road) -> str:
+    return criterion_of(road.measured, min(road.options.k, road.data.num_items))
 
 
 def _value(road: Road, name: str) -> float:
     one = road.measure(name)
-    value = _criterion(road).value(one).mean
+    value = one.result.estimate(_criterion(road)).mean
     return value if math.isfinite(value) else 0.0
 
 

@@ -11,8 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from markupsafe import Markup
-
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
@@ -20,7 +18,8 @@ from recpo.artifacts.outputs import locked_directory, output_directory, output_f
 from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
 from recpo.base.ranges import PositiveInt
 from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
+from recpo.evaluation.html_report.parts import Cell, Row, Table, render
+from recpo.evaluation.html_report.svg import Figure
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
@@ -375,8 +374,7 @@ def _line(label: str, style: str, rounds: Sequence[Round], value: Callable[[Roun
 
 def _figure(title: str, remark: str, lines: Sequence[svg.Line], rounds: Sequence[Round]) -> Figure:
     names = [str(one.number) for one in rounds]
-    drawn = svg.line_chart(title, f"{title} over the rounds", lines, x_label="round", x_names=names)
-    return Figure(title, Markup(drawn), remark)
+    return svg.line_chart(title, f"{title} over the rounds", lines, remark, x_label="round", x_names=names)
 
 
 def _cell(value: float | None, form: str = ".4f") -> Cell:

@@ -16,7 +16,7 @@ import recpo
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
-from recpo.evaluation.decision import Criterion
+from recpo.evaluation.decision import criterion_of
 from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
@@ -158,7 +158,7 @@ def test_the_first_list_is_that_of_the_best_contender_so_far(prepared, tmp_path)
     road.use(data)
     contenders = [road.measure("popularity"), road.measure("item_rate")]
     road.show_list()
-    best = max(contenders, key=lambda one: Criterion.of(contenders, 5).value(one).mean).name
+    best = max(contenders, key=lambda one: one.result.estimate(criterion_of(contenders, 5)).mean).name
     name, user, listed = re.fullmatch(r".* by (\w+), for user (\d+): (.*)", said[-1]).groups()
     assert name == best
     index = data.table("users.parquet", ["user_id"]).column(0).to_pylist().index(int(user))

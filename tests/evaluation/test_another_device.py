@@ -75,11 +75,11 @@ def evaluated(data, truth, policy, device):
     held_out = HeldOutPass.of(data, RankingOptions(truth=truth, ks=[5, 10]), torch.device(device))
     asked = Recommender(policy.recommend, policy.log_prob, name="policy", scores_are_logp=True)
     found = held_out.evaluate(Contender("policy", "policy", lambda: Loaded(asked, HISTORY, policy)))
-    result = found.contender.result
+    result = found.result
     return {
         **result.per_user, **result.totals, **result.counts, "users": result.user_ids,
         **{f"{name} {key}": values for name, one in result.item_segments.items() for key, values in one.items()},
-        **{name: labels.label for name, labels in result.user_segments.items()},
+        **{f"{name} {key}": inside for name, one in result.user_segments.items() for key, inside in one.items()},
         "off_policy": [value.value for value in found.value.estimates],
     }  # fmt: skip
 
@@ -89,7 +89,7 @@ def of_baselines(data, truth, device):
     held_out = HeldOutPass.of(data, RankingOptions(truth=truth), torch.device(device))
     names = ("popularity", "recency", "cooccurrence", "factorization", "ease")
     loaded = [held_out.evaluate(baseline(name, data, BaselineOptions())) for name in names]
-    return {name: one.contender.result.per_user for name, one in zip(names, loaded, strict=True)}
+    return {name: one.result.per_user for name, one in zip(names, loaded, strict=True)}
 
 
 def validated(data, policy, device):

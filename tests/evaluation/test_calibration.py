@@ -12,10 +12,12 @@ from recpo.evaluation.calibration import (
     Platt,
     assess,
     assess_grades,
-    calibration_error,
+    calibration_error as error_of_bins,
     fit_line,
     fit_platt,
     log_loss,
+    probability_bins,
+    ranks,
     roc_auc,
 )
 from tests.refusals import refused
@@ -26,6 +28,10 @@ def drawn(n=4000, scale=0.6, shift=-1.0, seed=0, ties=False):
     score = rng.normal(1.0, 2.0, n)
     score = score.round() if ties else score
     return score, rng.random(n) < Platt(scale, shift).probability(score)
+
+
+def calibration_error(probability, happened):
+    return error_of_bins(probability_bins(probability), probability, happened)
 
 
 def test_platt_is_the_logistic_regression():
@@ -75,10 +81,10 @@ def test_hostile_scores_are_refused():
 def test_auc_is_that_of_scikit_learn(ties):
     score, happened = drawn(ties=ties)
     weight = np.random.default_rng(1).integers(0, 4, len(score)).astype(float)
-    assert roc_auc(score, happened) == pytest.approx(roc_auc_score(happened, score), abs=1e-12)
+    assert roc_auc(ranks(score), happened) == pytest.approx(roc_auc_score(happened, score), abs=1e-12)
     theirs = roc_auc_score(happened, score, sample_weight=weight)
-    assert roc_auc(score, happened, weight) == pytest.approx(theirs, abs=1e-12)
-    assert np.isnan(roc_auc(score, np.zeros(len(score), bool)))
+    assert roc_auc(ranks(score), happened, weight) == pytest.approx(theirs, abs=1e-12)
+    assert np.isnan(roc_auc(ranks(score), np.zeros(len(score), bool)))
 
 
 def test_log_loss_is_that_of_scikit_learn():

@@ -19,8 +19,8 @@ from recpo.cli.main import main
 from recpo.evaluation.candidates import NEVER, Candidates, CandidateTable, begin_of, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import LoggedPropensities, OffPolicyOptions
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.segments import NewItems, item_age, item_ages, new_items
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.feature_columns import FeatureColumns
@@ -118,14 +118,8 @@ def test_draws_of_what_does_not_exist_earn_nothing():
         4,
         "a test",
     )
-    measure = OffPolicyMeasure(
-        OffPolicyOptions(resamples=20),
-        reward=Given(),
-        propensities=LoggedPropensities(),
-        num_items=ITEMS,
-        ks=[PLACES],
-        sample=contender.sample,
-    )
+    setting = OffPolicySetting(OffPolicyOptions(resamples=20), Given(), ITEMS, [PLACES])
+    measure = OffPolicyMeasure(setting, contender.sample)
 
     def recommend(histories, k, exclude):
         scores = contender.logp[histories.item_ids[:, 0] - 1].scatter(1, exclude - 1, -math.inf)

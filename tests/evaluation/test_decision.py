@@ -9,10 +9,9 @@ import torch
 from scipy.stats import norm
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.decision import Criterion, Measured, choose, leaderboard
-from recpo.evaluation.document import ContenderResult
+from recpo.evaluation.decision import choose, criterion_of, leaderboard
+from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import best_p_value
-from recpo.evaluation.held_out_pass import Evaluated
 from tests.refusals import refused
 
 USERS = 400
@@ -22,7 +21,7 @@ def measured(name, values, *, baseline=False, metric="AUC_mixed", **others):
     per_user = {metric: values, **others}
     result = RankingResult(torch.arange(len(values)), per_user, {}, {}, {}, {})
     kind = "baseline" if baseline else "run"
-    return Measured(name, baseline, Evaluated(ContenderResult(name, kind, result, []), None, 1, {}))
+    return Evaluated(name, kind, result)
 
 
 def noisy(mean, seed, spread=0.1):
@@ -37,7 +36,7 @@ def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
             measured("mpo", noisy(0.75, 2)),
             measured("gbpo", noisy(0.72, 3)),
         ],
-        Criterion("AUC_mixed"),
+        "AUC_mixed",
     )
     assert (found.name, found.leader, found.strongest_baseline) == ("mpo", "mpo", "als")
     assert found.p_value <= 0.05
@@ -48,15 +47,15 @@ def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
 def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
     shared = noisy(0.7, 1)
     policies = [measured(f"run-{seed}", shared + noisy(0.002, seed + 5)) for seed in range(8)]
-    found = choose([measured("als", shared, baseline=True), *policies], Criterion("AUC_mixed"))
+    found = choose([measured("als", shared, baseline=True), *policies], "AUC_mixed")
     assert found.name == "als"
     assert found.policy.startswith("run-")
     assert "no policy beats" in found.reason
-    assert choose([measured("als", shared, baseline=True)], Criterion("AUC_mixed")).name == "als"
+    assert choose([measured("als", shared, baseline=True)], "AUC_mixed").name == "als"
 
 
 def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_could():
-    criterion, als = Criterion("AUC_mixed"), measured("als", noisy(0.7, 1), baseline=True)
+    criterion, als = "AUC_mixed", measured("als", noisy(0.7, 1), baseline=True)
     gains = 0.02 + torch.linspace(-1, 1, USERS) * 0.5
     unsure = choose([als, measured("mpo", noisy(0.7, 1) + gains)], criterion)
     (said,) = unsure.advice
@@ -73,7 +72,7 @@ def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_coul
 
 def test_a_decision_needs_a_baseline():
     with refused("empty", "contenders"):
-        choose([measured("run", noisy(0.5, 0))], Criterion("AUC_mixed"))
+        choose([measured("run", noisy(0.5, 0))], "AUC_mixed")
 
 
 def test_the_leaderboard_is_paired_and_says_who_has_lost():
@@ -84,7 +83,7 @@ def test_the_leaderboard_is_paired_and_says_who_has_lost():
             measured("a", base + noisy(0.0, 1, 0.001)),
             measured("c", base * math.nan),
         ],
-        Criterion("AUC_mixed"),
+        "AUC_mixed",
     )
     assert [row.name for row in rows] == ["a", "b", "c"]
     assert [row.lost for row in rows] == [False, True, False]
@@ -95,10 +94,10 @@ def test_the_leaderboard_is_paired_and_says_who_has_lost():
 def test_the_criterion_is_the_first_that_enough_users_have():
     nothing = torch.full((USERS,), math.nan)
     full = {"AUC_unseen": noisy(0.5, 1), "NDCG@10": noisy(0.1, 2)}
-    assert Criterion.of([measured("a", noisy(0.5, 0), **full)], 10).metric == "AUC_mixed"
-    assert Criterion.of([measured("a", nothing, **full)], 10).metric == "AUC_unseen"
+    assert criterion_of([measured("a", noisy(0.5, 0), **full)], 10) == "AUC_mixed"
+    assert criterion_of([measured("a", nothing, **full)], 10) == "AUC_unseen"
     lacking = measured("b", nothing, AUC_unseen=nothing, **{"NDCG@10": noisy(0.1, 2)})
-    assert Criterion.of([measured("a", noisy(0.5, 0), **full), lacking], 10).metric == "NDCG@10"
+    assert criterion_of([measured("a", noisy(0.5, 0), **full), lacking], 10) == "NDCG@10"
 
 
 def test_of_a_single_contender_the_p_value_is_the_normal_one():

@@ -10,7 +10,7 @@ import torch
 
 import recpo
 from recpo.batches.held_out import evaluation_batches
-from recpo.evaluation import contenders
+from recpo.evaluation import baselines
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.measures import exposure_auc, held_out_targets
 from recpo.log.prepared import Prepared
@@ -42,7 +42,7 @@ def fits(monkeypatch):
         found.append(1)
         return fit_factors(*arguments, **options)
 
-    monkeypatch.setattr(contenders, "fit_factors", counting)
+    monkeypatch.setattr(baselines, "fit_factors", counting)
     return found
 
 

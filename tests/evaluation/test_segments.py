@@ -12,11 +12,11 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import ContenderResult, metrics_document
+from recpo.evaluation.document import Evaluated, metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
-from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
+from recpo.evaluation.segments import history_length, item_duration, item_segments
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
@@ -99,8 +99,9 @@ def test_batches_and_their_order_change_nothing():
     assert one.per_user.keys() == many.per_user.keys()
     for name, values in one.per_user.items():
         torch.testing.assert_close(many.per_user[name], values[order], equal_nan=True)
-    for name, users in one.user_segments.items():
-        assert torch.equal(many.user_segments[name].label, users.label[order])
+    for segment, bins in one.user_segments.items():
+        for name, inside in bins.items():
+            assert torch.equal(many.user_segments[segment][name], inside[order])
     for segment, bins in one.item_segments.items():
         for name, metrics in bins.items():
             for metric, values in metrics.items():
@@ -111,8 +112,8 @@ def test_batches_and_their_order_change_nothing():
 def test_bins_of_users_hold_all_users_and_their_means():
     result = evaluated(torch.arange(USERS), [USERS])
     lengths, users = (held_out().exclude > 0).sum(1), result.user_segments["history length"]
-    assert users.bins == ("new users", "1-4", "5-19", "20-49", "50 and more")
-    for name, low, high in zip(users.bins, (0, 1, 5, 20, 50), (0, 4, 19, 49, 999), strict=True):
+    assert tuple(users) == ("new users", "1-4", "5-19", "20-49", "50 and more")
+    for name, low, high in zip(users, (0, 1, 5, 20, 50), (0, 4, 19, 49, 999), strict=True):
         inside = (lengths >= low) & (lengths <= high)
         got = result.segments()["history length"][name]["NDCG@5"]
         assert got == pytest.approx(estimate(result.per_user["NDCG@5"][inside]), nan_ok=True)
@@ -121,7 +122,7 @@ def test_bins_of_users_hold_all_users_and_their_means():
 
 def test_bins_of_items_restrict_the_targets_and_keep_the_ranks():
     result, batch = evaluated(torch.arange(USERS), [USERS]), held_out()
-    segment = item_popularity(facts().train_count)
+    segment = item_segments(facts())[0]
     scores = scored().log_prob(
         FeedbackBatch(None, Slates(torch.arange(ITEMS + 1).expand(USERS, -1), None, None), torch.arange(USERS))
     )[..., 0]
@@ -149,9 +150,6 @@ def test_durations_fall_into_quartiles_and_unknown_ones_apart():
     segment = item_duration(torch.tensor([0.0, 4.0, 8.0, 12.0, 16.0, math.nan]))
     assert segment.bins == ("under 7 s", "7 to 10 s", "10 to 13 s", "13 s and more", "unknown")
     assert segment.label.tolist() == [-1, 0, 1, 2, 3, 4]
-    given = item_duration(torch.tensor([0.0, 4.0, 10.0]), bounds=[10])
-    assert given.bins == ("under 10 s", "10 s and more")
-    assert given.label.tolist() == [-1, 0, 1]
     assert item_duration(torch.full((3,), math.nan)).bins == ("known", "unknown")
     assert set(item_duration(torch.full((3,), 5.0)).bins) == {"under 5 s", "5 s and more"}
 
@@ -172,24 +170,25 @@ def test_graded_gains_of_quartiles():
 
 def test_the_document_holds_segments_and_totals():
     result = evaluated(torch.arange(USERS), [USERS])
-    estimates = [{"ips": 0.5}]
-    contenders = [ContenderResult("a", "bundle", result, estimates), ContenderResult("b", "baseline", result)]
-    document = metrics_document(contenders, setting=SETTING, warnings=["few users"])
+    contenders = [Evaluated("a", "bundle", result), Evaluated("b", "baseline", result)]
+    document = metrics_document(contenders, setting=SETTING)
     entry = document["contenders"][0]
-    assert document["warnings"] == ["few users"]
     assert set(entry["totals"]) == {f"{name}@{k}" for name in ("coverage", "gini", "overlap") for k in KS}
     assert set(entry["segments"]) == {"history length", "item popularity", "item duration"}
     assert document["setting"]["segments"]["item popularity"] == ["head", "torso", "tail", "unseen in training"]
     of_bins = {f"{name}@{k}" for name in ("NDCG", "Recall", "HitRate") for k in KS}
     assert set(entry["segments"]["item popularity"]["head"]) == of_bins
-    assert entry["off_policy"] == estimates
-    assert document["contenders"][1]["off_policy"] == []
+    assert entry["off_policy"] == []
     assert document["differences"][0]["metrics"]["AUC_other"]["mean"] == 0
 
 
 def test_the_document_holds_bootstrap_intervals_where_asked():
-    contenders = [ContenderResult("a", "run", evaluated(torch.arange(USERS), [USERS]))]
-    value = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]["NDCG@5"]
+    result = evaluated(torch.arange(USERS), [USERS])
+    result.per_user["nothing"] = torch.full((USERS,), math.nan)
+    contenders = [Evaluated("a", "run", result)]
+    metrics = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]
+    assert metrics["nothing"] == {"mean": None, "half_width": None, "n": 0, "low": None, "high": None}
+    value = metrics["NDCG@5"]
     assert value["low"] < value["mean"] < value["high"]
     assert value["high"] - value["low"] == pytest.approx(2 * value["half_width"], rel=0.25)
     assert "low" not in metrics_document(contenders, setting=SETTING)["contenders"][0]["metrics"]["NDCG@5"]
@@ -208,7 +207,7 @@ def test_differences_are_of_the_metrics_that_both_have():
     result = evaluated(torch.arange(USERS), [USERS])
     silent = {name: values for name, values in result.per_user.items() if not name.startswith("AUC")}
     other = type(result)(**{**vars(result), "per_user": silent})
-    contenders = [ContenderResult("a", "baseline", other), ContenderResult("b", "run", result)]
+    contenders = [Evaluated("a", "baseline", other), Evaluated("b", "run", result)]
     document = metrics_document(contenders, setting=SETTING)
     assert "AUC_other" not in document["differences"][0]["metrics"]
     assert np.isclose(document["differences"][0]["metrics"]["NDCG@5"]["mean"], 0)

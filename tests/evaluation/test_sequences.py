@@ -119,8 +119,6 @@ def test_one_impression_per_user_gives_the_ordinary_standard_error():
 def test_options_out_of_range_are_refused():
     with refused("out_of_range", "alpha"):
         EmpiricalBernstein(alpha=0.0)
-    with refused("out_of_range", "largest_bet"):
-        EmpiricalBernstein(largest_bet=1.0)
     with refused("out_of_range", "alpha"):
         anytime_half_width(1.0, 100, alpha=1.0)
     with refused("out_of_range", "tightest"):

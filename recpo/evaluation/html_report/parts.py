@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.svg import number_text
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.reading import Document
+from recpo.evaluation.reading import Document, ends_of, off_policy_of
 
 
 class Cell(NamedTuple):
@@ -44,14 +43,6 @@ class Table(NamedTuple):
     caption: str
     head: Sequence[str]
     rows: Sequence[Row]
-
-
-class Figure(NamedTuple):
-    """A chart: heading, SVG, note beside the heading."""
-
-    title: str
-    svg: Markup
-    remark: str = ""
 
 
 class Contenders(NamedTuple):
@@ -93,9 +84,7 @@ class Spread(NamedTuple):
             return cls(fmean(means), *ends, f"{ends[0]:.4f} to {ends[1]:.4f}".replace("-", "\u2212"))
         (value,) = known
         mean, half_width = value["mean"], value["half_width"]
-        if half_width is None:
-            return cls(mean, None, None, "")
-        return cls(mean, mean - half_width, mean + half_width, f"±{half_width:.4f}")
+        return cls(mean, *ends_of(mean, half_width), "" if half_width is None else f"±{half_width:.4f}")
 
 
 def render(template: str, **context: Any) -> str:
@@ -115,18 +104,6 @@ def environment(*packages: tuple[str, str]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def interval_figure(
-    title: str, about: str, rows: Sequence[svg.IntervalRow], remark: str, *, with_zero: bool = False
-) -> Figure:
-    """A chart of dots with whiskers."""
-    return Figure(title, Markup(svg.interval_chart(title, about, rows, with_zero=with_zero)), remark)
-
-
-def ends_of(mean: float | None, half_width: float | None) -> tuple[float | None, float | None]:
-    """Both ends of an interval; None if there is none."""
-    return (None, None) if mean is None or half_width is None else (mean - half_width, mean + half_width)
 
 
 def rows_of(document: Document) -> list[Contenders]:
@@ -212,20 +189,7 @@ class OffPolicyView:
         found = {e["target"] for one in self.document["contenders"] for e in one["off_policy"]} - {LOGGING_POLICY}
         return sorted(found, key=lambda target: (target != "policy", len(target), target))
 
-    @property
-    def logging_policy(self) -> str:
-        """The earnings of the logging policy, in a sentence."""
-        entry = self._logged
-        if entry is None:
-            return "Nothing is known of what the logging policy earned."
-        low, high = _ends(entry)
-        interval = "" if low is None else f" (95 % interval {number_text(low)} to {number_text(high or 0.0)})"
-        return (
-            f"The logging policy earned {number_text(entry['value'])} per exposure{interval} over {entry['rows']:,} "
-            f"exposures of {entry['users']:,} users: the value to beat. Propensities: {entry['propensity']}."
-        )
-
-    def charts(self, target: str) -> list[Figure]:
+    def charts(self, target: str) -> list[svg.Figure]:
         """Values with intervals, one chart per main estimator."""
         figures = []
         for estimator in _ESTIMATORS:
@@ -234,10 +198,10 @@ class OffPolicyView:
                 if (entry := _estimates(contender, target).get(estimator)) is not None:
                     name = contender["name"]
                     rows.append(svg.IntervalRow(name, entry["value"], *_ends(entry), self.style[name]))
-            if (logged := self._logged) is not None:
+            if (logged := self.logged) is not None:
                 rows.append(svg.IntervalRow(LOGGING_POLICY, logged["value"], *_ends(logged), "reference"))
             about = f"value by {estimator} with bootstrap intervals"
-            figures.append(interval_figure(f"{estimator}, {target}", about, rows, "mean reward per exposure"))
+            figures.append(svg.interval_chart(f"{estimator}, {target}", about, rows, "mean reward per exposure"))
         return figures
 
     def values(self, target: str) -> Table:
@@ -278,7 +242,7 @@ class OffPolicyView:
         """Differences to the logging policy, and of every other pair."""
         rows = []
         for pair in self.document["differences"]:
-            found = {e["estimator"]: e for e in pair["off_policy"] if e["target"] == target}
+            found = _estimates(pair, target)
             if found:
                 sign = -1 if pair["contender"] == LOGGING_POLICY else 1
                 names = [pair["contender"], pair["against"]][::sign]
@@ -298,13 +262,15 @@ class OffPolicyView:
         ]
 
     @property
-    def _logged(self) -> Document | None:
+    def logged(self) -> Document | None:
+        """What the logging policy earned."""
         entries = (e for one in self.document["contenders"] for e in one["off_policy"])
         return next((entry for entry in entries if entry["target"] == LOGGING_POLICY), None)
 
 
-def _estimates(contender: Document, target: str) -> dict[str, Document]:
-    return {entry["estimator"]: entry for entry in contender["off_policy"] if entry["target"] == target}
+def _estimates(entry: Document, target: str) -> dict[str, Document]:
+    """The estimates of a contender, or of a pair, by estimator."""
+    return {estimator: found for (of, estimator), found in off_policy_of(entry).items() if of == target}
 
 
 def _ends(entry: Document) -> tuple[float | None, float | None]:

@@ -11,12 +11,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from markupsafe import Markup
+
 WIDTH = 380
 _LABELS, _VALUES = 118, 66  # columns left and right of horizontal rows
 _ROW, _AXIS = 24, 30
 _LONGEST_LABEL = 18  # characters
 _LONGEST_NAME = 12  # width of a place on the x axis
 _MOST_WITH_WHISKERS = 4
+
+
+class Figure(NamedTuple):
+    """A chart: heading, SVG, note beside the heading."""
+
+    title: str
+    svg: Markup
+    remark: str = ""
 
 
 class IntervalRow(NamedTuple):
@@ -70,7 +80,9 @@ class Histogram(NamedTuple):
     remark: str
 
 
-def interval_chart(title: str, description: str, rows: Sequence[IntervalRow], *, with_zero: bool = False) -> str:
+def interval_chart(
+    title: str, description: str, rows: Sequence[IntervalRow], remark: str = "", *, with_zero: bool = False
+) -> Figure:
     """Dots with whiskers, one row each, over a common axis. ``with_zero`` includes and marks 0."""
     height = _ROW * len(rows) + _AXIS + 4
     svg = _svg(title, description, height)
@@ -95,16 +107,17 @@ def interval_chart(title: str, description: str, rows: Sequence[IntervalRow], *,
         SubElement(group, "circle", {"cx": _n(axis(row.mean)), "cy": _n(middle), "r": "4"})
         SubElement(group, "title").text = said
         _text(svg, number_text(row.mean), WIDTH - _VALUES, middle + 4, "value")
-    return _written(svg)
+    return Figure(title, Markup(tostring(svg, encoding="unicode")), remark)
 
 
 def line_chart(
-    title: str, description: str, lines: Sequence[Line], *, x_label: str, x_names: Sequence[str] = (), height: int = 210
-) -> str:
+    title: str, description: str, lines: Sequence[Line], remark: str = "", *, x_label: str, x_names: Sequence[str] = ()
+) -> Figure:
     """Lines over a common x, which is logarithmic if it spans more than a factor of 20 and is never 0.
 
     With ``x_names``, x is an index into them. Whiskers are drawn for up to four lines, because more would overlap.
     """
+    height = 210
     svg = _svg(title, description, height)
     points = [point for line in lines for point in line.points]
     xs = [point.x for point in points]
@@ -129,10 +142,10 @@ def line_chart(
             line = line._replace(points=[Point(point.x, point.y) for point in line.points])
         aside = (number - (len(lines) - 1) / 2) * 4 if with_whiskers and len(xs) > len(lines) else 0.0
         _draw_line(svg, line, x_axis, y_axis, aside)
-    return _written(svg)
+    return Figure(title, Markup(tostring(svg, encoding="unicode")), remark)
 
 
-def shares_chart(title: str, description: str, rows: Sequence[Shares]) -> str:
+def shares_chart(title: str, description: str, rows: Sequence[Shares], remark: str = "") -> Figure:
     """Stacked bars of shares that sum to 1, one row each. Shares of at least 12 % are labeled."""
     svg = _svg(title, description, _ROW * len(rows) + 4)
     left, right = _LABELS + 4, WIDTH - _VALUES - 4
@@ -150,10 +163,10 @@ def shares_chart(title: str, description: str, rows: Sequence[Shares]) -> str:
                 _text(group, f"{share:.0%}", begin + width / 2, top + 12, "inside middle")
             begin += width
         _text(svg, row.remark, WIDTH - _VALUES, top + 12, "value muted")
-    return _written(svg)
+    return Figure(title, Markup(tostring(svg, encoding="unicode")), remark)
 
 
-def histogram_chart(title: str, description: str, rows: Sequence[Histogram]) -> str:
+def histogram_chart(title: str, description: str, rows: Sequence[Histogram], remark: str = "") -> Figure:
     """One histogram over [0, 1] per row. The dashed line is the height of equally full bins."""
     row_height = 40
     height = row_height * len(rows) + _AXIS
@@ -177,7 +190,7 @@ def histogram_chart(title: str, description: str, rows: Sequence[Histogram]) -> 
         _line(svg, axis(0), base - scale / bins, axis(1), base - scale / bins, "zero")
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         _text(svg, f"{tick:g}", axis(tick), height - 14, "tick middle")
-    return _written(svg)
+    return Figure(title, Markup(tostring(svg, encoding="unicode")), remark)
 
 
 def number_text(value: float) -> str:
@@ -290,7 +303,3 @@ def _text(parent: Element, text: str, x: float, y: float, style: str) -> Element
 
 def _n(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
-
-
-def _written(svg: Element) -> str:
-    return tostring(svg, encoding="unicode")

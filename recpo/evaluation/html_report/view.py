@@ -12,35 +12,21 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
-
+from recpo.evaluation import reading
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import (
     Cell,
     Contenders,
-    Figure,
     OffPolicyView,
     Row,
     Spread,
     Table,
     environment,
-    interval_figure,
     render,
     rows_of,
 )
-from recpo.evaluation.html_report.svg import number_text
-from recpo.evaluation.reading import (
-    Document,
-    Value,
-    candidates_sentence,
-    criterion,
-    further_at,
-    further_metrics,
-    lower_is_better,
-    paired,
-    shares_at,
-    with_interval,
-)
+from recpo.evaluation.html_report.svg import Figure, number_text
+from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
 from recpo.evaluation.segments import NEW_METRICS
 
 _ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
@@ -57,15 +43,6 @@ _SHARES = (
     ("negative", "-1: disliked"),
     ("unlabeled", "no label"),
 )
-_KINDS = {
-    "run": ("trained run", "trained runs"),
-    "bundle": ("bundle", "bundles"),
-    "factors": ("factor model", "factor models"),
-    "lists": ("system given by its lists", "systems given by their lists"),
-    "baseline": ("baseline", "baselines"),
-    "oracle": ("oracle", "oracles"),
-    "reranked": ("contender with re-ranked lists", "contenders with re-ranked lists"),
-}
 
 
 class Answer(NamedTuple):
@@ -75,9 +52,9 @@ class Answer(NamedTuple):
         metric: the criterion.
         why: its meaning.
         best: name of the best contender; the oracle does not compete.
-        among: those that it is the best of.
-        value: its value, with its interval.
-        relation: what ``against`` is.
+        over_baselines: baselines do not compete, and the best is compared with the strongest one.
+        value: its value.
+        range: the 95 % interval of its value; with several training seeds, their range.
         against: the strongest baseline, or the next best contender; empty if there is none to compare with.
         difference: best - against, paired over users; the mean over training seeds.
         interval: its 95 % interval; with several training seeds, the widest one that covers theirs.
@@ -87,9 +64,9 @@ class Answer(NamedTuple):
     metric: str
     why: str
     best: str
-    among: str
+    over_baselines: bool
     value: str
-    relation: str = ""
+    range: str
     against: str = ""
     difference: str = ""
     interval: str = ""
@@ -128,12 +105,6 @@ class EvaluationView:
         self.document = document
         self.setting: Document = document["setting"]
         self.k: int = self.setting["ks"][0]
-        self.warnings: list[str] = document["warnings"]
-        self.new_items: Document = document["new_items"]
-        self.labels: Document | None = document["labels"]
-        self.training: Document = document["training"]
-        self.provenance: Document = document["provenance"]
-        self.conventions: Document = document["conventions"]
         self.plain_setting = {name: value for name, value in self.setting.items() if name != "segments"}
         self.shares = _SHARES
         self.rows_of_all = rows_of(document)
@@ -145,7 +116,7 @@ class EvaluationView:
     @cached_property
     def criterion(self) -> Value | None:
         """The measure of value by which the best contender is named."""
-        return criterion(self.document)
+        return reading.criterion(self.document)
 
     @property
     def answer(self) -> Answer | None:
@@ -155,26 +126,21 @@ class EvaluationView:
             return None
         tested = [row for row in ranked if row.kind != "baseline"]
         baselines = [row for row in ranked if row.kind == "baseline"]
+        over_baselines = bool(tested and baselines)
         best, *others = tested or baselines
-        relation = "the strongest baseline" if tested and baselines else "the next best contender"
-        others = baselines if tested and baselines else others
-        spread = _spread(value, best)
-        ends = "" if spread.low is None or spread.high is None else f" ({number_text(spread.low)} to {spread.note})"
-        of_seeds = f"{'range of the seeds' if len(best.members) > 1 else '95 % interval'} "
-        shown = number_text(spread.mean) + (ends.replace("(", f"({of_seeds}") if ends else "")
-        among = "of all contenders but the baselines" if tested and baselines else "of all contenders"
-        answer = Answer(value.name, value.why, best.name, among, shown)
-        for other in others:
+        mean, low, high, _ = _spread(value, best)
+        ends = _ends("range of the seeds" if len(best.members) > 1 else "95 % interval", low, high)
+        answer = Answer(value.name, value.why, best.name, over_baselines, number_text(mean), ends)
+        for other in baselines if over_baselines else others:
             pairs = [value.difference(one["name"], two["name"]) for one in best.members for two in other.members]
             known = [pair for pair in pairs if pair is not None]
             if len(known) == len(pairs):
                 lows, highs = [d.low for d in known if d.low is not None], [d.high for d in known if d.high is not None]
                 what = "95 % interval" if len(known) == 1 else f"95 % intervals of {len(known)} pairs of seeds together"
                 return answer._replace(
-                    relation=relation,
                     against=other.name,
                     difference=f"{fmean(d.mean for d in known):+.4f}".replace("-", "\u2212"),
-                    interval=f"{what} {number_text(min(lows))} to {number_text(max(highs))}" if lows and highs else "",
+                    interval=_ends(what, min(lows, default=None), max(highs, default=None)),
                     beyond_doubt=all(d.survives for d in known) and len({d.mean > 0 for d in known}) == 1,
                 )
         return answer
@@ -188,7 +154,8 @@ class EvaluationView:
             _interval_row(row.name, None if value is None else _spread(value, row), row.style)
             for row in self._by_criterion
         ]
-        return interval_figure(name, f"{name} of every contender, the best first", rows, "95 % intervals; seeds: range")
+        remark = "95 % intervals; seeds: range"
+        return svg.interval_chart(name, f"{name} of every contender, the best first", rows, remark)
 
     @cached_property
     def _by_criterion(self) -> list[Contenders]:
@@ -231,12 +198,6 @@ class EvaluationView:
         return len(self.ranked) > 1
 
     @property
-    def who(self) -> str:
-        """The number of contenders of each kind."""
-        numbers = {kind: sum(one["kind"] == kind for one in self.ranked) for kind in _KINDS}
-        return ", ".join(f"{number} {_KINDS[kind][number > 1]}" for kind, number in numbers.items() if number)
-
-    @property
     def main_table(self) -> Table:
         """The main metrics at the first k, that of the answer first, with the best of a column marked."""
         metrics = [*self._at(_MAIN, self.k), *further_at(self.document, self.k)]
@@ -246,7 +207,7 @@ class EvaluationView:
     @property
     def all_metrics(self) -> list[tuple[str, Table]]:
         """All metrics of every contender: a table per list length, and one for metrics without a length."""
-        own = further_metrics(self.document)
+        own = reading.further_metrics(self.document)
         known = (*_ACCURACY, *_DISLIKES, *_TRUE)
         groups = {f"all metrics, lists of {k}": self._at(known, k) for k in self.setting["ks"]}
         groups["scores of the exposed items"] = [name for name in self._every if "@" not in name and name not in own]
@@ -262,7 +223,7 @@ class EvaluationView:
     def beyond_accuracy(self) -> list[Table]:
         """The other metrics of lists, which are neither better nor worse when larger."""
         known = {*_ACCURACY, *_DISLIKES, *_TRUE, *NEW_METRICS}
-        own = further_metrics(self.document)
+        own = reading.further_metrics(self.document)
         beyond = [name for name in self._every if "@" in name and name not in own and name.split("@")[0] not in known]
         return self._tables_per_k(lambda k: [name for name in beyond if name.endswith(f"@{k}")], "", is_ranked=False)
 
@@ -354,7 +315,7 @@ class EvaluationView:
                 if (value := paired(self.document, one, other, metric)) is not None
             ]
             about = f"paired differences of {metric}: means with 95 % intervals; the dashed line is 0"
-            figures.append(interval_figure(metric, about, rows, remark, with_zero=True))
+            figures.append(svg.interval_chart(metric, about, rows, remark, with_zero=True))
         return figures
 
     # charts
@@ -368,7 +329,7 @@ class EvaluationView:
     def metric_charts(self) -> list[Figure]:
         """One chart of dots and whiskers per main metric at the first k."""
         return [
-            interval_figure(
+            svg.interval_chart(
                 metric,
                 f"{metric} of every contender with its 95 % interval",
                 [
@@ -392,8 +353,7 @@ class EvaluationView:
                 if (points := _points((k, _values_of(row, f"{name}@{k}")) for k in ks))
             ]
             if lines:
-                drawn = svg.line_chart(f"{name}@k", f"{name} over the list length k", lines, x_label="k")
-                figures.append(Figure(f"{name}@k", Markup(drawn)))
+                figures.append(svg.line_chart(f"{name}@k", f"{name} over the list length k", lines, x_label="k"))
         return figures
 
     @property
@@ -408,8 +368,8 @@ class EvaluationView:
                 lines += [svg.Line(row.name, points, row.style)] if points else []
             if lines:
                 title = f"{metric} by {segment}"
-                drawn = svg.line_chart(title, f"{title}, with 95 % intervals", lines, x_label=segment, x_names=bins)
-                figures.append(Figure(title, Markup(drawn)))
+                about = f"{title}, with 95 % intervals"
+                figures.append(svg.line_chart(title, about, lines, x_label=segment, x_names=bins))
         return figures
 
     @property
@@ -425,8 +385,8 @@ class EvaluationView:
                 )
                 for group in groups
             ]
-            drawn = svg.shares_chart(f"labels, {period} period", "share of each label by duration of the item", rows)
-            figures.append(Figure(f"{period} period", Markup(drawn), "by duration, and number of events"))
+            about, remark = "share of each label by duration of the item", "by duration, and number of events"
+            figures.append(svg.shares_chart(f"labels, {period} period", about, rows, remark))
         return figures
 
     @property
@@ -438,40 +398,40 @@ class EvaluationView:
                 svg.Histogram(group["name"], group["histogram"], f"{sum(group['histogram']):,}") for group in groups
             ]
             about = "distribution of watch quantiles by duration of the item"
-            drawn = svg.histogram_chart(f"watch quantiles, {period} period", about, rows)
-            figures.append(Figure(f"{period} period", Markup(drawn), "dashed: evenly spread"))
+            title = f"watch quantiles, {period} period"
+            figures.append(svg.histogram_chart(title, about, rows, "dashed: evenly spread"))
         return figures
 
     @property
     def training_charts(self) -> list[Figure]:
         """Validation metrics of all runs in one chart; a chart per run for losses, which are not comparable."""
-        metrics = list(dict.fromkeys(metric for run in self.training.values() for metric in run))
+        runs = self.document["training"]
+        drawn = [(metric, list(runs)) for metric in dict.fromkeys(metric for run in runs.values() for metric in run)]
+        drawn = [one for one in drawn if one[0].startswith("val/")] + [("train/loss", [run]) for run in runs]
         figures = []
-        for metric in (metric for metric in metrics if metric.startswith("val/")):
-            lines = [self._curve(run, points[metric]) for run, points in self.training.items() if metric in points]
-            drawn = svg.line_chart(metric, f"{metric} over optimizer steps", lines, x_label="step")
-            figures.append(Figure(metric, Markup(drawn)))
-        for run, points in self.training.items():
-            if "train/loss" in points:
-                line = self._curve(run, points["train/loss"])
-                drawn = svg.line_chart(f"loss of {run}", "training loss over optimizer steps", [line], x_label="step")
-                figures.append(Figure("train/loss", Markup(drawn), run))
+        for metric, shown in drawn:
+            lines = [
+                svg.Line(run, [svg.Point(*point) for point in runs[run][metric]], self.style[run])
+                for run in shown
+                if metric in runs[run]
+            ]
+            if lines:
+                remark = "" if metric.startswith("val/") else shown[0]
+                about = f"{metric} over optimizer steps"
+                figures.append(svg.line_chart(metric, about, lines, remark, x_label="step"))
         return figures
 
     @property
     def training_legend(self) -> list[tuple[str, str]]:
         """Color and name of every run with curves."""
-        return [(self.style[run], run) for run in self.training]
-
-    def _curve(self, run: str, points: Sequence[tuple[float, float]]) -> svg.Line:
-        return svg.Line(run, [svg.Point(step, value) for step, value in points], self.style[run])
+        return [(self.style[run], run) for run in self.document["training"]]
 
     # data
 
     @property
     def candidates(self) -> str:
         """Which items were candidates, in a sentence; empty = all were."""
-        return "" if self.document["candidates"] is None else candidates_sentence(self.document)
+        return "" if self.document["candidates"] is None else reading.candidates_sentence(self.document)
 
     @staticmethod
     def facts(caption: str, facts: Mapping[str, Any], *without: str) -> Table:
@@ -495,7 +455,7 @@ class EvaluationView:
     @property
     def _periods(self) -> list[tuple[str, list[Document]]]:
         """Labels by period, training first."""
-        periods = {} if self.labels is None else self.labels["periods"]
+        periods = (self.document["labels"] or {"periods": {}})["periods"]
         return sorted(periods.items(), key=lambda period: period[0] != "train")
 
     def _tables_per_k(self, names: Callable[[int], list[str]], about: str, *, is_ranked: bool = True) -> list[Table]:
@@ -544,7 +504,11 @@ def _spread(value: Value, row: Contenders) -> Spread:
     names = [one["name"] for one in row.members]
     values = [value.of[name] for name in names]
     low, high = (min(values), max(values)) if len(names) > 1 else value.ends[names[0]]
-    return Spread(fmean(values), low, high, "" if high is None else number_text(high))
+    return Spread(fmean(values), low, high, "")
+
+
+def _ends(what: str, low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{what} {number_text(low)} to {number_text(high)}"
 
 
 def _interval_row(label: str, value: Spread | None, style: str) -> svg.IntervalRow:
@@ -570,7 +534,7 @@ def _share_cell(value: Mapping[str, Any]) -> Cell:
 def _difference_cell(value: Document | None) -> Cell:
     if value is None:
         return Cell("-")
-    mean, _, half_width = with_interval(value, signed=True).partition(" ")
+    mean, _, half_width = reading.with_interval(value, signed=True).partition(" ")
     survives = value["survives_holm"]
     return Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
 

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 FloatArray = NDArray[np.floating]
 
@@ -63,21 +63,13 @@ class Rows(NamedTuple):
         Raises:
             RecpoError: a propensity is not above 0; an item that the logging policy never shows has no weight.
         """
-        if not (self.propensity > 0).all():
-            row = int((~(self.propensity > 0)).argmax())
-            raise RecpoError(
-                f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out",
-                code="out_of_range",
-                field="propensity",
-            )
+        least = self.propensity.min(initial=np.inf)
+        validate_range(least > 0, "propensity", "must be above 0 (leave other rows out)", least)
         return np.asarray(self.target / self.propensity)
 
 
-class Terms(NamedTuple):
-    """Numerators and denominators ``[N, J]`` of an estimator's ratios, per row."""
-
-    numerator: FloatArray
-    denominator: FloatArray
+#: Numerators and denominators ``[N]`` of an estimator's J ratios, per row; a denominator of None counts the rows.
+Ratios = list[tuple[FloatArray, FloatArray | None]]
 
 
 class Estimator(ABC):
@@ -86,7 +78,6 @@ class Estimator(ABC):
     Attributes:
         name: name in results and tables.
         reads_weights: whether it uses importance weights, so that it is only as good as they are.
-        reads_model: whether it needs ``q_hat`` and ``v_hat``.
         self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
         num_ratios: number of ratios, J.
         num_controls: how many of them, the last ones, are control variates: their expectation is 0, and each is
@@ -97,16 +88,21 @@ class Estimator(ABC):
     num_ratios: ClassVar[int] = 1
     num_controls: ClassVar[int] = 0
     reads_weights: ClassVar[bool] = True
-    reads_model: ClassVar[bool] = False
     self_normalized: ClassVar[bool] = False
 
     @abstractmethod
-    def terms(self, rows: Rows) -> Terms:
-        """The numerators and denominators of every row."""
+    def _ratios(self, rows: Rows) -> Ratios:
+        """The ratios whose sum is the estimate."""
+
+    def terms(self, rows: Rows) -> FloatArray:
+        """The numerators and then the denominators of every row, ``[N, 2 J]`` float64."""
+        numerators, denominators = zip(*self._ratios(rows), strict=True)
+        ones = np.ones(len(numerators[0]))
+        return np.stack([*numerators, *(ones if one is None else one for one in denominators)], 1, dtype=np.float64)
 
     def __call__(self, rows: Rows) -> float:
         """The estimate over ``rows``; nan without rows, or for a self-normalized estimator if all weights are 0."""
-        sums = self.with_coefficients(np.concatenate(self.terms(rows), axis=1))
+        sums = self.with_coefficients(self.terms(rows))
         return float(sum_of_ratios(sums.sum(0)))
 
     def with_coefficients(self, sums: FloatArray) -> FloatArray:
@@ -139,9 +135,8 @@ class IPS(Estimator):
 
     name: ClassVar[str] = "IPS"
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((rows.weight * rows.reward, None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(rows.weight * rows.reward, None)]
 
 
 @dataclass(frozen=True)
@@ -158,9 +153,8 @@ class ClippedIPS(Estimator):
     name: ClassVar[str] = "clipped IPS"
     limit: float = 100.0
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((np.minimum(rows.weight, self.limit) * rows.reward, None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(np.minimum(rows.weight, self.limit) * rows.reward, None)]
 
 
 @dataclass(frozen=True)
@@ -174,9 +168,8 @@ class SNIPS(Estimator):
     name: ClassVar[str] = "SNIPS"
     self_normalized: ClassVar[bool] = True
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((rows.weight * rows.reward, rows.weight))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(rows.weight * rows.reward, rows.weight)]
 
 
 @dataclass(frozen=True)
@@ -191,10 +184,9 @@ class BaselineIPS(Estimator):
     num_ratios: ClassVar[int] = 2
     num_controls: ClassVar[int] = 1
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
+    def _ratios(self, rows: Rows) -> Ratios:
         weight = rows.weight
-        return _terms((weight * rows.reward, None), (weight - 1, None))
+        return [(weight * rows.reward, None), (weight - 1, None)]
 
 
 @dataclass(frozen=True)
@@ -209,12 +201,10 @@ class CombinedIPS(Estimator):
     name: ClassVar[str] = "combined"
     num_ratios: ClassVar[int] = 3
     num_controls: ClassVar[int] = 2
-    reads_model: ClassVar[bool] = True
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
+    def _ratios(self, rows: Rows) -> Ratios:
         weight = rows.weight
-        return _terms((weight * rows.reward, None), (weight - 1, None), (weight * _q_hat(rows) - _v_hat(rows), None))
+        return [(weight * rows.reward, None), (weight - 1, None), (weight * _q_hat(rows) - _v_hat(rows), None)]
 
 
 @dataclass(frozen=True)
@@ -226,11 +216,9 @@ class DM(Estimator):
 
     name: ClassVar[str] = "DM"
     reads_weights: ClassVar[bool] = False
-    reads_model: ClassVar[bool] = True
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((_v_hat(rows), None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(_v_hat(rows), None)]
 
 
 @dataclass(frozen=True)
@@ -242,11 +230,9 @@ class DR(Estimator):
     """
 
     name: ClassVar[str] = "DR"
-    reads_model: ClassVar[bool] = True
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((_v_hat(rows) + _corrections(rows), None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(_v_hat(rows) + _corrections(rows), None)]
 
 
 @dataclass(frozen=True)
@@ -256,11 +242,9 @@ class SNDR(Estimator):
     name: ClassVar[str] = "SNDR"
     self_normalized: ClassVar[bool] = True
     num_ratios: ClassVar[int] = 2
-    reads_model: ClassVar[bool] = True
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((_v_hat(rows), None), (_corrections(rows), rows.weight))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(_v_hat(rows), None), (_corrections(rows), rows.weight)]
 
 
 @dataclass(frozen=True)
@@ -275,12 +259,10 @@ class SwitchDR(Estimator):
     """
 
     name: ClassVar[str] = "Switch-DR"
-    reads_model: ClassVar[bool] = True
     threshold: float = 100.0
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((_v_hat(rows) + np.where(rows.weight <= self.threshold, _corrections(rows), 0.0), None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(_v_hat(rows) + np.where(rows.weight <= self.threshold, _corrections(rows), 0.0), None)]
 
 
 @dataclass(frozen=True)
@@ -290,9 +272,8 @@ class LoggedMean(Estimator):
     name: ClassVar[str] = "mean"
     reads_weights: ClassVar[bool] = False
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((rows.reward, None))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(rows.reward, None)]
 
 
 @dataclass(frozen=True)
@@ -307,9 +288,8 @@ class NaiveAverage(Estimator):
     name: ClassVar[str] = "naive average"
     reads_weights: ClassVar[bool] = False
 
-    def terms(self, rows: Rows) -> Terms:
-        """See ``Estimator``."""
-        return _terms((rows.target * rows.reward, rows.target))
+    def _ratios(self, rows: Rows) -> Ratios:
+        return [(rows.target * rows.reward, rows.target)]
 
 
 def sum_of_ratios(totals: FloatArray) -> FloatArray:
@@ -326,13 +306,6 @@ def influences_of(sums: FloatArray) -> FloatArray:
     total = denominator.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray((numerator - numerator.sum(0) / total * denominator) / total)
-
-
-def _terms(*ratios: tuple[FloatArray, FloatArray | None]) -> Terms:
-    """Stacks ratios; a denominator of None counts the rows."""
-    numerators = [np.asarray(numerator, np.float64) for numerator, _ in ratios]
-    denominators = [np.ones(len(numerators[0])) if d is None else np.asarray(d, np.float64) for _, d in ratios]
-    return Terms(np.stack(numerators, 1), np.stack(denominators, 1))
 
 
 def _v_hat(rows: Rows) -> FloatArray:
@@ -383,8 +356,8 @@ class SlateEstimator(ABC):
     def slate_weights(self, weight: FloatArray) -> FloatArray:
         """The factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no position)."""
 
-    def terms(self, rows: SlateRows) -> Terms:
-        """Numerators and denominators ``[N, S]``: one ratio per position.
+    def terms(self, rows: SlateRows) -> FloatArray:
+        """The numerators and then the denominators of every slate, ``[N, 2 S]``: one ratio per position.
 
         Raises:
             RecpoError: more positions than position weights.
@@ -399,12 +372,11 @@ class SlateEstimator(ABC):
             )
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
         gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
-        return Terms(gained, weight if self.self_normalized else np.ones_like(gained))
+        return np.concatenate([gained, weight if self.self_normalized else np.ones_like(gained)], axis=1)
 
     def __call__(self, rows: SlateRows) -> float:
         """The estimate over ``rows``; nan without slates, or for a self-normalized estimator if all weights are 0."""
-        terms = self.terms(rows)
-        return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
+        return float(sum_of_ratios(self.terms(rows).sum(0)))
 
 
 @dataclass(frozen=True)

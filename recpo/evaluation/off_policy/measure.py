@@ -1,9 +1,4 @@
-"""Off-policy value within the pass over held-out users, and its setting from prepared data.
-
-The setting has the propensities and a reward model of the training period.
-
-Off-policy value of plain arrays: of a log that recpo has not prepared, and of a policy that it does not know.
-"""
+"""Off-policy value within the pass over held-out users, with its setting from prepared data, and of plain arrays."""
 
 from __future__ import annotations
 
@@ -17,17 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, LoggedMean, RewardedExposures, Rows
-from recpo.evaluation.off_policy.options import (
-    EstimatedPropensities,
-    LoggedPropensities,
-    OffPolicyOptions,
-    Propensities,
-    UniformPropensities,
-)
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,
     POLICY,
@@ -56,32 +45,10 @@ class OffPolicyMeasure(Measure):
     Memory: some numbers per user and per item. ``result`` returns the estimates; ``update`` and ``totals`` are empty.
     """
 
-    def __init__(
-        self,
-        options: OffPolicyOptions,
-        *,
-        reward: RewardFunction,
-        propensities: Propensities,
-        num_items: int,
-        ks: Sequence[int],
-        model: AdditiveRewardModel | None = None,
-        sample: Sampler | None = None,
-    ) -> None:
-        """Prepares one pass.
-
-        Args:
-            options: how values are estimated.
-            reward: reward of logged items; nan = unknown.
-            propensities: propensities of logged items.
-            num_items: V.
-            ks: list lengths, unless the options name others.
-            model: predicts rewards; None = without the estimators that need it.
-            sample: draws from the policy; None = these estimators only for lists.
-        """
-        self._options, self._reward, self._propensities = options, reward, propensities
-        self._model, self._sample, self._num_items = model, sample, num_items
-        self._ks = tuple(options.top_k or ks)
-        self._targets: dict[str, TargetSums] = {LOGGING_POLICY: TargetSums([LoggedMean()], num_items)}
+    def __init__(self, setting: OffPolicySetting, sample: Sampler | None = None) -> None:
+        """``sample`` draws from the policy; None = the estimators that need a reward model only for lists."""
+        self._setting, self._options, self._model, self._sample = setting, setting.options, setting.model, sample
+        self._targets: dict[str, TargetSums] = {LOGGING_POLICY: TargetSums([LoggedMean()], setting.num_items)}
         self._without_reward = self._without_propensity = self._batches = 0
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
@@ -89,8 +56,8 @@ class OffPolicyMeasure(Measure):
         batch = observed.batch.feedback
         slates = batch.slates
         logged = slates.mask if slates.is_logged is None else slates.mask & slates.is_logged
-        reward = self._reward(batch, slates).double()
-        propensity = self._propensities(slates)
+        reward = self._setting.reward(batch, slates).double()
+        propensity = self._setting.propensities(slates)
         rewarded = logged & ~reward.isnan()
         usable = rewarded & ~propensity.isnan()
         self._without_reward += int((logged & ~rewarded).sum())
@@ -104,7 +71,8 @@ class OffPolicyMeasure(Measure):
             # without v_hat, the reward model gives no value of the target
             model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
             who, what, *columns = _numpy(usable, users, slates.item_ids, reward, choice.probability, propensity, *model)
-            sums = self._targets.setdefault(name, TargetSums(self._options.estimators(bool(model)), self._num_items))
+            estimators = self._options.estimators(bool(model))
+            sums = self._targets.setdefault(name, TargetSums(estimators, self._setting.num_items))
             sums.update(who, what, Rows(*columns))
             if choice.items is not None:
                 chosen = choice.items.flatten() if name == POLICY else choice.items[choice.items > 0]
@@ -131,11 +99,11 @@ class OffPolicyMeasure(Measure):
             raise RecpoError(
                 f"off-policy value refused: none of the held-out exposures has both a reward and a propensity "
                 f"({self._without_reward:,} lack a reward, {self._without_propensity:,} a propensity of the kind "
-                f"'{self._propensities.source}'); choose another kind of propensity",
+                f"'{self._options.propensity}'); choose another kind of propensity",
                 code="empty",
                 field="off_policy.propensity",
             )
-        return result_of(totals, self._options, self._propensities.source)
+        return result_of(totals, self._options)
 
     def _choices(self, observed: Observed) -> dict[str, _Choice]:
         """The choices of each target in the contexts of the batch."""
@@ -150,13 +118,10 @@ class OffPolicyMeasure(Measure):
             # a draw that is not an item (codes without an item, if normalized over the codebook), or an item that was
             # not a candidate, earns nothing
             choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
-        for k in self._ks:
-            if lists.shape[1] < min(k, self._num_items):
-                raise RecpoError(
-                    f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}",
-                    code="out_of_range",
-                    field="off_policy.top_k",
-                )
+        for k in self._options.top_k or self._setting.ks:
+            longest = lists.shape[1]
+            fits = longest >= min(k, self._setting.num_items)
+            validate_range(fits, "off_policy.top_k", f"must be at most {longest}, the length of the lists", k)
             first = lists[:, :k]
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
@@ -184,15 +149,10 @@ class OffPolicyMeasure(Measure):
     def _check_range(self, reward: Tensor) -> None:
         if self._options.reward_range is None or not len(reward):
             return
-        low, high = self._options.reward_range
-        least, most = float(reward.min()), float(reward.max())
-        if least < low or most > high:
-            raise RecpoError(
-                f"off-policy value: rewards from {least:g} to {most:g} leave the reward_range [{low:g}, {high:g}]: "
-                "name the least and the largest possible reward",
-                code="out_of_range",
-                field="off_policy.reward_range",
-            )
+        (low, high), least, most = self._options.reward_range, float(reward.min()), float(reward.max())
+        rule = f"must contain every possible reward, such as those from {least:g} to {most:g}"
+        fits = low <= least and most <= high
+        validate_range(fits, "off_policy.reward_range", rule, self._options.reward_range)
 
 
 class _Choice(NamedTuple):
@@ -219,24 +179,64 @@ class OffPolicySetting:
 
     Attributes:
         options: how values are estimated.
-        reward: reward of logged items.
-        propensities: propensities of logged items.
-        model: reward model, fitted on the training period.
+        reward: reward of logged items; nan = unknown.
         num_items: V.
         ks: list lengths, unless the options name others.
+        model: reward model, fitted on the training period; None = without the estimators that need it.
+        train_counts: ``[V]`` exposures of item 1, 2, ..., V in the training period, for estimated propensities.
     """
 
     options: OffPolicyOptions
     reward: RewardFunction
-    propensities: Propensities
-    model: AdditiveRewardModel
     num_items: int
     ks: Sequence[int]
+    model: AdditiveRewardModel | None = None
+    train_counts: Tensor | None = None
 
     def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
         """The measure of a policy that can be sampled, or of a contender that only has lists."""
-        sample = None if policy is None else lambda histories, size: policy.sample(histories, size)[0]
-        return OffPolicyMeasure(**vars(self), sample=sample)
+        return OffPolicyMeasure(self, None if policy is None else lambda histories, n: policy.sample(histories, n)[0])
+
+    def propensities(self, slates: Slates) -> Tensor:
+        """The probability of every slate item under the logging policy, ``[B, S]`` float64 in (0, 1]; nan = unknown.
+
+        - ``logged``: the propensity column of the log, ``exp(Slates.logp_behavior)``.
+        - ``uniform``: ``1 / pool_size`` for exposures that the log marks as random; the others have none.
+        - ``estimated``: the item's smoothed share of exposures in the training period, ``(count + 1) / (sum of counts +
+          V)``. It models how often the log shows an item, but not to whom. So it corrects for popularity, but not for a
+          personalized logging policy, and the intervals do not contain this error.
+
+        Raises:
+            RecpoError: the log lacks the column, or a logged probability is above 1.
+        """
+        if self.options.propensity == "estimated":
+            assert self.train_counts is not None
+            counts = self.train_counts.to(slates.item_ids.device).double()
+            share = (counts + 1) / (counts.sum() + len(counts))
+            return torch.where(slates.item_ids > 0, share[(slates.item_ids - 1).clamp_min(0)], torch.nan)
+        if self.options.propensity == "uniform":
+            if slates.is_random is None:
+                raise RecpoError(
+                    "off-policy value: propensity uniform needs the log's is_random column",
+                    code="missing_column",
+                    field="is_random",
+                )
+            return torch.where(slates.is_random, 1.0 / (self.options.pool_size or self.num_items), torch.nan).double()
+        if slates.logp_behavior is None:
+            raise RecpoError(
+                "off-policy value: these slates have no logged propensities; map the log's propensity column in "
+                "`recpo prepare`, or take propensity uniform (random exposures) or estimated",
+                code="missing_column",
+                field="propensity",
+            )
+        logged = slates.logp_behavior.double()
+        if bool((logged > 1e-6).any()):
+            raise RecpoError(
+                f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1",
+                code="out_of_range",
+                field="propensity",
+            )
+        return torch.where(torch.isneginf(logged), torch.nan, logged.exp())
 
 
 def off_policy_setting(
@@ -252,14 +252,8 @@ def off_policy_setting(
     def training() -> Iterator[RewardedExposures]:
         return (rewarded(data, "train", shard, reward) for shard in range(data.num_shards("train")))
 
-    propensities: Propensities = {
-        "logged": LoggedPropensities,
-        "uniform": lambda: UniformPropensities(options.pool_size or data.num_items),
-        "estimated": lambda: EstimatedPropensities(torch.from_numpy(data.item_counts())),
-    }[options.propensity]()
-    num_users = int(data.manifest["num_users"])
-    model = AdditiveRewardModel.fit(training, num_users=num_users, num_items=data.num_items)
-    return OffPolicySetting(options, reward, propensities, model, data.num_items, ks)
+    model = AdditiveRewardModel.fit(training, num_users=int(data.manifest["num_users"]), num_items=data.num_items)
+    return OffPolicySetting(options, reward, data.num_items, ks, model, torch.from_numpy(data.item_counts()))
 
 
 def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:

@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from recpo.base.errors import RecpoError
-from recpo.evaluation.estimates import Interval, as_json
+from recpo.base.errors import RecpoError, validate_range
+from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
     Diagnostics,
@@ -115,12 +115,9 @@ def empirical_bernstein_interval(values: FloatArray, low: float, high: float, le
     if users < 2:
         return NOWHERE
     slack = 1e-9 * max(-low, high, 1.0)
-    if values.min() < low - slack or values.max() > high + slack:
-        raise RecpoError(
-            f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}",
-            code="out_of_range",
-            field="values",
-        )
+    least, most = values.min(), values.max()
+    fits = low - slack <= least and most <= high + slack
+    validate_range(fits, "values", f"must lie from {low:g} to {high:g}", f"{least:g} to {most:g}")
     log_term = math.log(4 / (1 - level))
     mean, variance = float(values.mean()), float(values.var(ddof=1))
     half_width = math.sqrt(2 * variance * log_term / users) + 7 * (high - low) * log_term / (3 * (users - 1))
@@ -223,7 +220,7 @@ class TargetSums:
         self._weights.update(weight)
         self._shown[items] = True
         own = np.stack([np.ones_like(weight), weight, weight**2], 1)
-        terms = [part for estimator in self._columns for part in estimator.terms(rows)]
+        terms = [estimator.terms(rows) for estimator in self._columns]
         self._sums.update(users, np.concatenate([own, *terms], axis=1))
 
     def add_choices(self, items: IntArray) -> None:
@@ -279,8 +276,7 @@ _NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": N
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
 
 
-@dataclass(frozen=True)
-class OffPolicyEstimate:
+class OffPolicyEstimate(NamedTuple):
     """One estimator's estimate of one target policy.
 
     Attributes:
@@ -308,13 +304,8 @@ class OffPolicyEstimate:
     diagnostics: Diagnostics
     warnings: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))
 
-
-@dataclass(frozen=True)
-class OffPolicyDifference:
+class OffPolicyDifference(NamedTuple):
     """The difference in value of two contenders on the same log, by the same estimator.
 
     Attributes:
@@ -336,11 +327,7 @@ class OffPolicyDifference:
     def __neg__(self) -> OffPolicyDifference:
         """The difference in the other direction."""
         ends = {kind: Interval(-one.high, -one.low) for kind, one in self.intervals.items()}
-        return replace(self, value=-self.value, intervals=ends)
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry in ``metrics.json``; undefined values are null."""
-        return as_json(vars(self))
+        return self._replace(value=-self.value, intervals=ends)
 
 
 @dataclass(frozen=True)
@@ -360,10 +347,6 @@ class OffPolicyResult:
     level: float
     resamples: int
     seed: int
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """The list for ``metrics.json``."""
-        return [estimate.as_json() for estimate in self.estimates]
 
     def to_pandas(self) -> pd.DataFrame:
         """The estimates, one per row: target, estimator, value, and ends of the normal and the bootstrap interval."""
@@ -452,16 +435,13 @@ class OffPolicyResult:
         return found
 
 
-def result_of_rows(
-    rows: Rows, users: IntArray, options: OffPolicyOptions, source: PropensitySource = "logged"
-) -> OffPolicyResult:
+def result_of_rows(rows: Rows, users: IntArray, options: OffPolicyOptions) -> OffPolicyResult:
     """All estimates of one target, named ``policy``, from rows given as arrays.
 
     Args:
         rows: exposures; with ``q_hat`` and ``v_hat`` for the estimators that need a reward model.
         users: ``[N]`` int64, user of each row; rows of different users are independent.
         options: clip, threshold, level, resamples and so on; options about a pass over batches are ignored.
-        source: source of the propensities.
 
     Raises:
         RecpoError: a propensity outside (0, 1], a probability outside [0, 1], or a reward that is not finite.
@@ -471,7 +451,7 @@ def result_of_rows(
     sums.update(users, np.zeros_like(users), rows)
     by_user = options.average == "user"
     totals = sums.compute(by_user=by_user, rows_without_reward=0, rows_without_propensity=0)
-    return result_of({POLICY: totals}, options, source)
+    return result_of({POLICY: totals}, replace(options, propensity="logged"))
 
 
 def _validate_rows(rows: Rows) -> None:
@@ -492,27 +472,18 @@ def _validate_rows(rows: Rows) -> None:
             )
 
 
-def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:
+def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions) -> OffPolicyResult:
     """All estimates. If every weight of a target is 0, its values are nan, with a warning that gives the reason."""
     estimates: list[OffPolicyEstimate] = []
     for target, found in totals.items():
-        supported = found.diagnostics.effective_rows > 0
+        known, supported = found.diagnostics, found.diagnostics.effective_rows > 0
+        shared = known.effective_rows, known.rows, known.users, options.propensity, known
         intervals = _intervals(found, options) if supported else {}
         for estimator, sums in found.estimated.items():
-            estimates.append(
-                OffPolicyEstimate(
-                    target=target,
-                    estimator=estimator.name,
-                    value=float(sum_of_ratios(sums.sum(0))) if supported else math.nan,
-                    intervals=intervals.get(estimator, _NO_INTERVALS),
-                    effective_sample_size=found.diagnostics.effective_rows,
-                    rows=found.diagnostics.rows,
-                    users=found.diagnostics.users,
-                    propensity=source,
-                    diagnostics=found.diagnostics,
-                    warnings=warnings_of(estimator, found.diagnostics, source) if supported else (_REFUSED,),
-                )
-            )
+            value = float(sum_of_ratios(sums.sum(0))) if supported else math.nan
+            said = warnings_of(estimator, known, options.propensity) if supported else (_REFUSED,)
+            ends = intervals.get(estimator, _NO_INTERVALS)
+            estimates.append(OffPolicyEstimate(target, estimator.name, value, ends, *shared, said))
     usable = {target: found for target, found in totals.items() if found.diagnostics.effective_rows > 0}
     return OffPolicyResult(tuple(estimates), usable, options.level, options.resamples, options.seed)
 

@@ -12,6 +12,7 @@ from scipy.special import ndtri
 
 import recpo
 from recpo.base.types import Slates
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.off_policy import results as ratio_intervals
 from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
@@ -31,12 +32,8 @@ from recpo.evaluation.off_policy.estimators import (
     Rows,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.options import (
-    EstimatedPropensities,
-    LoggedPropensities,
-    OffPolicyOptions,
-    UniformPropensities,
-)
+from recpo.evaluation.off_policy.measure import OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,
@@ -60,16 +57,14 @@ def test_a_switch_reads_the_log_up_to_its_threshold():
 
 def test_what_the_estimators_read():
     def traits(estimator):
-        return estimator.num_ratios, estimator.reads_weights, estimator.reads_model, estimator.self_normalized
+        return estimator.num_ratios, estimator.reads_weights, estimator.self_normalized
 
-    assert traits(IPS()) == (1, True, False, False)
-    assert traits(SNIPS()) == (1, True, False, True)
-    assert traits(DM()) == (1, False, True, False)
-    assert traits(DR()) == traits(SwitchDR()) == (1, True, True, False)
-    assert traits(SNDR()) == (2, True, True, True)
-    assert traits(BaselineIPS()) == (2, True, False, False)
-    assert traits(CombinedIPS()) == (3, True, True, False)
-    assert traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False, False)
+    assert traits(IPS()) == traits(DR()) == traits(SwitchDR()) == (1, True, False)
+    assert traits(SNIPS()) == (1, True, True)
+    assert traits(DM()) == traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False)
+    assert traits(SNDR()) == (2, True, True)
+    assert traits(BaselineIPS()) == (2, True, False)
+    assert traits(CombinedIPS()) == (3, True, False)
     assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
     assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
 
@@ -124,7 +119,7 @@ def test_the_value_of_plain_arrays_is_that_of_rows():
     arrays = (rows.reward.tolist(), torch.tensor(rows.propensity), rows.target)
     found = recpo.off_policy.value(*arrays, users=[f"u{u:02}" for u in users], q_hat=rows.q_hat, v_hat=rows.v_hat)
     expected = result_of_rows(rows, users, OffPolicyOptions())
-    assert found.as_json() == expected.as_json()
+    assert as_json(found.estimates) == as_json(expected.estimates)
     table = found.to_pandas().set_index("estimator")
     assert table.loc["combined", "value"] == expected.estimate("policy", "combined").value
     assert list(table.loc["IPS", ["normal_low", "normal_high"]]) == list(
@@ -163,19 +158,27 @@ def slates(items, **columns):
     return Slates(ids, torch.zeros_like(ids), ids > 0, **{n: torch.tensor([v]) for n, v in columns.items()})
 
 
+def propensities(slates, source="logged", **options):
+    counts = torch.tensor([4, 0, 1])
+    setting = OffPolicySetting(OffPolicyOptions(propensity=source, **options), None, 4, [1], train_counts=counts)
+    return setting.propensities(slates)
+
+
 def test_propensities_by_source():
     nan, inf = math.nan, math.inf
-    logged = LoggedPropensities()(slates([1, 2, 3, 4], logp_behavior=[math.log(0.5), -inf, nan, 1e-7]))
+    logged = propensities(slates([1, 2, 3, 4], logp_behavior=[math.log(0.5), -inf, nan, 1e-7]))
     assert logged.dtype == torch.float64
     assert logged[0].tolist() == pytest.approx([0.5, nan, nan, 1.0], nan_ok=True)
     with refused("out_of_range", "propensity"):
-        LoggedPropensities()(slates([1, 2], logp_behavior=[1e-4, -1.0]))
+        propensities(slates([1, 2], logp_behavior=[1e-4, -1.0]))
     rounded = slates([1])._replace(logp_behavior=torch.tensor([[1e-6]], dtype=torch.float64))
-    assert LoggedPropensities()(rounded).item() == pytest.approx(math.exp(1e-6))
-    uniform = UniformPropensities(4)(slates([1, 2], is_random=[True, False]))
+    assert propensities(rounded).item() == pytest.approx(math.exp(1e-6))
+    uniform = propensities(slates([1, 2], is_random=[True, False]), "uniform")
     assert uniform.dtype == torch.float64
     assert uniform[0].tolist() == pytest.approx([0.25, nan], nan_ok=True)
-    estimated = EstimatedPropensities(torch.tensor([4, 0, 1]))(slates([1, 2, 3, 0]))
+    pool = propensities(slates([1], is_random=[True]), "uniform", pool_size=2)
+    assert pool.item() == 0.5
+    estimated = propensities(slates([1, 2, 3, 0]), "estimated")
     assert estimated.dtype == torch.float64
     assert estimated[0].tolist() == pytest.approx([5 / 8, 1 / 8, 2 / 8, nan], nan_ok=True)
 
@@ -391,7 +394,7 @@ def test_a_result_of_one_row():
     assert (said.rows, said.users, said.rows_without_reward, said.rows_without_propensity) == (1, 1, 0, 0)
     assert math.isnan(said.unsupported_share)
     (difference, *_) = result.differences(result)
-    entry = difference.as_json()
+    entry = as_json(difference)
     assert (entry["estimator"], entry["value"], entry["standard_error"]) == ("naive average", 0.0, None)
     assert entry["intervals"]["bootstrap"] == {"low": 0.0, "high": 0.0}
     assert entry["intervals"]["normal"] == {"low": None, "high": None}

@@ -56,7 +56,7 @@ def user_sums():
     found = {}
     for estimator in ESTIMATORS:
         sums = ClusterSums(2 * estimator.num_ratios)
-        sums.update(owner, np.concatenate(estimator.terms(rows), axis=1))
+        sums.update(owner, estimator.terms(rows))
         of_users = sums.compute().sums.reshape(DATA_SETS, USERS, -1)
         found[estimator.name] = np.stack([estimator.with_coefficients(one) for one in of_users])
     return found, bandit.value

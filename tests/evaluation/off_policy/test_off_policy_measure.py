@@ -10,20 +10,17 @@ from torch import Tensor
 from recpo.base.contracts import RewardFunction
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.estimates import as_json
 from recpo.evaluation.measures import Observed, Recommender
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, Rows
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure
-from recpo.evaluation.off_policy.options import (
-    EstimatedPropensities,
-    LoggedPropensities,
-    OffPolicyOptions,
-    UniformPropensities,
-)
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import result_of_rows
 from tests.refusals import refused
 
 ITEMS, PLACES = 12, 3
 CALM = OffPolicyOptions(resamples=50)
+UNIFORM = OffPolicyOptions(resamples=50, propensity="uniform")
 
 
 class Given(RewardFunction):
@@ -78,12 +75,9 @@ def changed(batches, **fields):
         yield batch._replace(feedback=batch.feedback._replace(slates=batch.feedback.slates._replace(**values)))
 
 
-def measured(batches, contender=None, *, options=CALM, propensities=None, scores=True, **model):
+def measured(batches, contender=None, *, options=CALM, scores=True, sample=None, **training):
     contender = contender or Contender()
-    propensities = propensities or LoggedPropensities()
-    measure = OffPolicyMeasure(
-        options, reward=Given(), propensities=propensities, num_items=ITEMS, ks=[PLACES], **model
-    )
+    measure = OffPolicyMeasure(OffPolicySetting(options, Given(), ITEMS, [PLACES], **training), sample)
     for batch in batches:
         logp = contender.log_prob(batch.feedback).sum(-1) if scores else None
         lists = contender.recommend(batch.feedback.histories, PLACES)
@@ -250,7 +244,7 @@ def test_rows_without_reward_or_propensity_are_left_out_and_counted():
 
 def test_random_exposures_alone_count_with_uniform_propensities():
     contender = Contender()
-    result = measured(log(), contender, propensities=UniformPropensities(ITEMS))
+    result = measured(log(), contender, options=UNIFORM)
     only = changed(log(), mask=lambda mask: mask)
     kept = [(batch, batch.feedback.slates.is_random) for batch in only]
     pi = np.concatenate([contender.log_prob(b.feedback)[..., 0].exp()[r].numpy() for b, r in kept])
@@ -260,13 +254,14 @@ def test_random_exposures_alone_count_with_uniform_propensities():
 
 
 def test_estimated_propensities_are_shares_of_exposures_and_are_labeled():
-    counts = torch.arange(ITEMS)
-    result = measured(log(), propensities=EstimatedPropensities(counts))
+    counts, options = torch.arange(ITEMS), OffPolicyOptions(resamples=50, propensity="estimated")
+    result = measured(log(), options=options, train_counts=counts)
     found = result.estimate("policy", "SNIPS")
     assert found.propensity == "estimated"
     assert any("estimated" in warning for warning in found.warnings)
     slates = next(iter(log())).feedback.slates
-    share = EstimatedPropensities(counts)(slates)[slates.mask]
+    setting = OffPolicySetting(options, Given(), ITEMS, [PLACES], train_counts=counts)
+    share = setting.propensities(slates)[slates.mask]
     torch.testing.assert_close(share, (slates.item_ids[slates.mask].double()) / (counts.sum() + ITEMS))
 
 
@@ -283,7 +278,7 @@ def test_draws_are_seeded_and_leave_the_callers_random_numbers_alone():
     before = torch.get_rng_state()
     first, again = (measured(log(), contender, model=additive(), sample=contender.sample) for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
-    assert first.as_json() == again.as_json()
+    assert as_json(first.estimates) == as_json(again.estimates)
 
 
 def test_paired_differences():
@@ -310,7 +305,7 @@ def test_paired_differences():
 
 
 def test_the_logging_policy_is_paired_by_user_although_it_has_more_rows():
-    result = measured(log(), propensities=UniformPropensities(ITEMS))
+    result = measured(log(), options=UNIFORM)
     (difference,) = [d for d in result.over_logging_policy() if (d.target, d.estimator) == ("policy", "SNIPS")]
     low, high = difference.intervals["normal"]
     assert low < difference.value < high
@@ -322,7 +317,7 @@ def test_without_any_row_it_is_refused():
     with refused("missing_column", "propensity"):
         measured(changed(log(), logp_behavior=lambda p: None))
     with refused("missing_column", "is_random"):
-        measured(changed(log(), is_random=lambda r: None), propensities=UniformPropensities(ITEMS))
+        measured(changed(log(), is_random=lambda r: None), options=UNIFORM)
     with refused("out_of_range", "propensity"):
         measured(changed(log(), logp_behavior=lambda p: torch.full_like(p, np.log(2))))
 
@@ -341,7 +336,7 @@ def test_a_target_without_support_is_refused_and_the_others_are_not():
     assert refused.diagnostics.unsupported_share == 1
     assert result.estimate("policy", "IPS").value > 0
     assert {d.target for d in result.over_logging_policy()} == {"policy"}
-    json.dumps(result.as_json(), allow_nan=False)
+    json.dumps(as_json(result.estimates), allow_nan=False)
 
 
 def test_intervals_of_bounded_rewards_and_json():
@@ -350,7 +345,7 @@ def test_intervals_of_bounded_rewards_and_json():
     clipped = result.estimate("policy", "clipped IPS")
     low, high = clipped.intervals["empirical_bernstein"]
     assert low < clipped.intervals["normal"].low < clipped.value < clipped.intervals["normal"].high < high
-    (entry,) = [e for e in result.as_json() if (e["target"], e["estimator"]) == ("policy", "SNIPS")]
+    (entry,) = [e for e in as_json(result.estimates) if (e["target"], e["estimator"]) == ("policy", "SNIPS")]
     assert json.loads(json.dumps(entry, allow_nan=False)) == entry
     assert entry["intervals"]["empirical_bernstein"] == {"low": None, "high": None}
     assert entry["diagnostics"]["tail"]["largest"] > 1
@@ -374,10 +369,10 @@ def test_lists_shorter_than_asked_for_are_named():
 
 def test_it_is_a_measure_of_the_one_pass():
     contender = Contender()
-    measure = OffPolicyMeasure(CALM, reward=Given(), propensities=LoggedPropensities(), num_items=ITEMS, ks=[PLACES])
+    measure = OffPolicyMeasure(OffPolicySetting(CALM, Given(), ITEMS, [PLACES]))
     recommender = Recommender(contender.recommend, contender.log_prob)
     evaluate_ranking(recommender, log(), Ranking(num_items=ITEMS, ks=[PLACES], exclude_past=False), measures=[measure])
-    assert measure.result().as_json() == measured(log(), contender).as_json()
+    assert as_json(measure.result().estimates) == as_json(measured(log(), contender).estimates)
 
 
 class Truncated(Contender):
