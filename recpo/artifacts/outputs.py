@@ -114,22 +114,6 @@ def discard(directory: Path, place: Path, successor: Path | None = None) -> None
 
 
 @contextmanager
-def locked_directory(directory: Path) -> Iterator[None]:
-    """Keeps other processes that ask for this lock out of a directory that is written in place, such as a run.
-
-    Raises:
-        RecpoError: another process holds it.
-    """
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        if not try_lock(handle):
-            raise taken(directory)
-        yield
-    finally:
-        unlock(handle)
-
-
-@contextmanager
 def locked_parent(place: Path) -> Iterator[None]:
     """Serializes processes that claim ``place``, so that each sees the changes of the other."""
     parent = os.open(place.parent, os.O_RDONLY)
@@ -440,8 +424,15 @@ def directory_in_place(
 
 
 @contextmanager
-def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resume: bool = False) -> Iterator[None]:
-    """An empty directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
+def directory_of_steps(
+    target: Path | str,
+    *,
+    kind: Kind,
+    overwrite: bool,
+    start: Callable[[Path], object] | None = lambda working: None,
+    inputs: Iterable[object] = (),
+) -> Iterator[None]:
+    """A directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
 
     The lock is on its ``recpo.json`` instead of the directory, because those outputs lock their parent directory.
 
@@ -449,7 +440,8 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resum
         target: the directory; a symbolic link is followed.
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind immediately.
-        resume: go on with a ``target`` of the same kind, as it is.
+        start: writes the first files of a new directory; None = ``target`` exists and is continued.
+        inputs: as of ``output_directory``.
 
     Raises:
         RecpoError: another process fills it, or it may not be created or replaced.
@@ -458,12 +450,10 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resum
     with ExitStack() as locks:
         if (place / MARKER).is_file():
             lock(place / MARKER, place, locks)
-        if resume:
-            yield
-            return
-        with output_directory(place, kind=kind, overwrite=overwrite):
-            pass
-        lock(place / MARKER, place, locks)
+        if start is not None:
+            with output_directory(place, kind=kind, overwrite=overwrite, inputs=inputs) as working:
+                start(working)
+            lock(place / MARKER, place, locks)
         yield
 
 

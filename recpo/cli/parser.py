@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from recpo.artifacts.documents import validate_configuration_files
 from recpo.base.errors import RecpoError
-from recpo.verbs.verb import Verb
+from recpo.verbs.verb import UNRECORDED, Verb
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -60,7 +60,7 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     hints, helps = typing.get_type_hints(verb), documentation(verb)
-    for one in dataclasses.fields(verb):
+    for one in sorted(dataclasses.fields(verb), key=lambda one: one.name in UNRECORDED):
         if not one.metadata.get("python_only"):
             parser.add_argument(f"--{one.name}", type=hints[one.name], help=helps.get(one.name, ""), **_default(one))
     return parser

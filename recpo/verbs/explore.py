@@ -27,7 +27,7 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of
 from recpo.verbs.fit import Decision
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
+from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
 _STATIC_USERS: Final = 50
 _FACTORS: Final = "factors"
@@ -35,7 +35,7 @@ _PREPARED: Final = "prepared"
 
 
 @dataclass(frozen=True)
-class Explore(ItemColumns, Verb["Path | None"]):
+class Explore(ItemColumns, WritingVerb["Path | None"]):
     """Shows the lists of policies side by side: users, items, what a change moves, and what a server logged.
 
     Listens on this machine until Ctrl-C, or writes one HTML file with ``static``. It changes nothing, its pages run no
@@ -78,10 +78,6 @@ class Explore(ItemColumns, Verb["Path | None"]):
     """address to listen on; 127.0.0.1 = only this machine. Whoever reaches the address sees what users did"""
     port: NonNegativeInt = 8010
     """port to listen on; 0 = any free one"""
-    overwrite: bool = False
-    """replace ``static`` if it exists"""
-    progress: bool = False
-    """show progress bars on a terminal"""
 
     on_ready: Callable[[str], None] = field(default=lambda url: None, metadata=PYTHON_ONLY)
     """called with the address of the first page once the server listens"""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +15,14 @@ from markupsafe import Markup
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.outputs import locked_directory, output_directory, output_file
-from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
+from recpo.artifacts.outputs import output_file
+from recpo.base.errors import MAX_SEED, RecpoError, validate_range
 from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Figure, Row, Table, render
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
-from recpo.worlds.parameters import WORLDS
+from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of, resumable_directory
 from recpo.worlds.replay import Replayed
 
 if TYPE_CHECKING:
@@ -115,7 +113,7 @@ class LoopResult(Artifact):
 
 
 @dataclass(frozen=True)
-class Loop(RoundOptions, Verb[LoopResult]):
+class Loop(RoundOptions, WritingVerb[LoopResult]):
     """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
     Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
@@ -141,8 +139,6 @@ class Loop(RoundOptions, Verb[LoopResult]):
     """number of served days, besides round 0; a resumed loop may have more"""
     resume: bool = False
     """resume a loop in ``out`` that was created with the same options; if there is none, start it"""
-    overwrite: bool = False
-    """replace a loop in ``out``"""
     on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
     """called with every completed round"""
 
@@ -154,29 +150,24 @@ class Loop(RoundOptions, Verb[LoopResult]):
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_ranges(self)
-        if self.world not in WORLDS:
-            raise RecpoError(
-                f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
-                field="world",
-                code="unknown_name",
-            )
         Replayed(self.world, self.matrix).validate("loop")
-        if self.seed > _MAX_SEED:
-            raise RecpoError(
-                f"loop: seed is {self.seed}, expected at most {_MAX_SEED}", code="out_of_range", field="seed"
-            )
-        if self.days < _LEAST_DAYS:
-            raise RecpoError(
-                f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test",
-                field="days",
-                code="out_of_range",
-            )
+        validate_range(self.seed <= _MAX_SEED, "seed", f"must be at most {_MAX_SEED}", self.seed)
+        rule = f"must be at least {_LEAST_DAYS}: train, validation, test"
+        validate_range(self.days >= _LEAST_DAYS, "days", rule, self.days)
 
     def execute(self) -> LoopResult:
         """Makes the missing rounds, one after the other; every complete one is kept."""
-        root = Path(self.out)
-        _begin(root, self.settings, resume=self.resume, overwrite=self.overwrite)
-        with locked_directory(root), _interrupted(root):
+        root, options = Path(self.out), self.settings
+        begun = LoopResult.open(root).options if self.resume and kind_of(root) == "loop" else None
+        with resumable_directory(
+            root,
+            kind="loop",
+            begun=begun,
+            options=options,
+            more="rounds",
+            start=lambda working: LoopResult.write_facts(working, {"options": options, "rounds": []}),
+            overwrite=self.overwrite,
+        ):
             done = LoopResult.open(root)
             for number in range(len(done.rounds), self.rounds + 1):
                 made = make_round(root, number, self)
@@ -185,32 +176,6 @@ class Loop(RoundOptions, Verb[LoopResult]):
                 if self.on_round is not None:
                     self.on_round(made)
         return done
-
-
-def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-    """Creates the directory with ``loop.json``, or checks the one to resume."""
-    if resume and kind_of(root) == "loop":
-        stands = LoopResult.open(root)
-        changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
-        if changed:
-            raise RecpoError(
-                f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
-                "(rounds may be more), or choose another output",
-                code="conflicting_options",
-                field=changed[0],
-            )
-        return
-    with output_directory(root, kind="loop", overwrite=overwrite) as working:
-        LoopResult.write_facts(working, {"options": dict(options), "rounds": []})
-
-
-@contextmanager
-def _interrupted(root: Path) -> Iterator[None]:
-    """Reports how to resume the loop instead of its interrupted run."""
-    try:
-        yield
-    except Interrupted as error:
-        raise Interrupted(f"stopped; {root} continues with the same options and --resume true", error.status) from error
 
 
 class Outcome(NamedTuple):

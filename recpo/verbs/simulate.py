@@ -6,7 +6,6 @@ On those days a bundle serves simulated users in the same way as a server: histo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.errors import RecpoError, validate_seed
+from recpo.base.errors import RecpoError, validate_range, validate_seed
+from recpo.base.ranges import NonNegativeFloat, validate_ranges
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
@@ -25,10 +25,10 @@ from recpo.serving.histories import ITEM_ID, USER_ID
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.recommending import BATCH_SIZE
 from recpo.serving.runtimes import excluded
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import WritingVerb, function_of
 from recpo.worlds.log import ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
-from recpo.worlds.parameters import WORLDS, SimulationParameters, World
+from recpo.worlds.parameters import SimulationParameters, World
 from recpo.worlds.preferences import IntArray, Preferences
 from recpo.worlds.replay import Replayed, RewardMatrix
 from recpo.worlds.truth import Truth
@@ -37,7 +37,7 @@ BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items 
 
 
 @dataclass(frozen=True)
-class Simulate(SimulationParameters, Verb[Simulation]):
+class Simulate(SimulationParameters, WritingVerb[Simulation]):
     """Simulates an interaction log whose true preferences and exposure probabilities are known.
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
@@ -80,16 +80,13 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """directory of the world that continues; or a list of the world and the days served since, in order"""
     exploration: Exploration | None = None
     """how the policy's slates are drawn; None = the best items in their order"""
-    repeat_after: float | None = None
+    repeat_after: NonNegativeFloat | None = None
     """days after which the policy may show a user an item again (its bundle was exported with ``repeats``); None =
     never. The oracle of the report follows the same rule"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
         validate_seed(self.seed)
+        validate_ranges(self)
         if self.after is None:  # the other parameters of a world that continues are known to be valid
             super().__post_init__()
 
@@ -104,12 +101,6 @@ class Simulate(SimulationParameters, Verb[Simulation]):
 
     def execute(self) -> Simulation:
         """Draws a world and its log, or lets a policy serve the next days of one."""
-        if self.world not in WORLDS:
-            raise RecpoError(
-                f"simulate: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
-                field="world",
-                code="unknown_name",
-            )
         if self.policy is not None and self.after is not None:
             return self._serve(self.policy, _opened(self.after))
         for name in ("policy", "after", "exploration", "repeat_after"):
@@ -168,15 +159,9 @@ class Simulate(SimulationParameters, Verb[Simulation]):
             )
         for name, known in dataclasses.asdict(truth.preferences.parameters).items():
             value = getattr(self, name)
-            if name in ("days", "seed"):
-                least = 1 if name == "days" else 0
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise RecpoError(
-                        f"simulate: {name} is {value!r}, expected a whole number from {least} on",
-                        code="out_of_range",
-                        field=name,
-                    )
-            elif value != known:
+            if name == "days":
+                validate_range(isinstance(value, int) and value >= 1, name, "must be a whole number from 1 on", value)
+            elif name != "seed" and value != known:
                 raise RecpoError(
                     f"simulate: {name} is {value!r}, {stands.root} has {known!r}: a policy serves an existing world; "
                     "give only days and seed",
@@ -216,7 +201,13 @@ class BundleService:
                 simulation does not have, or too few for exploration or a request; or its policy reads request values
                 that simulated users do not send.
         """
-        self._validate_repeats(repeat_after)
+        if repeat_after is not None and not self.bundle.manifest.repeats:
+            raise RecpoError(
+                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
+                "history: export it with --repeats true, or leave repeat_after out",
+                code="conflicting_options",
+                field="repeat_after",
+            )
         self._validate_reads()
         items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
         known = np.zeros(len(items), bool)
@@ -237,21 +228,6 @@ class BundleService:
                 "a larger --k, or set a smaller --exploration.shortlist",
                 code="out_of_range",
                 field="k",
-            )
-
-    def _validate_repeats(self, repeat_after: float | None) -> None:
-        if repeat_after is not None and not (math.isfinite(repeat_after) and repeat_after >= 0):
-            raise RecpoError(
-                f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never",
-                code="out_of_range",
-                field="repeat_after",
-            )
-        if repeat_after is not None and not self.bundle.manifest.repeats:
-            raise RecpoError(
-                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
-                "history: export it with --repeats true, or leave repeat_after out",
-                code="conflicting_options",
-                field="repeat_after",
             )
 
     def _validate_reads(self) -> None:

@@ -13,7 +13,6 @@ from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
@@ -40,14 +39,14 @@ from recpo.training.tilting import (
     write_tilted,
 )
 from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
-from recpo.verbs.verb import Verb, compute_device, function_of
+from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
 _TILTED: Final = tuple(name for name in SERVED if name != "factorization")
 
 
 @dataclass(frozen=True)
-class Tilt(Verb[TiltResult]):
+class Tilt(WritingVerb[TiltResult]):
     """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
@@ -111,10 +110,6 @@ class Tilt(Verb[TiltResult]):
     """where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
     trust: Sequence[str] = ()
     """packages, in addition to recpo, whose classes the configuration of the run may name"""
-    overwrite: bool = False
-    """replace ``out`` if it is a run"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,8 +204,7 @@ class Tilt(Verb[TiltResult]):
         factors.validate_items(data.catalog_checksum, data.root)
         factors.validate_features(data)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
-        kept = None if self.baseline_cache is None else Path(self.baseline_cache)
-        served = served_baseline(named, data, cache=BaselineCache(kept, kept))
+        served = served_baseline(named, data, self.baseline_cache)
         own = type(served.policy)
         configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
         return TiltBase(named, served.policy.eval(), configuration, data, None)

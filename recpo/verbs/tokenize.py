@@ -30,7 +30,7 @@ from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
-from recpo.verbs.verb import Verb, compute_device, function_of
+from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 # Imported so that their short names work as class paths.
 __all__ = [
@@ -86,7 +86,7 @@ class VectorsFromRun(VectorSource):
 
 
 @dataclass(frozen=True)
-class Tokenize(ResidualKMeans, Verb[Codes]):
+class Tokenize(ResidualKMeans, WritingVerb[Codes]):
     """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
@@ -117,10 +117,6 @@ class Tokenize(ResidualKMeans, Verb[Codes]):
     """where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on"""
     seed: Seed = 0
     """seed of all random numbers"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def execute(self) -> Codes:
         """Makes the codes, then writes the directory."""

@@ -19,7 +19,6 @@ import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -339,7 +338,7 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     (batch,) = evaluation_batches(data.root, "valid", 200, 512)
     histories = batch.feedback.histories
     listed = policy.recommend(histories, data.num_items)
-    base = served_baseline(name, data, cache=BaselineCache(cache, cache)).policy
+    base = served_baseline(name, data, cache).policy
     logits = (base.scores(histories) / base.temperature).log_softmax(1)
     logits = logits + factors.scores(factors.fold_in(histories)) / 0.05
     assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)
