@@ -348,14 +348,21 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         flush(place.parent)
         return  # ``working`` is now the old one, which ``_claimed`` removes
     old = unused(place, REPLACED)
-    os.rename(place, old)
+    _move_in(working, place, old)
+    remove_tree(old)
+
+
+def _move_in(working: Path, place: Path, aside: Path | None) -> None:
+    """Renames ``working`` to ``place``, and first what is there to ``aside`` (None = nothing is)."""
+    if aside is not None:
+        os.rename(place, aside)
     try:
         os.rename(working, place)
     except OSError:
-        os.rename(old, place)
+        if aside is not None:
+            os.rename(aside, place)
         raise
     flush(place.parent)
-    remove_tree(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -469,14 +476,7 @@ def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitSt
         if place.exists() and any(place.iterdir()):
             lock(place, place, locks)  # so that it is not mistaken for the leftovers of a dead process
             aside = unused(place, ASIDE)
-            os.rename(place, aside)
-        try:
-            os.rename(working, place)
-        except OSError:
-            if aside is not None:
-                os.rename(aside, place)
-            raise
-        flush(place.parent)
+        _move_in(working, place, aside)
     except BaseException:
         remove_tree(working)
         raise

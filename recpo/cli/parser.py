@@ -18,7 +18,6 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from recpo.artifacts.documents import validate_configuration_files
 from recpo.base.errors import RecpoError
 from recpo.verbs.verb import UNRECORDED, Verb
 
@@ -96,7 +95,6 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
         made: Verb[Any] = own(words)
         return made
     words = joined_lists(verb, words)
-    validate_configuration_files(words)
     parser = parser_of(verb)
     given = parser.parse_args(words, defaults=False)
     parser.set_defaults(dict(verb.presets(given.as_dict())))

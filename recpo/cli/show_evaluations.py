@@ -25,19 +25,14 @@ if TYPE_CHECKING:
     from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.reward_comparison import CalibrationReport
     from recpo.training.tilting import TiltResult, TiltTrial
-    from recpo.verbs.calibrate import Calibrate
-    from recpo.verbs.compare import Compare
-    from recpo.verbs.demo import Demo
-    from recpo.verbs.evaluate import Evaluate
-    from recpo.verbs.fit import Decision, Fit
-    from recpo.verbs.tilt import Tilt
+    from recpo.verbs import calibrate, compare, demo, evaluate, fit, tilt
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
 
 
-def show_evaluate(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
+def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
     if isinstance(evaluation, VariantEvaluation):
         return _show_variants(evaluation)
@@ -213,7 +208,7 @@ _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
 
 
-def show_compare(verb: Compare, comparison: Comparison) -> VerbResult:
+def show_compare(verb: compare.Compare, comparison: Comparison) -> VerbResult:
     """Prints the numbers; the new bundle is served next.
 
     Raises:
@@ -259,7 +254,7 @@ def _interval_text(value: float | None, low: float | None, high: float | None) -
     return decimals(value, sign="+") + ends
 
 
-def show_calibrate(verb: Calibrate, report: CalibrationReport) -> VerbResult:
+def show_calibrate(verb: calibrate.Calibrate, report: CalibrationReport) -> VerbResult:
     """Prints the tables; the first calibrated reward model aligns a policy next."""
     content, path = report.content, report.path
     headings = ("reward", "shown", "number", "RMSE", "rank corr.", "per user", "dislike AUC")
@@ -303,7 +298,7 @@ def _metric_text(metric: Mapping[str, float | None] | None, digits: int = 3) -> 
     return decimals(None if metric is None else metric["value"], digits)
 
 
-def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
+def watch_fit(verb: fit.Fit | demo.Demo) -> dict[str, Any]:
     """Prints every step with the time that is left."""
     return {"on_step": lambda text: print(text, flush=True)}
 
@@ -311,7 +306,7 @@ def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
 watch_demo = watch_fit  # the same steps
 
 
-def show_fit(verb: Fit, done: Decision) -> VerbResult:
+def show_fit(verb: fit.Fit, done: fit.Decision) -> VerbResult:
     """Prints the leaderboard and the answer; the bundle is served next."""
     show_decision(done)
     bundle = done.root / "bundle"
@@ -319,7 +314,7 @@ def show_fit(verb: Fit, done: Decision) -> VerbResult:
     return VerbResult((done.root / "decision.json", done.report, bundle), command("serve", "--bundle", bundle), facts)
 
 
-def show_decision(done: Decision) -> None:
+def show_decision(done: fit.Decision) -> None:
     """Prints the leaderboard and the answer."""
     from recpo.verbs.fit import leaderboard_table  # here, because other verbs print without it
 
@@ -335,7 +330,7 @@ def show_decision(done: Decision) -> None:
 _USERS = 3
 
 
-def show_demo(verb: Demo, done: Decision) -> VerbResult:
+def show_demo(verb: demo.Demo, done: fit.Decision) -> VerbResult:
     """Prints some lists of the bundle, the leaderboard and the answer; next comes the user's own log."""
     import pandas as pd
 
@@ -359,7 +354,7 @@ _NAMES = {
 }
 
 
-def show_tilt(verb: Tilt, found: TiltResult) -> VerbResult:
+def show_tilt(verb: tilt.Tilt, found: TiltResult) -> VerbResult:
     """Prints the table of temperatures; the run, or the untilted one if it is kept, is evaluated next."""
     if found.trials and found.criterion is not None:
         title = f"validation period, lists of {found.k}; value: {_NAMES[found.criterion]}"

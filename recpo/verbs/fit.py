@@ -29,24 +29,10 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
+from recpo.verbs import fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
-from recpo.verbs.fit_road import (
-    BASELINES,
-    FACTORS,
-    GBPO,
-    MPO,
-    MPO_MODEL,
-    PLAN,
-    PREPARED,
-    PRETRAIN,
-    RECIPES,
-    REWARD_MODEL,
-    VALUE_DPO,
-    VALUE_DPO_LIKELIHOOD,
-    Road,
-    RoadOptions,
-)
+from recpo.verbs.fit_road import Road, RoadOptions
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare
@@ -217,7 +203,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             try:
                 yield
             except RecpoError:
-                if not again and not (root / PLAN).exists():  # the log was refused: nothing is worth keeping
+                if not again and not (root / fit_road.PLAN).exists():  # the log was refused: nothing is worth keeping
                     shutil.rmtree(root, ignore_errors=True)
                 raise
 
@@ -241,7 +227,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         else:
             log = [str(self._kept_frame(road.root, given))]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
-        out = road.root / PREPARED
+        out = road.root / fit_road.PREPARED
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         verb = Prepare(out=out, progress=self.progress, **preparation_of(found), **tables)
         verb.write_resolved(road.root / _PREPARE)
@@ -261,16 +247,16 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     def _contenders(self, road: Road) -> list[str]:
         """Fits, trains, tilts and searches; returns the names of all contenders."""
         names: list[str] = list(road.baselines)
-        wanted = [PRETRAIN]
+        wanted = [fit_road.PRETRAIN]
         counts = road.data.feedback_counts["train"]
         if road.graded:
             road.fit_factors()
-            names.append(FACTORS)
-            wanted.append(MPO)
-            if road.has_features and road.train(REWARD_MODEL, RECIPES[REWARD_MODEL]):
-                wanted.append(MPO_MODEL)
+            names.append(fit_road.FACTORS)
+            wanted.append(fit_road.MPO)
+            if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
+                wanted.append(fit_road.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
-            wanted += [GBPO, VALUE_DPO, VALUE_DPO_LIKELIHOOD]
+            wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
         if road.graded:  # who chose what, and the grades
@@ -278,11 +264,11 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         road.show_list()
         road.decide_effort(wanted)
         for name in road.plan.recipes:
-            if not road.train(name, RECIPES[name]):
+            if not road.train(name, fit_road.RECIPES[name]):
                 continue
             road.measure(name)
             names.append(name)
-            if road.graded and name in (PRETRAIN, MPO, MPO_MODEL):
+            if road.graded and name in (fit_road.PRETRAIN, fit_road.MPO, fit_road.MPO_MODEL):
                 names += self._tilted(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
@@ -304,7 +290,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         """Evaluates the contenders that have not lost on the test period, and the baselines; exports the chosen one."""
         shown = [row.name for row in choice.standings if row.is_baseline or not row.lost]
         paths = [road.path_of(name) for name in shown]
-        out, cache = road.root / _EVALUATION, road.root / BASELINES
+        out, cache = road.root / _EVALUATION, road.root / fit_road.BASELINES
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
         how |= {"ks": [min(self.k, road.data.num_items)], "baseline_cache": cache}
         road.step(Evaluate(road.data, paths, out=out, **how), out)

@@ -142,11 +142,6 @@ class Loop(RoundOptions, WritingVerb[LoopResult]):
     on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
     """called with every completed round"""
 
-    @classmethod
-    def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of the named world."""
-        return Replayed.of(given).presets
-
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_ranges(self)

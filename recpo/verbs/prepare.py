@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
 from recpo.log.engine import EngineOptions, locate
@@ -20,27 +19,8 @@ from recpo.log.extension import extend
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
-from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
-from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from recpo.verbs.verb import WritingVerb, function_of
-
-# Imported so that their short names work as class paths on the command line.
-__all__ = [
-    "D2Q",
-    "BinaryColumn",
-    "Categories",
-    "Category",
-    "EveryEvent",
-    "LeaveLastOut",
-    "Number",
-    "NumericColumn",
-    "Vector",
-    "WatchQuantiles",
-    "WatchRatio",
-    "WatchTimeGain",
-    "prepare",
-]
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,9 @@ from recpo.policies.grade_factors import validate_temperature
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
+from recpo.training import tilting
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run, features_that_differ
-from recpo.training.tilting import (
-    TEMPERATURES,
-    Criterion,
-    TemperatureChoice,
-    TemperatureTrials,
-    TiltBase,
-    TiltResult,
-    TiltTrial,
-    chosen_temperature,
-    default_criterion,
-    has_grades,
-    held_out_factors,
-    tilted,
-    value_setting,
-    write_tilted,
-)
 from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
@@ -46,7 +31,7 @@ _TILTED: Final = tuple(name for name in SERVED if name != "factorization")
 
 
 @dataclass(frozen=True)
-class Tilt(WritingVerb[TiltResult]):
+class Tilt(WritingVerb[tilting.TiltResult]):
     """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
@@ -79,9 +64,9 @@ class Tilt(WritingVerb[TiltResult]):
     base) whose value is within one standard error of the best; the untilted policy counts as an infinite temperature.
     The error is that of the difference on the same users. With the criterion auc_mixed, the best one of those that rank
     a user's own exposures as well as any, within one standard error. A number is written whatever its value"""
-    temperatures: Sequence[PositiveFloat] = TEMPERATURES
+    temperatures: Sequence[PositiveFloat] = tilting.TEMPERATURES
     """values to try if temperature is auto"""
-    criterion: Criterion | None = None
+    criterion: tilting.Criterion | None = None
     """value of a temperature: grade (mean grade of its lists, as a factorization of the validation period's own events
     predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
     drawn from it), auc (mean per-user AUC of positives against other exposures), auc_mixed (that AUC, with positives
@@ -128,30 +113,30 @@ class Tilt(WritingVerb[TiltResult]):
             return [float(self.temperature)]
         return sorted({*map(float, self.temperatures)}, reverse=True)
 
-    def execute(self) -> TiltResult:
+    def execute(self) -> tilting.TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
         given = self.prepared
         data = Prepared.open(given) if isinstance(given, str | Path) else given
         factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
         base = self._base(data, factors)
-        used: Criterion | None = None
-        trials: tuple[TiltTrial, ...] = ()
+        used: tilting.Criterion | None = None
+        trials: tuple[tilting.TiltTrial, ...] = ()
         if data is not None:
             shared, device = self._trials(data, of_baseline=base.is_baseline), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
-            tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
+            tilts = partial(tilting.tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
-        chosen = chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
+        chosen = tilting.chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
         if chosen == math.inf:
-            return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
+            return tilting.TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
-            final = tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            how = TemperatureChoice(chosen, used, self.k, trials)
-            write_tilted(target, final, base, factors, how, data)
-        return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
+            final = tilting.tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
+            how = tilting.TemperatureChoice(chosen, used, self.k, trials)
+            tilting.write_tilted(target, final, base, factors, how, data)
+        return tilting.TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
 
-    def _base(self, data: Prepared | None, factors: Factors) -> TiltBase:
+    def _base(self, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
         """What is tilted, after everything that is given was checked."""
         named = self.run
         if not isinstance(named, Run) and is_baseline(named):
@@ -168,11 +153,13 @@ class Tilt(WritingVerb[TiltResult]):
                 code="missing_option",
                 field="prepared",
             )
-        base = TiltBase.of_run(run, self.checkpoint)
+        base = tilting.TiltBase.of_run(run, self.checkpoint)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(run, data))
         if isinstance(base.policy, TiltedPolicy | RerankedPolicy):
             raise RecpoError(
-                f"{run.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
+                f"{run.root} is tilted already: name the run that it was made from",
+                code="unsupported",
+                field="run",
             )
         if data is not None and factors.user_features and features_that_differ(base.policy, run.root, data):
             raise RecpoError(
@@ -187,7 +174,7 @@ class Tilt(WritingVerb[TiltResult]):
             factors.validate_features(data)
         return base
 
-    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> TiltBase:
+    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
         if named not in _TILTED:
             raise RecpoError(
                 f"{named} is no policy to tilt by grades: name a run, or one of {', '.join(_TILTED)}",
@@ -207,25 +194,25 @@ class Tilt(WritingVerb[TiltResult]):
         served = served_baseline(named, data, self.baseline_cache)
         own = type(served.policy)
         configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
-        return TiltBase(named, served.policy.eval(), configuration, data, None)
+        return tilting.TiltBase(named, served.policy.eval(), configuration, data, None)
 
     def _inputs(self, source: Run | Prepared, data: Prepared | None) -> list[object]:
         """Directories that the output must not replace."""
         given = None if isinstance(self.factors, Factors) else self.factors
         return [source.root, data and data.root, given]
 
-    def _trials(self, data: Prepared, *, of_baseline: bool) -> TemperatureTrials:
+    def _trials(self, data: Prepared, *, of_baseline: bool) -> tilting.TemperatureTrials:
         """What all temperatures are measured with."""
         if self.monitor_reward is not None:
             validate_identity(self.monitor_reward, "monitor_reward", data)
-        graded = has_grades(data)
-        criterion = self.criterion or default_criterion(graded, self.monitor_reward, of_baseline)
-        return TemperatureTrials(
+        graded = tilting.has_grades(data)
+        criterion = self.criterion or tilting.default_criterion(graded, self.monitor_reward, of_baseline)
+        return tilting.TemperatureTrials(
             data=data,
             criterion=criterion,
             k=min(self.k, data.num_items),
-            setting=value_setting(data, criterion, self.off_policy, self.reward, self.k),
-            held_out=held_out_factors(data) if graded or criterion == "grade" else None,
+            setting=tilting.value_setting(data, criterion, self.off_policy, self.reward, self.k),
+            held_out=tilting.held_out_factors(data) if graded or criterion == "grade" else None,
             candidates=candidates_of(data, "valid", None),
             monitor_reward=self.monitor_reward,
             batch_size=self.batch_size,

@@ -21,9 +21,7 @@ from recpo.items.sources import (
     EarlierCodes,
     ItemVectors,
     VectorsFromCooccurrence,
-    VectorsFromFeatures,
     VectorsFromFrame,
-    VectorsFromParquet,
     VectorSource,
 )
 from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
@@ -31,17 +29,6 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
-
-# Imported so that their short names work as class paths.
-__all__ = [
-    "CodesFromFile",
-    "Tokenize",
-    "VectorsFromCooccurrence",
-    "VectorsFromFeatures",
-    "VectorsFromParquet",
-    "VectorsFromRun",
-    "tokenize",
-]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
-from recpo.verbs import loop_rounds, tilt as verb
+from recpo.verbs import loop_rounds
 from recpo.verbs.contenders import served_baseline
 from tests.conftest import resealed
 from tests.refusals import refused
@@ -285,7 +285,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
     monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
-    monkeypatch.setattr(verb, "has_grades", lambda data: False)
+    monkeypatch.setattr(tilting, "has_grades", lambda data: False)
     found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES)
     assert found.criterion == "auc"
     assert all(trial.value == trial.auc for trial in found.trials)
