@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
-    from recpo.items.tokenization import Codes
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.log.inspection import Inspection
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors

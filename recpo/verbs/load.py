@@ -13,9 +13,9 @@ from recpo.base.errors import RecpoError
 from recpo.log.engine import locate
 
 if TYPE_CHECKING:
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.evaluation import Evaluation
-    from recpo.items.tokenization import Codes
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle

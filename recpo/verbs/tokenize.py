@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
-from recpo.artifacts.semantic_codes import FILES, SemanticCodes
+from recpo.artifacts.semantic_codes import FILES, Codes
 from recpo.base.errors import RecpoError
 from recpo.base.frames import ArrowStream, Frame
 from recpo.base.ranges import Seed
@@ -24,7 +24,7 @@ from recpo.items.sources import (
     VectorsFromFrame,
     VectorSource,
 )
-from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.items.tokenization import Collisions, make_codes, report_of
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
@@ -132,7 +132,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
             )
             if result.codebooks is not None:
                 result.codebooks.save(partial)
-            semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
+            semantic = Codes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
             facts = {"source": type(source).__name__, "seed": self.seed, **result.facts, "report": report_of(result)}
             semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
             self.write_resolved(partial / "resolved.yaml")
