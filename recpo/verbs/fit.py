@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +35,7 @@ from recpo.verbs.export import Export
 from recpo.verbs.fit_road import Road, RoadOptions
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
+from recpo.verbs.load import load
 from recpo.verbs.prepare import Prepare
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
@@ -162,7 +163,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             understood, truth = self._prepare(road)
             names = self._contenders(road)
             measured = [road.measure(name) for name in names]
-            criterion = Criterion.of(measured, min(self.k, road.data.num_items))
+            criterion = road.criterion
             choice = choose(measured, criterion)
             road.say(choice.reason)
             self._finish(road, choice, truth)
@@ -210,10 +211,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     def _prepare(self, road: Road) -> tuple[list[str], Path | str | None]:
         """Prepares the log. Returns what it understood of it, and where the truth is."""
         given, truth = self.log, self.truth
-        if isinstance(given, str | Path) and kind_of(given) == "prepared":
-            given = Prepared.open(given)
-        if isinstance(given, str | Path) and kind_of(given) == "simulation":
-            given = Simulation.open(Path(given))
+        if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
+            given = cast(Prepared | Simulation, load(given))
         if isinstance(given, Prepared):
             road.data = given
             return [f"prepared data in {given.root}"], truth
@@ -273,8 +272,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
         if road.graded and found:
-            criterion = Criterion.of(road.measured, min(self.k, road.data.num_items))
-            names += self._tilted(road, max(found, key=lambda name: criterion.value(road.measure(name)).mean))
+            names += self._tilted(road, max(found, key=lambda name: road.criterion.value(road.measure(name)).mean))
         return names
 
     @staticmethod
@@ -331,7 +329,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "trials": road.plan.trials,
             "oracle": {name: tested["oracle"]["metrics"].get(name) for name in wanted} if "oracle" in tested else None,
             "seed": self.seed,
-            "steps": [step._asdict() for step in road.plan.steps],
+            "steps": road.plan.steps,
         }
 
 

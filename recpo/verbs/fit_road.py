@@ -70,13 +70,6 @@ _PROBE_STEPS: Final = 12
 _LOWER_BOUND: Final = 1.0  # standard deviations, as in mpo.yaml
 
 
-class Step(NamedTuple):
-    """A finished step: the command that repeats it, and how long it took."""
-
-    command: str
-    seconds: float
-
-
 @dataclass
 class Plan:
     """What a fit has done, and what it decided by the clock.
@@ -88,7 +81,7 @@ class Plan:
         left_out: recipes for which the time is too short.
         trials: number of trials of the search; None = not decided yet.
         failed: runs that diverged or collapsed, or the search, and why.
-        steps: the finished steps.
+        steps: of the finished steps, the ``command`` that repeats it, and the ``seconds`` that it took.
     """
 
     spent: float = 0.0
@@ -97,20 +90,18 @@ class Plan:
     left_out: list[str] = field(default_factory=list)
     trials: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def open(cls, root: Path) -> Plan:
         """The plan of a fit that was stopped, or a new one."""
         if not (root / PLAN).is_file():
             return cls()
-        content = read_json(root / PLAN, "run the fit again with --overwrite true")
-        content["steps"] = [Step(**one) for one in content["steps"]]
-        return cls(**content)
+        return cls(**read_json(root / PLAN, "run the fit again with --overwrite true"))
 
     def save(self, root: Path) -> None:
         """Writes ``plan.json``."""
-        write_json(root / PLAN, {**asdict(self), "steps": [one._asdict() for one in self.steps]})
+        write_json(root / PLAN, asdict(self))
 
 
 class Recipe(NamedTuple):
@@ -208,7 +199,7 @@ class Road:
         self.say(text)
         began = time.monotonic()
         work()
-        self.plan.steps.append(Step(text, round(time.monotonic() - began, 2)))
+        self.plan.steps.append({"command": text, "seconds": round(time.monotonic() - began, 2)})
         self.save()
 
     def save(self) -> None:
@@ -289,7 +280,7 @@ class Road:
     def tilt(self, name: str, base: str) -> None:
         """Tilts a run or a baseline by the reward model; nothing is written if no temperature is better than it."""
         out = self.root / RUNS / name
-        if any(shlex.split(one.command)[-1] == str(out) for one in self.plan.steps):
+        if any(shlex.split(one["command"])[-1] == str(out) for one in self.plan.steps):
             return  # it was tried, and no temperature is better
         cache = self.root / BASELINES if base in self.baselines else None
         how: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
@@ -303,16 +294,16 @@ class Road:
             is_baseline = contender.kind == "baseline"
             self._measured[name] = Measured(name, is_baseline, self._validation.evaluate(contender))
             self.measuring_seconds += time.monotonic() - began
-            criterion = Criterion.of([self._measured[name]], self.options.k)
+            criterion = Criterion.of([self._measured[name]], self._k)
             value = criterion.value(self._measured[name])
             self.say(f"{name}: {criterion.metric} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
 
     def show_list(self) -> None:
         """Shows the list of one user by the best contender so far, long before the decision."""
-        criterion = Criterion.of(self.measured, self.options.k)
+        criterion = self.criterion
         best = max(self.measured, key=lambda one: criterion.value(one).mean).name
-        user, items = self._validation.one_list(self._contender(best), min(self.options.k, self.data.num_items))
+        user, items = self._validation.one_list(self._contender(best), self._k)
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
         listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
         self.say(f"a first list, by {best}, for user {name}: {listed}")
@@ -321,6 +312,15 @@ class Road:
     def measured(self) -> list[Measured]:
         """All contenders so far."""
         return list(self._measured.values())
+
+    @property
+    def criterion(self) -> Criterion:
+        """By which all contenders so far can be compared."""
+        return Criterion.of(self.measured, self._k)
+
+    @property
+    def _k(self) -> int:
+        return min(self.options.k, self.data.num_items)
 
     def path_of(self, name: str) -> Path | str:
         """The directory of a contender, or the name of a baseline."""
@@ -345,8 +345,8 @@ class Road:
 
     @cached_property
     def _validation(self) -> HeldOutPass:
-        ks, shown = [min(self.options.k, self.data.num_items)], self.options.progress
-        options = RankingOptions(split="valid", ks=ks, off_policy=None, segments=False, progress=shown)
+        shown = self.options.progress
+        options = RankingOptions(split="valid", ks=[self._k], off_policy=None, segments=False, progress=shown)
         return HeldOutPass.of(self.data, options, compute_device(self.options.device))
 
     # the length of training

@@ -87,8 +87,16 @@ class LoopResult(Artifact):
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """The policies that have served, with their expected and actual earnings."""
-        return outcomes_of(self.rounds)
+        """The policies that have served, from the estimates of their own rounds and the days of the next ones."""
+        found = []
+        for before, after in pairwise(self.rounds):
+            known = None not in (before.earned, after.earned, after.earned_before)
+            moved = (after.earned_before or 0.0) - (before.earned or 0.0)
+            earned = (after.earned or 0.0) - moved if known else None
+            ends = before.estimate
+            expected = (None, None, None) if ends is None else (ends.value, ends.low, ends.high)
+            found.append(Outcome(before.number, *expected, earned))
+        return found
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per round: ``round``, columns of the served day, of the lists and of the estimate."""
@@ -109,7 +117,7 @@ class LoopResult(Artifact):
         rounds = [dataclasses.asdict(one) for one in self.rounds]
         self.write_facts(self.root, {"options": dict(self.options), "rounds": rounds})
         with output_file(self.root / REPORT) as working:
-            working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
+            working.write_text(loop_report(self), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -192,35 +200,15 @@ class Outcome(NamedTuple):
     earned: float | None
 
 
-def outcomes_of(rounds: Sequence[Round]) -> list[Outcome]:
-    """One per policy that served, from the estimate of its own round and the day of the next one."""
-    found = []
-    for before, after in pairwise(rounds):
-        known = None not in (before.earned, after.earned, after.earned_before)
-        moved = (after.earned_before or 0.0) - (before.earned or 0.0)
-        earned = (after.earned or 0.0) - moved if known else None
-        ends = before.estimate
-        if ends is None:
-            found.append(Outcome(before.number, None, None, None, earned))
-        else:
-            found.append(Outcome(before.number, ends.value, ends.low, ends.high, earned))
-    return found
-
-
 _SERVED, _LISTS, _LOGGING, _ORACLE = "s0", "s2", "s7", "s3"
 _EXPECTED, _EARNED = "s1", "s0"
 _LEGEND = ((_SERVED, "served"), (_LISTS, "best lists of the policy"), (_ORACLE, "oracle"), (_LOGGING, "logging policy"))
 _ESTIMATES_LEGEND = ((_EXPECTED, "expected, 95 % interval"), (_EARNED, "earned"))
 
 
-def loop_report(options: Mapping[str, Any], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> str:
-    """The report of a loop: one HTML file that opens offline.
-
-    Args:
-        options: the options of the loop.
-        rounds: the completed rounds.
-        outcomes: expected and actual earnings.
-    """
+def loop_report(done: LoopResult) -> str:
+    """The report of a loop: one HTML file that opens offline."""
+    options, rounds, outcomes = done.options, done.rounds, done.outcomes
     return render(
         "loop.html.jinja",
         title="The loop: rounds of serving and training",

@@ -22,19 +22,10 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
 from recpo.base.ranges import NonNegativeInt, PositiveInt
+from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import ServingCounts
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader
-from recpo.serving.recommending import (
-    BATCH_SIZE,
-    ItemFilters,
-    Moment,
-    Served,
-    filtered,
-    milliseconds,
-    recommend_lists,
-    validate_k,
-)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 from recpo.verbs.verb import Verb, function_of
 
@@ -62,7 +53,7 @@ class Server(NamedTuple):
 
     runtime: Runtime
     reader: HistoryReader
-    filters: ItemFilters | None = None
+    filters: recommending.ItemFilters | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     attribute, such as {"category": ["film"]}"""
     deny: Mapping[str, Sequence[int | str]] | None = None
     """attribute -> values: list no item that has one of these values"""
-    at: Moment | None = None
+    at: recommending.Moment | None = None
     """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not
     available then (available_from, available_until) are left out. null = now"""
     prepared: PreparedData | None = None
@@ -116,7 +107,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     """onnx (ONNX Runtime, without torch) or torch"""
     provider: str = CPU_PROVIDER
     """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
-    batch_size: PositiveInt = BATCH_SIZE
+    batch_size: PositiveInt = recommending.BATCH_SIZE
     """number of users ranked at once"""
     trust: Sequence[str] = ()
     """packages, in addition to recpo, whose classes the configuration of a run may name"""
@@ -130,7 +121,8 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         server = self._server()
         given = {"exclude": self.exclude, "user_features": self.user_features, "context": self.context}
         asked = {name: None if one is None else read_frame(one, name) for name, one in given.items()}
-        lists = partial(self._lists, server, {**asked, "at": milliseconds(self.at)})  # one time for all pieces
+        at = recommending.milliseconds(self.at)  # one time for all pieces
+        lists = partial(self._lists, server, {**asked, "at": at})
         if self.out is None:
             return lists(read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
         if not isinstance(self.histories, str | PathLike):
@@ -165,19 +157,19 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             )
         return Server(*runtime_of(Run.open(source, self.trust)))
 
-    def _lists(self, server: Server, asked: Mapping[str, Any], events: Any, users: Any) -> Served:
+    def _lists(self, server: Server, asked: Mapping[str, Any], events: Any, users: Any) -> recommending.Served:
         """The lists of some users, from all of their events and what else is ``asked`` of the reader."""
-        k = validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
-        allowed = filtered(server.filters, self.allow, self.deny)
+        k = recommending.validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
+        allowed = recommending.filtered(server.filters, self.allow, self.deny)
         server.reader.validate_columns(events, asked["user_features"], asked["context"])
         read = server.reader.read(events, users=users, **asked)
-        return recommend_lists(
+        return recommending.recommend_lists(
             server.runtime, server.reader.items, read, k=k, allowed=allowed, batch_size=self.batch_size
         )
 
     def _write(
         self,
-        lists: Callable[[Any, Any], Served],
+        lists: Callable[[Any, Any], recommending.Served],
         columns: Sequence[str],
         histories: Path,
         out: Path,

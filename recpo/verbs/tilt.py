@@ -21,9 +21,8 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training import tilting
-from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run, features_that_differ
-from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
+from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
@@ -31,7 +30,7 @@ _TILTED: Final = tuple(name for name in SERVED if name != "factorization")
 
 
 @dataclass(frozen=True)
-class Tilt(WritingVerb[tilting.TiltResult]):
+class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
@@ -85,16 +84,10 @@ class Tilt(WritingVerb[tilting.TiltResult]):
     """reward of logged items, for the off-policy value"""
     monitor_reward: RewardFunction | None = None
     """scores the lists; prefer a reward that the factors do not use"""
-    checkpoint: Checkpoint = "best"
-    """which checkpoint of the run"""
     baseline_cache: Path | str | None = None
     """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
     batch_size: PositiveInt = 512
     """users scored at once"""
-    device: str = "auto"
-    """where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
-    trust: Sequence[str] = ()
-    """packages, in addition to recpo, whose classes the configuration of the run may name"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -301,7 +301,7 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
             assert of_model.pop("policy.init_args.item_features") == "null"
             assert of_model == {f"policy.init_args.{name}": "false" for name in plain.sides}
         for step in road.plan.steps:
-            parse_arguments(shlex.split(step.command)[2:])
+            parse_arguments(shlex.split(step["command"])[2:])
     assert rich.train("mpo_reward_model", RECIPES["mpo_reward_model"])
     reward = json.loads(trained["mpo_reward_model"][1]["reward"])
     assert reward["init_args"] == {"run": str(rich.root / "runs" / "reward_model"), "calibrated": False}
