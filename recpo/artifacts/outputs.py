@@ -41,10 +41,8 @@ def finish_or_remove_leftovers(place: Path) -> None:
     for entry in [*_siblings(place), place]:
         if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
             continue
-        handle = os.open(entry, os.O_RDONLY)
-        try:
-            if not try_lock(handle):
-                raise taken(place)
+        with ExitStack() as locks:
+            lock(entry, place, locks)
             if entry == place:
                 continue
             if REPLACED in entry.name and not place.exists():
@@ -53,8 +51,6 @@ def finish_or_remove_leftovers(place: Path) -> None:
                 discard(place, place, entry) if place.exists() else entry.rename(place)
             else:
                 remove_tree(entry)
-        finally:
-            unlock(handle)
 
 
 def _is_barely_begun(entry: Path) -> bool:
@@ -74,13 +70,9 @@ def remove_leftovers(place: Path, own: Path) -> None:
     for entry in _siblings(place):
         if entry == own or entry.is_symlink() or not entry.is_file():
             continue
-        with suppress(OSError):
-            handle = os.open(entry, os.O_RDONLY)
-            try:
-                if try_lock(handle):
-                    entry.unlink()
-            finally:
-                unlock(handle)
+        with suppress(OSError, RecpoError), ExitStack() as locks:
+            lock(entry, place, locks)
+            entry.unlink()
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -126,18 +118,13 @@ def locked_parent(place: Path) -> Iterator[None]:
 
 
 def lock(path: Path, place: Path, locks: ExitStack) -> None:
-    """Locks a directory or a file until ``locks`` ends; ``place`` is its name for messages."""
+    """Locks a directory or a file until ``locks`` ends; raises if another writer of ``place`` holds it."""
     handle = os.open(path, os.O_RDONLY)
     locks.callback(unlock, handle)
     if not try_lock(handle):
-        raise taken(place)
-
-
-def taken(place: Path) -> RecpoError:
-    """The error of a second writer."""
-    return RecpoError(
-        f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
-    )
+        raise RecpoError(
+            f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
+        )
 
 
 def try_lock(handle: int) -> bool:
