@@ -167,7 +167,7 @@ def _verb_classes() -> list[str]:
         f"recpo.verbs.{file.stem}.{node.name}"
         for file in sorted((ROOT / "recpo" / "verbs").glob("*.py"))
         for node in _parsed(file).body
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Verb[") for base in node.bases)
+        if isinstance(node, ast.ClassDef) and any("Verb[" in ast.unparse(base) for base in node.bases)
     ]
 
 

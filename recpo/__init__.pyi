@@ -1,5 +1,6 @@
 """The public names of recpo, imported when they are first used; type checkers and editors read them here."""
 
+from .artifacts.semantic_codes import Codes as Codes
 from .base.errors import RecpoError as RecpoError
 from .base.features import (
     Categories as Categories,
@@ -24,7 +25,6 @@ from .items.sources import (
     VectorsFromFrame as VectorsFromFrame,
     VectorsFromParquet as VectorsFromParquet,
 )
-from .items.tokenization import Codes as Codes
 from .lists.exploration import Exploration as Exploration, Pool as Pool
 from .lists.reranking import (
     AttributeCap as AttributeCap,

@@ -15,7 +15,7 @@ from recpo import artifacts
 from recpo.artifacts import outputs
 from recpo.artifacts.checksums import kind_of, sha256, verify
 from recpo.artifacts.documents import describe_os_error, read_json, write_tensors
-from recpo.artifacts.outputs import directory_of_steps, locked_directory, output_directory, output_file, write_json
+from recpo.artifacts.outputs import directory_in_place, directory_of_steps, output_directory, output_file, write_json
 from tests.refusals import refused
 
 HANGING = """
@@ -377,11 +377,11 @@ def test_a_target_that_appears_meanwhile_stays_and_the_work_is_kept(tmp_path):
 
 def test_a_directory_that_another_process_writes_in_place_is_not_replaced(tmp_path):
     make(tmp_path / "run", kind="run")
-    with locked_directory(tmp_path / "run"):
-        with refused("in_use"):
-            make(tmp_path / "run", kind="run", overwrite=True)
-        with refused("in_use"), locked_directory(tmp_path / "run"):
-            pytest.fail("held already")
+    with (
+        directory_in_place(tmp_path / "run", kind="run", start=None, check=lambda: None),
+        refused("in_use"),
+    ):
+        make(tmp_path / "run", kind="run", overwrite=True)
     make(tmp_path / "run", kind="run", overwrite=True)
 
 

@@ -186,7 +186,7 @@ def test_inputs_are_the_directories_that_options_name(tmp_path):
     options |= {"days": tmp_path / "served" / "*.parquet", "out": tmp_path / "out", "table": tmp_path / "a file"}
     options |= {"no": "None", "empty": "", "far": "s3://bucket/prepared", "odd": "a\0b", "long": "x" * 10_000}
     found = references({name: str(value) for name, value in options.items()}, str(tmp_path / "out"))
-    log = str(tmp_path / "served"), None
+    log = str(tmp_path / "served"), sha256(str(tmp_path / "served").encode())
     assert found == [
         Reference("contenders.0", "run", str(tmp_path / "mine"), sha256(b"mine")),
         Reference("log", "simulation", str(tmp_path / "world"), sha256(b"world")),

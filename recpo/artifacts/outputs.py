@@ -41,10 +41,8 @@ def finish_or_remove_leftovers(place: Path) -> None:
     for entry in [*_siblings(place), place]:
         if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
             continue
-        handle = os.open(entry, os.O_RDONLY)
-        try:
-            if not try_lock(handle):
-                raise taken(place)
+        with ExitStack() as locks:
+            lock(entry, place, locks)
             if entry == place:
                 continue
             if REPLACED in entry.name and not place.exists():
@@ -53,8 +51,6 @@ def finish_or_remove_leftovers(place: Path) -> None:
                 discard(place, place, entry) if place.exists() else entry.rename(place)
             else:
                 remove_tree(entry)
-        finally:
-            unlock(handle)
 
 
 def _is_barely_begun(entry: Path) -> bool:
@@ -74,13 +70,9 @@ def remove_leftovers(place: Path, own: Path) -> None:
     for entry in _siblings(place):
         if entry == own or entry.is_symlink() or not entry.is_file():
             continue
-        with suppress(OSError):
-            handle = os.open(entry, os.O_RDONLY)
-            try:
-                if try_lock(handle):
-                    entry.unlink()
-            finally:
-                unlock(handle)
+        with suppress(OSError, RecpoError), ExitStack() as locks:
+            lock(entry, place, locks)
+            entry.unlink()
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -114,22 +106,6 @@ def discard(directory: Path, place: Path, successor: Path | None = None) -> None
 
 
 @contextmanager
-def locked_directory(directory: Path) -> Iterator[None]:
-    """Keeps other processes that ask for this lock out of a directory that is written in place, such as a run.
-
-    Raises:
-        RecpoError: another process holds it.
-    """
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        if not try_lock(handle):
-            raise taken(directory)
-        yield
-    finally:
-        unlock(handle)
-
-
-@contextmanager
 def locked_parent(place: Path) -> Iterator[None]:
     """Serializes processes that claim ``place``, so that each sees the changes of the other."""
     parent = os.open(place.parent, os.O_RDONLY)
@@ -142,18 +118,13 @@ def locked_parent(place: Path) -> Iterator[None]:
 
 
 def lock(path: Path, place: Path, locks: ExitStack) -> None:
-    """Locks a directory or a file until ``locks`` ends; ``place`` is its name for messages."""
+    """Locks a directory or a file until ``locks`` ends; raises if another writer of ``place`` holds it."""
     handle = os.open(path, os.O_RDONLY)
     locks.callback(unlock, handle)
     if not try_lock(handle):
-        raise taken(place)
-
-
-def taken(place: Path) -> RecpoError:
-    """The error of a second writer."""
-    return RecpoError(
-        f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
-    )
+        raise RecpoError(
+            f"{place}: another process is writing it; wait until it ends, or choose another output", code="in_use"
+        )
 
 
 def try_lock(handle: int) -> bool:
@@ -364,14 +335,21 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         flush(place.parent)
         return  # ``working`` is now the old one, which ``_claimed`` removes
     old = unused(place, REPLACED)
-    os.rename(place, old)
+    _move_in(working, place, old)
+    remove_tree(old)
+
+
+def _move_in(working: Path, place: Path, aside: Path | None) -> None:
+    """Renames ``working`` to ``place``, and first what is there to ``aside`` (None = nothing is)."""
+    if aside is not None:
+        os.rename(place, aside)
     try:
         os.rename(working, place)
     except OSError:
-        os.rename(old, place)
+        if aside is not None:
+            os.rename(aside, place)
         raise
     flush(place.parent)
-    remove_tree(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -440,8 +418,15 @@ def directory_in_place(
 
 
 @contextmanager
-def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resume: bool = False) -> Iterator[None]:
-    """An empty directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
+def directory_of_steps(
+    target: Path | str,
+    *,
+    kind: Kind,
+    overwrite: bool,
+    start: Callable[[Path], object] | None = lambda working: None,
+    inputs: Iterable[object] = (),
+) -> Iterator[None]:
+    """A directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
 
     The lock is on its ``recpo.json`` instead of the directory, because those outputs lock their parent directory.
 
@@ -449,7 +434,8 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resum
         target: the directory; a symbolic link is followed.
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind immediately.
-        resume: go on with a ``target`` of the same kind, as it is.
+        start: writes the first files of a new directory; None = ``target`` exists and is continued.
+        inputs: as of ``output_directory``.
 
     Raises:
         RecpoError: another process fills it, or it may not be created or replaced.
@@ -458,12 +444,10 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool, resum
     with ExitStack() as locks:
         if (place / MARKER).is_file():
             lock(place / MARKER, place, locks)
-        if resume:
-            yield
-            return
-        with output_directory(place, kind=kind, overwrite=overwrite):
-            pass
-        lock(place / MARKER, place, locks)
+        if start is not None:
+            with output_directory(place, kind=kind, overwrite=overwrite, inputs=inputs) as working:
+                start(working)
+            lock(place / MARKER, place, locks)
         yield
 
 
@@ -479,14 +463,7 @@ def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitSt
         if place.exists() and any(place.iterdir()):
             lock(place, place, locks)  # so that it is not mistaken for the leftovers of a dead process
             aside = unused(place, ASIDE)
-            os.rename(place, aside)
-        try:
-            os.rename(working, place)
-        except OSError:
-            if aside is not None:
-                os.rename(aside, place)
-            raise
-        flush(place.parent)
+        _move_in(working, place, aside)
     except BaseException:
         remove_tree(working)
         raise

@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,10 @@ import pyarrow.parquet as pq
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import verify_sealed
 from recpo.base.errors import RecpoError
+from recpo.base.frames import to_pandas
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"
 FILES = (CODES, MANIFEST, CODEBOOKS)
@@ -27,12 +32,14 @@ FILES = (CODES, MANIFEST, CODEBOOKS)
 
 @dataclass(frozen=True)
 class SemanticCodes(Artifact):
-    """The code tuples of a catalog. No two items share a tuple.
+    """The code tuples of a catalog. No two items share a tuple. A directory of them is accepted wherever its path is.
 
     Attributes:
         codes: ``[V, T]`` int64; row i belongs to item i + 1, and code t is in 0 .. ``codebook_sizes[t]`` - 1.
         codebook_sizes: ``K_t`` of every level.
         catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
+        root: the directory; None = they are in memory only.
+        manifest: how the codes were made.
     """
 
     kind: ClassVar = "codes"
@@ -42,6 +49,8 @@ class SemanticCodes(Artifact):
     codes: np.ndarray
     codebook_sizes: tuple[int, ...]
     catalog_checksum: str
+    root: Path | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Rejects codes that are out of range and tuples that two items share."""
@@ -68,6 +77,19 @@ class SemanticCodes(Artifact):
                 field="codes",
             )
 
+    def __fspath__(self) -> str:
+        return str(self.root)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Use of the codebooks, error of the vectors, collisions (``recpo.items.tokenization``)."""
+        return dict(self.manifest["report"])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per item: ``item_index`` (1..V), ``item_id`` (external), ``code_0``, ``code_1`` and so on."""
+        assert self.root is not None
+        return to_pandas(pq.read_table(self.root / CODES))
+
     @property
     def num_items(self) -> int:
         """V."""
@@ -87,7 +109,7 @@ class SemanticCodes(Artifact):
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
-            return cls(codes, sizes, str(manifest["catalog_checksum"]))
+            return cls(codes, sizes, str(manifest["catalog_checksum"]), root, manifest)
         except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
             raise RecpoError(f"{root} is damaged ({error!r}): {cls.remedy()}", code="damaged", field="codes") from error
 
@@ -108,3 +130,7 @@ class SemanticCodes(Artifact):
             "catalog_checksum": self.catalog_checksum,
         }
         self.write_facts(root, manifest | description)
+
+
+Codes = SemanticCodes
+"""The public name."""

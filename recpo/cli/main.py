@@ -25,7 +25,7 @@ from jsonargparse import ArgumentError
 
 from recpo import __version__
 from recpo.artifacts.documents import describe_os_error, validate_configuration_files
-from recpo.base.errors import GateClosedError, RecpoError
+from recpo.base.errors import GateClosedError, RecpoError, first_line
 from recpo.cli.output import TerminalOptions, VerbResult, failed as failure, printing, terminal_options
 from recpo.cli.spelling import check_spelling, index
 from recpo.verbs.tracking import run_tracked, tracked
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_spelling(verb, options)  # before the verb's module is imported, with torch and all
             with printing(terminal), nullcontext() if terminal.track is None else tracked(terminal.track):
                 result = run(verb, options)
-            _print_result(result or VerbResult(), verb, terminal)
+            _print_result(result, verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
         return _failed(verb, 2, f"error: {_in_words(error)}\nsee: recpo {verb} --help", terminal)
@@ -184,16 +184,12 @@ def _outcome(error: BaseException) -> tuple[int | None, str]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1, ""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return 1, f"error: out of memory ({_first_line(error)}): use smaller batches or a machine with more memory"
+        return 1, f"error: out of memory ({first_line(error)}): use smaller batches or a machine with more memory"
     if type(error).__module__.partition(".")[0] == "pyarrow":
-        return 1, f"error: a file or a column cannot be read or written: {_first_line(error)}"
+        return 1, f"error: a file or a column cannot be read or written: {first_line(error)}"
     if isinstance(error, OSError):
         return 1, f"error: {describe_os_error(error)}"
     return None, ""
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _print_any_text() -> None:

@@ -25,6 +25,7 @@ from recpo.cli.parser import documentation, verb_class
 from recpo.cli.spelling import INDEX, PACKAGES
 from recpo.training.fit import train_parser
 from recpo.training.trainer import TrainOptions
+from recpo.verbs.verb import UNRECORDED
 
 _Entry = dict[str, Any]
 #: Where the classes are whose options and subclasses the index has.
@@ -46,6 +47,7 @@ class _Index:
                 if hasattr(action, "_typehint") and "." not in action.dest and action.dest not in options:
                     options[action.dest] = self.described(action._typehint, action.default)
                     docs[action.dest] = action.help or ""
+        options = dict(sorted(options.items(), key=lambda one: one[0] in UNRECORDED))
         for option, entry in options.items():
             entry["help"] = " ".join(docs.get(option, "").split())
         return {"first_day": verb_class(name).first_day, "options": options}

@@ -152,24 +152,28 @@ class VerbResult:
     """The end of a verb.
 
     Attributes:
-        wrote: files and directories.
+        wrote: files and directories; None = it was not asked for.
         following: the usual next command; None = there is none.
         result: the main numbers, for machines.
     """
 
-    wrote: tuple[str, ...] = ()
+    wrote: Sequence[object] = ()
     following: str | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The last lines on a terminal."""
-        wrote = [f"wrote {', '.join(self.wrote)}"] if self.wrote else []
+        wrote = [f"wrote {', '.join(self._wrote)}"] if self._wrote else []
         return wrote + ([f"next: {self.following}"] if self.following is not None else [])
 
     def document(self, verb: str) -> str:
         """One JSON document with the same content; nan and infinity are null."""
-        content = {"verb": verb, "status": 0, "wrote": list(self.wrote), "next": self.following, **self.result}
+        content = {"verb": verb, "status": 0, "wrote": self._wrote, "next": self.following, **self.result}
         return json.dumps(_plain(content), ensure_ascii=False, allow_nan=False)
+
+    @property
+    def _wrote(self) -> list[str]:
+        return [str(one) for one in self.wrote if one is not None]
 
 
 def failed(verb: str, status: int, message: str) -> str:

@@ -18,9 +18,8 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from recpo.artifacts.documents import validate_configuration_files
 from recpo.base.errors import RecpoError
-from recpo.verbs.verb import Verb
+from recpo.verbs.verb import UNRECORDED, Verb
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -60,7 +59,7 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     hints, helps = typing.get_type_hints(verb), documentation(verb)
-    for one in dataclasses.fields(verb):
+    for one in sorted(dataclasses.fields(verb), key=lambda one: one.name in UNRECORDED):
         if not one.metadata.get("python_only"):
             parser.add_argument(f"--{one.name}", type=hints[one.name], help=helps.get(one.name, ""), **_default(one))
     return parser
@@ -96,7 +95,6 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
         made: Verb[Any] = own(words)
         return made
     words = joined_lists(verb, words)
-    validate_configuration_files(words)
     parser = parser_of(verb)
     given = parser.parse_args(words, defaults=False)
     parser.set_defaults(dict(verb.presets(given.as_dict())))

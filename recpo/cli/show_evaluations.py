@@ -25,34 +25,39 @@ if TYPE_CHECKING:
     from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.reward_comparison import CalibrationReport
     from recpo.training.tilting import TiltResult, TiltTrial
-    from recpo.verbs.calibrate import Calibrate
-    from recpo.verbs.compare import Compare
-    from recpo.verbs.demo import Demo
-    from recpo.verbs.evaluate import Evaluate
-    from recpo.verbs.fit import Decision, Fit
-    from recpo.verbs.tilt import Tilt
+    from recpo.verbs import calibrate, compare, demo, evaluate, fit, tilt
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
 
 
-def show_evaluate(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
+def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult:
     """Prints the main tables; the run with the best value is exported next."""
     if isinstance(evaluation, VariantEvaluation):
         return _show_variants(evaluation)
-    print_evaluation(evaluation)
     document = evaluation.document
+    setting, counts = document["setting"], _ranked(document)[0]["counts"]
+    warn(evaluation.warnings)
+    for shown in (_metrics_table, _differences_table, _headroom_table, _new_items_table, _value_table):
+        say(*filter(None, [shown(document)]))
+    if document["candidates"] is not None:
+        say(f"candidates: {candidates_sentence(document)}")
+    removed = counts["positive_events_excluded"]
+    past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
+    say(
+        f"items of a user's past: {past}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
+        f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
+    )
+    if evaluation.report is not None:
+        say(str(evaluation.report))
     metrics = {one["name"]: one["metrics"] for one in document["contenders"]}
     runs = {name: one["path"] for name, one in document["provenance"]["runs"].items() if one["kind"] == "run"}
     best = best_by_value(document, list(runs))
     served = runs.get(best, next(reversed(runs.values()), None))
     following = None if served is None else command("export", "--run", served, "--out", "runs/bundle")
-    return VerbResult(_written(evaluation), following, {"warnings": evaluation.warnings, "metrics": metrics})
-
-
-def _written(evaluation: Evaluation) -> tuple[str, ...]:
-    return () if evaluation.path is None else (str(evaluation.path), str(evaluation.report))
+    facts = {"warnings": evaluation.warnings, "metrics": metrics}
+    return VerbResult((evaluation.path, evaluation.report), following, facts)
 
 
 def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
@@ -72,7 +77,7 @@ def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
         row = (f"{found['of']} over {found['over']}", *counts, _sequence_cell(found, signed=True), *shares)
         headings = ("preference", "users", "impressions", "credit", "won", "lost")
         say(table(f"{about}; interleaved lists", headings, [row], caption=INTERVALS))
-    return VerbResult(_written(evaluation), result=document)
+    return VerbResult((evaluation.path, evaluation.report), result=document)
 
 
 def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:
@@ -80,25 +85,6 @@ def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:
     if value is not None and value["sequence"] is not None:
         cell.append("\n[{:.4f}, {:.4f}]".format(*value["sequence"]))
     return cell
-
-
-def print_evaluation(evaluation: Evaluation) -> None:
-    """Prints the warnings, the main tables, and the path of the rest."""
-    document = evaluation.document
-    setting, counts = document["setting"], _ranked(document)[0]["counts"]
-    warn(evaluation.warnings)
-    for shown in (_metrics_table, _differences_table, _headroom_table, _new_items_table, _value_table):
-        say(*filter(None, [shown(document)]))
-    if document["candidates"] is not None:
-        say(f"candidates: {candidates_sentence(document)}")
-    removed = counts["positive_events_excluded"]
-    past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
-    say(
-        f"items of a user's past: {past}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
-        f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
-    )
-    if evaluation.report is not None:
-        say(str(evaluation.report))
 
 
 def _metrics_table(document: Document) -> Table:
@@ -222,21 +208,12 @@ _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
 
 
-def show_compare(verb: Compare, comparison: Comparison) -> VerbResult:
+def show_compare(verb: compare.Compare, comparison: Comparison) -> VerbResult:
     """Prints the numbers; the new bundle is served next.
 
     Raises:
         GateClosedError: it violates a limit.
     """
-    print_comparison(comparison)
-    if comparison.failures:
-        raise GateClosedError("; ".join(comparison.failures))
-    wrote = () if comparison.path is None else (str(comparison.path),)
-    return VerbResult(wrote, command("serve", "--bundle", path_of(verb.new)), comparison.document)
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """Prints the warnings, one table, and the path of all numbers."""
     document, setting = comparison.document, comparison.document["setting"]
     warn(comparison.warnings)
     title = f"{setting['split']} period, {setting['requests']:,} users, lists of {setting['k']}"
@@ -248,6 +225,9 @@ def print_comparison(comparison: Comparison) -> None:
     )
     if comparison.path is not None:
         say(str(comparison.path))
+    if comparison.failures:
+        raise GateClosedError("; ".join(comparison.failures))
+    return VerbResult((comparison.path,), command("serve", "--bundle", path_of(verb.new)), comparison.document)
 
 
 def _comparison_rows(document: Document) -> Iterator[tuple[str, ...]]:
@@ -274,22 +254,9 @@ def _interval_text(value: float | None, low: float | None, high: float | None) -
     return decimals(value, sign="+") + ends
 
 
-def show_calibrate(verb: Calibrate, report: CalibrationReport) -> VerbResult:
+def show_calibrate(verb: calibrate.Calibrate, report: CalibrationReport) -> VerbResult:
     """Prints the tables; the first calibrated reward model aligns a policy next."""
-    print_report(report)
-    following = None
-    named = verb.rewards if isinstance(verb.rewards, list) else []
-    runs = [one for one in named if isinstance(one, str) and kind_of(one) == "run"]
-    if runs:
-        reward = ("--reward", "LearnedReward", "--reward.init_args.run", runs[0])
-        words = ("--config", configuration("mpo.yaml"), "--data.prepared", path_of(verb.prepared), *reward)
-        following = command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo")
-    return VerbResult(() if report.path is None else (str(report.path),), following, report.content)
-
-
-def print_report(report: CalibrationReport) -> None:
-    """The tables of the test period."""
-    content = report.content
+    content, path = report.content, report.path
     headings = ("reward", "shown", "number", "RMSE", "rank corr.", "per user", "dislike AUC")
     say(table("test period", headings, _error_rows(content), names=2))
     columns = ("reward", "from the log (SNIPS)", "95 %", "true", "true dislikes")
@@ -299,8 +266,16 @@ def print_report(report: CalibrationReport) -> None:
         error = fitted["targets"]["dislike"]["test"]["all"]
         before, after = (_metric_text(error[f"calibration_error{end}"]) for end in ("_uncalibrated", ""))
         say(f"{name}: {CALIBRATION} written; calibration error of dislikes {before} before, {after} after")
-    if report.path is not None:
-        say(f"{report.path}: every number with its 95 % interval")
+    if path is not None:
+        say(f"{path}: every number with its 95 % interval")
+    following = None
+    named = verb.rewards if isinstance(verb.rewards, list) else []
+    runs = [one for one in named if isinstance(one, str) and kind_of(one) == "run"]
+    if runs:
+        reward = ("--reward", "LearnedReward", "--reward.init_args.run", runs[0])
+        words = ("--config", configuration("mpo.yaml"), "--data.prepared", path_of(verb.prepared), *reward)
+        following = command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo")
+    return VerbResult((path,), following, content)
 
 
 def _error_rows(content: Document) -> Iterator[tuple[str, ...]]:
@@ -323,7 +298,7 @@ def _metric_text(metric: Mapping[str, float | None] | None, digits: int = 3) -> 
     return decimals(None if metric is None else metric["value"], digits)
 
 
-def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
+def watch_fit(verb: fit.Fit | demo.Demo) -> dict[str, Any]:
     """Prints every step with the time that is left."""
     return {"on_step": lambda text: print(text, flush=True)}
 
@@ -331,30 +306,23 @@ def watch_fit(verb: Fit | Demo) -> dict[str, Any]:
 watch_demo = watch_fit  # the same steps
 
 
-def show_fit(verb: Fit, done: Decision) -> VerbResult:
+def show_fit(verb: fit.Fit, done: fit.Decision) -> VerbResult:
     """Prints the leaderboard and the answer; the bundle is served next."""
     show_decision(done)
-    wrote = (str(done.root / "decision.json"), str(done.report), str(done.root / "bundle"))
+    bundle = done.root / "bundle"
     facts = {name: done.facts[name] for name in ("chosen", "reason", "strongest_baseline", "gain", "p_value")}
-    return VerbResult(wrote, command("serve", "--bundle", done.root / "bundle"), facts)
+    return VerbResult((done.root / "decision.json", done.report, bundle), command("serve", "--bundle", bundle), facts)
 
 
-def show_decision(done: Decision) -> None:
+def show_decision(done: fit.Decision) -> None:
     """Prints the leaderboard and the answer."""
-    from recpo.verbs.fit import TEMPERATURE, tested_metrics  # here, because other verbs print without it
+    from recpo.verbs.fit import leaderboard_table  # here, because other verbs print without it
 
-    tested, rows = tested_metrics(done.facts), []
-    for one in done.facts["leaderboard"]:
-        name = f"{one['name']} (ships)" if one["name"] == done.chosen else one["name"]
-        behind = "" if not one["behind"] else _with_half(one["behind"], one["behind_half_width"])
-        warmth = "" if one["temperature"] is None else f"{one['temperature']:g}"
-        rows.append((name, _with_half(one["value"], one["half_width"]), behind, warmth, *_means(one["test"], tested)))
-    if (oracle := done.facts["oracle"]) is not None:
-        rows.append(("oracle", "", "", "", *_means(oracle, tested)))
-    of_validation = (f"{done.facts['criterion']['metric']}, validation", "behind the best", "temperature")
-    headings = ("contender", *of_validation, *(f"{name}, test" for name in tested))
-    caption = f"± half of the 95 % interval; {TEMPERATURE}"
-    say(table("contenders, the best first", headings, rows, caption=caption))
+    found, rows = leaderboard_table(done.facts), []
+    for row in found.rows:
+        name = f"{row.name} (ships)" if row.name == done.chosen else row.name
+        rows.append((name, *(f"{cell.text} {cell.note}".strip() for cell in row.cells)))
+    say(table("contenders, the best first", found.head, rows, caption=found.caption))
     warn(done.facts["advice"])
     print(f"ship {done.chosen}: {done.reason}")
 
@@ -362,7 +330,7 @@ def show_decision(done: Decision) -> None:
 _USERS = 3
 
 
-def show_demo(verb: Demo, done: Decision) -> VerbResult:
+def show_demo(verb: demo.Demo, done: fit.Decision) -> VerbResult:
     """Prints some lists of the bundle, the leaderboard and the answer; next comes the user's own log."""
     import pandas as pd
 
@@ -373,16 +341,7 @@ def show_demo(verb: Demo, done: Decision) -> VerbResult:
     say(lists_table(some, done.bundle.recommend(some, k=10), _USERS))
     show_decision(done)
     print(f"everything that the demo wrote is in {verb.out}")
-    return VerbResult((str(verb.out), str(done.report)), command("fit", "YOUR_LOG"), {"chosen": done.chosen})
-
-
-def _means(measured: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    known = (measured.get(name) for name in names)
-    return ["-" if one is None else _with_half(one["mean"], one["half_width"]) for one in known]
-
-
-def _with_half(value: float | None, half_width: float | None) -> str:
-    return decimals(value) + ("" if value is None or half_width is None else f" ± {half_width:.4f}")
+    return VerbResult((verb.out, done.report), command("fit", "YOUR_LOG"), {"chosen": done.chosen})
 
 
 _NAMES = {
@@ -395,21 +354,8 @@ _NAMES = {
 }
 
 
-def show_tilt(verb: Tilt, found: TiltResult) -> VerbResult:
+def show_tilt(verb: tilt.Tilt, found: TiltResult) -> VerbResult:
     """Prints the table of temperatures; the run, or the untilted one if it is kept, is evaluated next."""
-    print_tilt(found)
-    facts = {
-        "temperature": found.temperature,
-        "lower_bound": found.lower_bound,
-        "trials": [asdict(one) for one in found.trials],
-    }
-    wrote = () if found.run is None else (str(found.run.root),)
-    run = path_of(verb.run) if found.run is None else found.run.root
-    return VerbResult(wrote, evaluation_of(run, path_of(verb.prepared or "prepared")), facts)
-
-
-def print_tilt(found: TiltResult) -> None:
-    """Prints the table of temperatures and the chosen one."""
     if found.trials and found.criterion is not None:
         title = f"validation period, lists of {found.k}; value: {_NAMES[found.criterion]}"
         caption = "± half of the 95 % interval; behind: the best less this one ± its standard error, same users"
@@ -422,11 +368,14 @@ def print_tilt(found: TiltResult) -> None:
             "no temperature is better than the untilted policy: keep the run as it is; nothing was written. "
             "--temperature NUMBER writes a tilted run regardless"
         )
-        return
-    taken = [one.value for one in found.trials if one.temperature == found.temperature]
-    if taken and taken[0] < found.trials[0].value:
-        warn(["by this criterion the untilted policy is worth more"])
-    say(f"{found.run.root}: tilted with temperature {found.temperature:g}, lower bound {found.lower_bound:g}")
+    else:
+        taken = [one.value for one in found.trials if one.temperature == found.temperature]
+        if taken and taken[0] < found.trials[0].value:
+            warn(["by this criterion the untilted policy is worth more"])
+        say(f"{found.run.root}: tilted with temperature {found.temperature:g}, lower bound {found.lower_bound:g}")
+    facts = {"temperature": found.temperature, "lower_bound": found.lower_bound, "trials": [*map(asdict, found.trials)]}
+    wrote = None if found.run is None else found.run.root
+    return VerbResult((wrote,), evaluation_of(wrote or path_of(verb.run), path_of(verb.prepared or "prepared")), facts)
 
 
 def _trial_row(trial: TiltTrial, chosen: float) -> tuple[str, ...]:

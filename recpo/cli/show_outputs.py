@@ -11,7 +11,7 @@ from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, Vector
 from recpo.base.feedback import FEEDBACK_KINDS
-from recpo.cli.output import VerbResult, command, configuration, evaluation_of, path_of, say, table, warn
+from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
 from recpo.log.feature_columns import behaviors_to_json
 from recpo.log.schema import FlagColumn, LogColumns, name_of
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
-    from recpo.items.tokenization import Codes
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.log.inspection import Inspection
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors
@@ -56,9 +56,19 @@ def watch_init(verb: Init) -> dict[str, Any]:
 
 def show_init(verb: Init, done: Inspection) -> VerbResult:
     """Prints the files and the commands to run; the first of these is next."""
-    say(*(f"{file}: {_purpose(done, step)}" for step, file in done.written.items()))
+    purposes = {"prepare": f"the log, with label {done.label.class_name}", "pretrain": "imitates the log"}
+    say(*(f"{file}: {(purposes | done.objectives)[step]}" for step, file in done.written.items()))
     say("\nwhat to run, in this order:\n", *(f"  {words}" for words in done.commands), "")
-    return VerbResult(tuple(map(str, done.written.values())), next(iter(done.commands), None), _inspection_facts(done))
+    facts = {
+        "preset": done.preset,
+        "columns": done.columns.to_json(),
+        "behaviors": behaviors_to_json(done.behaviors),
+        "label": done.label.class_name,
+        "counts": asdict(done.counts),
+        "check": done.doubts,
+        "commands": done.commands,
+    }
+    return VerbResult([*done.written.values()], next(iter(done.commands), None), facts)
 
 
 def _print_found(found: Inspection) -> None:
@@ -82,30 +92,13 @@ def _print_found(found: Inspection) -> None:
     say(*(f"check: {doubt}" for doubt in found.doubts), style="yellow")
 
 
-def _inspection_facts(found: Inspection) -> dict[str, Any]:
-    return {
-        "preset": found.preset,
-        "columns": found.columns.to_json(),
-        "behaviors": behaviors_to_json(found.behaviors),
-        "label": found.label.class_name,
-        "counts": asdict(found.counts),
-        "check": found.doubts,
-        "commands": found.commands,
-    }
-
-
-def _purpose(found: Inspection, step: str) -> str:
-    named = {"prepare": f"the log, with label {found.label.class_name}", "pretrain": "imitates the log"}
-    return named.get(step) or found.objectives[step]
-
-
 def show_simulate(verb: Simulate, simulated: Simulation) -> VerbResult:
     """Prints what was simulated; the log is prepared next."""
     following = command("prepare", "--log", simulated.root / "log", "--out", "prepared")
     if simulated.served is not None:
         _print_served(simulated, simulated.served)
         days = [asdict(day) for day in simulated.served.days]
-        return VerbResult((str(simulated.root),), following, {"days": days})
+        return VerbResult((simulated.root,), following, {"days": days})
     parameters = simulated.truth.preferences.parameters
     print(
         f"{simulated.root}: {parameters.events:,} events of {parameters.users:,} users and {parameters.items:,} items "
@@ -120,7 +113,7 @@ def show_simulate(verb: Simulate, simulated: Simulation) -> VerbResult:
     listed = ", ".join(f"{name} {value:.3f}" for name, value in simulated.values(users=users).items())
     print(f"true expected reward on the last day ({min(users, parameters.users)} users): {listed}")
     sizes = {name: getattr(parameters, name) for name in ("events", "users", "items", "days")}
-    return VerbResult((str(simulated.root),), following, sizes)
+    return VerbResult((simulated.root,), following, sizes)
 
 
 def _print_served(simulated: Simulation, served: ServedDays) -> None:
@@ -137,16 +130,6 @@ def _print_served(simulated: Simulation, served: ServedDays) -> None:
 
 def show_prepare(verb: Prepare, data: Prepared) -> VerbResult:
     """Prints what happened to the events; a policy is pre-trained next, or the one of the days before continued."""
-    _print_prepared(data)
-    facts = {name: data.manifest[name] for name in ("num_users", "num_items", "counts", "warnings")}
-    words = ["--config", configuration("pretrain.yaml"), "--data.prepared", data.root, "--out", "runs/pretrain"]
-    if verb.extends is not None:  # the previous run continues on the newest days (docs/growth.md)
-        newest = ("--data.segments", "newest", "--data.replay", "1.0", "--trainer.max_epochs", "2")
-        words = ["--init_from", "runs/pretrain", "--data.prepared", data.root, *newest, "--out", "runs/extended"]
-    return VerbResult((str(data.root),), command("train", *words), facts)
-
-
-def _print_prepared(data: Prepared) -> None:
     counts = data.manifest["counts"]
     columns = [(column, data.manifest["columns"][column]) for column in LogColumns.ALL]
     found = ", ".join(column if column == name else f"{column} (from {name})" for column, name in columns if name)
@@ -168,6 +151,12 @@ def _print_prepared(data: Prepared) -> None:
         say(table("features", headings, _feature_rows(data), names=3))
     warn(data.manifest["warnings"])
     say(f"{data.root}: {data.manifest['num_users']:,} users, {data.num_items:,} items")
+    facts = {name: data.manifest[name] for name in ("num_users", "num_items", "counts", "warnings")}
+    words = ["--config", configuration("pretrain.yaml"), "--data.prepared", data.root, "--out", "runs/pretrain"]
+    if verb.extends is not None:  # the previous run continues on the newest days (docs/growth.md)
+        newest = ("--data.segments", "newest", "--data.replay", "1.0", "--trainer.max_epochs", "2")
+        words = ["--init_from", "runs/pretrain", "--data.prepared", data.root, *newest, "--out", "runs/extended"]
+    return VerbResult((data.root,), command("train", *words), facts)
 
 
 def _outcomes(counts: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -207,14 +196,6 @@ def _by_period(title: str, columns: Sequence[str], counts: Mapping[str, Sequence
 
 def show_tokenize(verb: Tokenize, codes: Codes) -> VerbResult:
     """Prints the report; a policy over these codes is pre-trained next."""
-    _print_codes(codes)
-    config = configuration("semantic_pretrain.yaml")
-    data = ("--data.prepared", path_of(verb.prepared), "--policy.init_args.codes", codes.root)
-    following = command("train", "--config", config, *data, "--out", "runs/semantic_pretrain")
-    return VerbResult((str(codes.root),), following, {"report": codes.report})
-
-
-def _print_codes(codes: Codes) -> None:
     from recpo.items.tokenization import MANY_MOVED
 
     report, rows = codes.report, []
@@ -232,6 +213,10 @@ def _print_codes(codes: Codes) -> None:
     )
     if max(report["moved"], report["collisions"]) > MANY_MOVED * report["movable"]:
         warn(["many items hold codes that say little about them: take more levels or larger codebooks"])
+    config = configuration("semantic_pretrain.yaml")
+    data = ("--data.prepared", path_of(verb.prepared), "--policy.init_args.codes", codes.root)
+    following = command("train", "--config", config, *data, "--out", "runs/semantic_pretrain")
+    return VerbResult((codes.root,), following, {"report": report})
 
 
 def show_factorize(verb: Factorize, factors: Factors) -> VerbResult:
@@ -239,7 +224,22 @@ def show_factorize(verb: Factorize, factors: Factors) -> VerbResult:
     from recpo.log.prepared import Prepared
     from recpo.verbs.factorize import similar_lists
 
-    _print_factors(factors, verb.out)
+    ranks = sorted({one["rank"] for one in factors.facts["tried"]})
+    errors: dict[tuple[str, str], dict[int, str]] = {}
+    for one in factors.facts["tried"]:
+        ridge = "learned" if one["ridge"] is None else f"{one['ridge']:g}"
+        errors.setdefault((ridge, _prior(one)), {})[one["rank"]] = decimals(one["squared_error"], 5)
+    rows = [(*row, *(own.get(rank, "") for rank in ranks)) for row, own in errors.items()]
+    say(table("validation error", ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)), rows, names=2))
+    say(
+        f"{verb.out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
+        f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them"
+    )
+    weights = factors.facts["popularity_tried"]
+    if any(one["weight"] for one in weights):
+        values = [f"{one['weight']:g}: {one['AUC_mixed']:.4f}" for one in weights if "AUC_mixed" in one]
+        told = f"; AUC_mixed by weight: {', '.join(values)}" if values else ""
+        say(f"popularity {factors.facts['popularity']:g}{told}")
     caution = similar_lists(factors, Prepared.open(verb.prepared))
     warnings = [] if caution is None else [caution]
     warn(warnings)
@@ -249,33 +249,7 @@ def show_factorize(verb: Factorize, factors: Factors) -> VerbResult:
     following = command(
         "train", "--config", configuration("mpo.yaml"), *data, "--init_from", "runs/pretrain", "--out", "runs/mpo"
     )
-    return VerbResult((str(verb.out),), following, facts)
-
-
-def _print_factors(factors: Factors, out: object) -> None:
-    tried = factors.facts["tried"]
-    ranks = sorted({one["rank"] for one in tried})
-    errors = dict[tuple[float | None, str], dict[int, float | None]]()
-    for one in tried:
-        errors.setdefault((one["ridge"], _prior(one)), {})[one["rank"]] = one["squared_error"]
-    rows = [
-        (
-            "learned" if ridge is None else f"{ridge:g}",
-            prior,
-            *(_error(own[rank]) if rank in own else "" for rank in ranks),
-        )
-        for (ridge, prior), own in errors.items()
-    ]
-    say(table("validation error", ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)), rows, names=2))
-    say(
-        f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
-        f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them"
-    )
-    weights = factors.facts["popularity_tried"]
-    if any(one["weight"] for one in weights):
-        values = [f"{one['weight']:g}: {one['AUC_mixed']:.4f}" for one in weights if "AUC_mixed" in one]
-        told = f"; AUC_mixed by weight: {', '.join(values)}" if values else ""
-        say(f"popularity {factors.facts['popularity']:g}{told}")
+    return VerbResult((verb.out,), following, facts)
 
 
 def _prior(tried: Mapping[str, Any]) -> str:
@@ -283,10 +257,6 @@ def _prior(tried: Mapping[str, Any]) -> str:
     parts = [f"consumption ({tried['consumption']})"] * bool(tried["consumption"])
     parts += [f"{side} features" for side in ("item", "user") if tried[f"{side}_features"]]
     return " + ".join(parts) or "-"
-
-
-def _error(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.5f}"
 
 
 def show_plan(verb: Plan, needs: Needs) -> VerbResult:
@@ -299,7 +269,15 @@ def show_plan(verb: Plan, needs: Needs) -> VerbResult:
 
     copies = needs.workload.copies
     title = "tables" + (f"; their {copies} frozen copies are placed the same way" if copies else "")
-    say("", table(title, ("table", "size", "sharding", "on ranks", "block"), _placement_rows(needs)))
+    rows = []
+    for spec in needs.workload.tables():
+        placement = needs.placements[spec.name]
+        blocks = [block for block in placement.blocks if block.num_rows]
+        first, last = blocks[0], blocks[-1]
+        on = f"{first.rank}" if first is last else f"{first.rank}-{last.rank}"
+        held = f"{first.num_rows:,} x {first.num_columns}"
+        rows.append((spec.name, f"{spec.num_rows:,} x {spec.dim}", placement.sharding, on, held))
+    say("", table(title, ("table", "size", "sharding", "on ranks", "block"), rows))
     lines = [(name, _bytes(size)) for name, size in needs.memory.items() if size]
     lines.append(("sum", _bytes(sum(needs.memory.values()))))
     say(table("memory of the fullest rank", ("part", "size"), lines), "")
@@ -310,19 +288,7 @@ def show_plan(verb: Plan, needs: Needs) -> VerbResult:
         raise needs.fault
     data = ("--data.prepared", "prepared", "--out", "runs/sharded")
     following = command("train", "--config", configuration("sharded_pretrain.yaml"), *data)
-    return VerbResult(() if verb.out is None else (str(verb.out),), following, needs.document)
-
-
-def _placement_rows(needs: Needs) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = []
-    for spec in needs.workload.tables():
-        placement = needs.placements[spec.name]
-        blocks = [block for block in placement.blocks if block.num_rows]
-        first, last = blocks[0], blocks[-1].rank
-        on = f"{first.rank}" if len(blocks) == 1 else f"{first.rank}-{last}"
-        held = f"{first.num_rows:,} x {first.num_columns}"
-        lines.append((spec.name, f"{spec.num_rows:,} x {spec.dim}", placement.sharding, on, held))
-    return lines
+    return VerbResult((verb.out,), following, needs.document)
 
 
 def _bytes(size: float) -> str:
@@ -344,26 +310,34 @@ def watch_recommend(verb: Recommend) -> dict[str, object]:
 
 def show_recommend(verb: Recommend, counts: ServingCounts) -> VerbResult:
     """Prints some lists and what was left out; a bundle is served next, a run exported."""
+    import pyarrow.dataset as ds
+
     from recpo.verbs.recommend import LIST_LENGTH
 
     k = LIST_LENGTH if verb.k is None else verb.k
     if verb.show:
-        say(_some_lists(str(verb.histories), str(verb.out), verb.show))
-    _print_counts(counts, str(verb.out), k)
+        events, served = (
+            ds.dataset(str(file)).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id", *more]).to_pandas()
+            for file, more in ((verb.histories, ["timestamp"]), (verb.out, []))
+        )
+        say(lists_table(events, served, verb.show))
+    left_out = {
+        "empty histories": counts.empty_histories,
+        "unknown items skipped": counts.unknown_items,
+        "events without feedback": counts.events_without_feedback,
+        "impossible watch times and durations": counts.impossible_values,
+        "unknown items to exclude": counts.unknown_excluded,
+        "users whose history was cut to its most recent events": counts.truncated_histories,
+        f"lists shorter than {k}": counts.short_lists,
+    }
+    listed = "; ".join(f"{what}: {number:,}" for what, number in left_out.items() if number)
+    print(f"{verb.out}: {counts.users:,} users, up to {k} items each" + (f"; {listed}" if listed else ""))
     following, kind = None, kind_of(str(verb.source))
     if kind == "bundle":
         following = command("serve", "--bundle", verb.source)
     elif kind == "run":
         following = command("export", "--run", verb.source, "--out", "runs/bundle")
-    return VerbResult((str(verb.out),), following, {"k": k, **asdict(counts)})
-
-
-def _some_lists(histories: str, lists: str, users: int) -> Table:
-    import pyarrow.dataset as ds
-
-    served = ds.dataset(lists).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id"]).to_pandas()
-    events = ds.dataset(histories).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id", "timestamp"]).to_pandas()
-    return lists_table(events, served, users)
+    return VerbResult((verb.out,), following, {"k": k, **asdict(counts)})
 
 
 def lists_table(events: pd.DataFrame, served: pd.DataFrame, users: int) -> Table:
@@ -376,20 +350,6 @@ def lists_table(events: pd.DataFrame, served: pd.DataFrame, users: int) -> Table
     return table("recommendations", ("user", "most recent items", "recommended"), rows, names=3)
 
 
-def _print_counts(counts: ServingCounts, out: str, k: int) -> None:
-    left_out = {
-        "empty histories": counts.empty_histories,
-        "unknown items skipped": counts.unknown_items,
-        "events without feedback": counts.events_without_feedback,
-        "impossible watch times and durations": counts.impossible_values,
-        "unknown items to exclude": counts.unknown_excluded,
-        "users whose history was cut to its most recent events": counts.truncated_histories,
-        f"lists shorter than {k}": counts.short_lists,
-    }
-    listed = "; ".join(f"{what}: {number:,}" for what, number in left_out.items() if number)
-    print(f"{out}: {counts.users:,} users, up to {k} items each" + (f"; {listed}" if listed else ""))
-
-
 def show_train(verb: Train, run: Run) -> VerbResult:
     """Prints the path of the run; it is evaluated next, or calibrated if it is a reward model."""
     reached = None if run.monitor is None else run.results.get(run.monitor)
@@ -397,16 +357,9 @@ def show_train(verb: Train, run: Run) -> VerbResult:
     warn(run.advice)
     prepared = str(verb.configuration.data.init_args.prepared)
     following = evaluation_of(run.root, prepared)
-    if is_reward_model(run):
+    if run.configuration["objective"]["class_path"].endswith(("PointwiseReward", "PairwiseReward")):  # makes no lists
         following = command("calibrate", "--prepared", prepared, "--rewards", run.root)
-    return VerbResult(
-        (str(run.root),), following, {"monitor": run.monitor, "results": run.results, "advice": run.advice}
-    )
-
-
-def is_reward_model(run: Run) -> bool:
-    """Whether the policy only scores items and makes no lists."""
-    return str(run.configuration["objective"]["class_path"]).endswith(("PointwiseReward", "PairwiseReward"))
+    return VerbResult((run.root,), following, {"monitor": run.monitor, "results": run.results, "advice": run.advice})
 
 
 def show_loop(verb: Loop, done: LoopResult) -> VerbResult:
@@ -419,7 +372,7 @@ def show_loop(verb: Loop, done: LoopResult) -> VerbResult:
             )
     print(done.report)
     facts = {"outcomes": [one._asdict() for one in done.outcomes]}
-    return VerbResult((str(done.root), str(done.report)), command("serve", "--bundle", done.bundle.root), facts)
+    return VerbResult((done.root, done.report), command("serve", "--bundle", done.bundle.root), facts)
 
 
 def watch_loop(verb: Loop) -> dict[str, Any]:
@@ -453,12 +406,12 @@ def show_export(verb: Export, result: Bundle | Refreshed) -> VerbResult:
             f"{result.retired:,} are retired; {result.added:,} new ones are added, {result.left_out:,} left out"
         )
         counts = {"items": result.listed, "retired": result.retired, "left_out": result.left_out}
-        return VerbResult((str(verb.out),), following, counts)
+        return VerbResult((verb.out,), following, counts)
     print(f"{verb.out}: {len(result.items):,} items, lists of {result.k}; {_verified(result.manifest)}")
     if verb.compiled is not None:
         print(f"{verb.compiled}: machine code for this kind of machine; its lists are the policy's")
     facts = {"items": len(result.items), "k": result.k, "agreement": result.manifest.agreement}
-    return VerbResult((str(verb.out),), following, facts)
+    return VerbResult((verb.out,), following, facts)
 
 
 def _verified(manifest: BundleManifest) -> str:
@@ -490,7 +443,7 @@ def watch_explore(verb: Explore) -> dict[str, Any]:
 
 def show_explore(verb: Explore, written: Path | None) -> VerbResult:
     """The file, if one was asked for."""
-    return VerbResult(() if written is None else (str(written),))
+    return VerbResult((written,))
 
 
 def show_doctor(verb: Doctor, findings: list[Finding]) -> VerbResult:

@@ -5,13 +5,11 @@ Unique code tuples: an item that collides moves to a free tuple, or every item g
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,14 +18,10 @@ from torch import Tensor
 
 from recpo.artifacts.semantic_codes import CODES, MANIFEST, SemanticCodes
 from recpo.base.errors import RecpoError
-from recpo.base.frames import to_pandas
 from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, rank_within, settle, squared_distances, subtract
 from recpo.items.sources import CodesFromFile, EarlierCodes, VectorSource
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -233,45 +227,6 @@ def collision_statistics(before: Tensor, after: Tensor, movable: int) -> dict[st
 
 
 Collisions = Literal["nearest", "extra", "first_free"]
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A directory of codes, as ``recpo tokenize`` writes it; accepted wherever its path is.
-
-    Attributes:
-        root: the directory.
-        semantic_codes: the codes themselves.
-        manifest: the parsed ``manifest.json``: how the codes were made.
-    """
-
-    root: Path
-    semantic_codes: SemanticCodes
-    manifest: dict[str, Any]
-
-    @classmethod
-    def open(cls, root: Path | str) -> Codes:
-        """Opens a directory written by ``recpo tokenize``.
-
-        Raises:
-            RecpoError: it is not such a directory, of another version, or damaged.
-        """
-        root = Path(root)
-        codes = SemanticCodes.open(root)
-        return cls(root, codes, json.loads((root / MANIFEST).read_bytes()))
-
-    def __fspath__(self) -> str:
-        return str(self.root)
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """Use of the codebooks, error of the vectors, collisions (``recpo.items.tokenization``)."""
-        report: dict[str, Any] = self.manifest["report"]
-        return report
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per item: ``item_index`` (1..V), ``item_id`` (external), ``code_0``, ``code_1`` and so on."""
-        return to_pandas(pq.read_table(self.root / CODES))
 
 
 class Tokenization(NamedTuple):

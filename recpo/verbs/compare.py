@@ -33,11 +33,11 @@ from recpo.serving.encoded_histories import ServingCounts
 from recpo.serving.histories import ITEM_ID, USER_ID
 from recpo.serving.manifest import MANIFEST
 from recpo.verbs.evaluate import evaluate
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import WritingVerb, function_of
 
 
 @dataclass(frozen=True)
-class Compare(ValueOptions, Verb[Comparison]):
+class Compare(ValueOptions, WritingVerb[Comparison]):
     """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
 
     Both bundles list k items for every held-out user of the prepared data. They read the raw events before the period
@@ -82,8 +82,6 @@ class Compare(ValueOptions, Verb[Comparison]):
     estimated, otherwise of NDCG; null = no such limit"""
     min_overlap: ClosedUnitInterval | None = None
     """the new bundle fails if the mean overlap of the lists is below this; null = no such limit"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
 
     def execute(self) -> Comparison:
         """Asks both bundles for lists of the same users, and compares these."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy, StatePolicy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
 from recpo.evaluation.baselines import BaselineCache, fitted_model, item_scores
@@ -341,12 +341,8 @@ def reranked_contenders(
             code="unused_option",
             field="rerank",
         )
-    if options.shortlist < ks[0]:
-        raise RecpoError(
-            f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more",
-            code="out_of_range",
-            field="rerank_options.shortlist",
-        )
+    rule = f"must be at least {ks[0]}, the length of the lists that are chosen from it"
+    validate_range(options.shortlist >= ks[0], "rerank_options.shortlist", rule, options.shortlist)
     known = options.read([name for method in methods for name in method.attributes], data.item_ids())
     found = []
     for base in bases:
@@ -396,16 +392,14 @@ def is_baseline(named: object) -> bool:
 def served_baseline(
     named: Factors | Baseline | Path | str,
     data: Prepared,
-    options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
-    cache: BaselineCache = BaselineCache(),  # noqa: B008  frozen
+    cache: Path | str | None = None,
 ) -> ServedBaseline:
     """A baseline, fitted on the training period of ``data``, or a factor model, as a policy.
 
     Args:
         named: name of a baseline, factors, or their directory.
         data: the prepared data.
-        options: options of the baselines.
-        cache: where fitted ones are kept.
+        cache: directory of fitted ones; None = they are not kept.
 
     Raises:
         RecpoError: a baseline that cannot be served, or factors of other items or feedback.
@@ -417,7 +411,8 @@ def served_baseline(
             field="run",
         )
     if str(named) in SERVED:
-        return _of_name(cast(Baseline, str(named)), data, options, cache)
+        kept = None if cache is None else Path(cache)
+        return _of_name(cast(Baseline, str(named)), data, BaselineCache(kept, kept))
     factors = named if isinstance(named, Factors) else Factors.open(named)
     factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)
@@ -425,8 +420,9 @@ def served_baseline(
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 
 
-def _of_name(name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache) -> ServedBaseline:
+def _of_name(name: Baseline, data: Prepared, cache: BaselineCache) -> ServedBaseline:
     made: dict[str, Any]
+    options = BaselineOptions()
     if name not in ("factorization", "implicit_als", "ease"):
         popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
         popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())

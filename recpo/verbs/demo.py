@@ -11,7 +11,7 @@ from recpo.artifacts.outputs import directory_of_steps
 from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
 from recpo.verbs.fit import Decision, fit
 from recpo.verbs.simulate import simulate
-from recpo.verbs.verb import PYTHON_ONLY, Verb
+from recpo.verbs.verb import PYTHON_ONLY, WritingVerb
 from recpo.worlds.parameters import SimulationParameters
 
 #: Directories of a demo: the simulated log with its truth, and the fit.
@@ -20,7 +20,7 @@ FIT: Final = "fit"
 
 
 @dataclass(frozen=True)
-class Demo(Verb[Decision]):
+class Demo(WritingVerb[Decision]):
     """Simulates a log and runs ``recpo fit`` on it: prepare, train, align, compare, decide, export.
 
     Because the users are simulated, the leaderboard also has the true value of the lists: the probability that a user
@@ -42,10 +42,6 @@ class Demo(Verb[Decision]):
     """number of simulated events"""
     seed: Seed = 0
     """seed of the simulation and of the training"""
-    overwrite: bool = False
-    """replace ``out`` if an earlier demo wrote it"""
-    progress: bool = False
-    """show progress bars on a terminal"""
 
     on_step: Callable[[str], None] = field(default=lambda text: None, metadata=PYTHON_ONLY)
     """called with a sentence about every step as it begins"""

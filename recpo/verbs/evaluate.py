@@ -29,7 +29,7 @@ from recpo.evaluation.variants import variants_document
 from recpo.lists.reranking import Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, directory_of, reranked_contenders
-from recpo.verbs.verb import Verb, compute_device, function_of
+from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 By = Literal["variant"]
 
@@ -37,7 +37,7 @@ _NO_GRADES = "There is no baseline factorization: the train or the validation pe
 
 
 @dataclass(frozen=True)
-class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
+class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     """Evaluates policies, bundles and baselines on the same held-out users, with paired differences.
 
     Computes full-catalog ranking metrics, beyond-accuracy metrics, off-policy value and paired differences. With
@@ -87,8 +87,6 @@ class Evaluate(RankingOptions, ModelOptions, Verb[Evaluation]):
     measure the cost and the effect of diversity, caps and calibration (docs/exploration.md)"""
     rerank_options: RerankOptions = RerankOptions()  # noqa: RUF009  frozen
     """number of items to re-rank, and the file of their attributes"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
 
     def execute(self) -> Evaluation:
         """Opens and checks every contender, evaluates one after the other, and writes the directory at the end."""

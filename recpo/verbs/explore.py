@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, cast
+from typing import ClassVar, Final
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
@@ -27,7 +27,7 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of
 from recpo.verbs.fit import Decision
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
+from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
 _STATIC_USERS: Final = 50
 _FACTORS: Final = "factors"
@@ -35,7 +35,7 @@ _PREPARED: Final = "prepared"
 
 
 @dataclass(frozen=True)
-class Explore(ItemColumns, Verb["Path | None"]):
+class Explore(ItemColumns, WritingVerb["Path | None"]):
     """Shows the lists of policies side by side: users, items, what a change moves, and what a server logged.
 
     Listens on this machine until Ctrl-C, or writes one HTML file with ``static``. It changes nothing, its pages run no
@@ -78,10 +78,6 @@ class Explore(ItemColumns, Verb["Path | None"]):
     """address to listen on; 127.0.0.1 = only this machine. Whoever reaches the address sees what users did"""
     port: NonNegativeInt = 8010
     """port to listen on; 0 = any free one"""
-    overwrite: bool = False
-    """replace ``static`` if it exists"""
-    progress: bool = False
-    """show progress bars on a terminal"""
 
     on_ready: Callable[[str], None] = field(default=lambda url: None, metadata=PYTHON_ONLY)
     """called with the address of the first page once the server listens"""
@@ -102,10 +98,11 @@ class Explore(ItemColumns, Verb["Path | None"]):
         return None
 
     def _pages(self) -> Pages:
-        decision = self._decision
-        data = self.source if isinstance(self.source, Prepared) else None
-        if data is None:
-            data = Prepared.open(cast(Any, self.source) if decision is None else decision.root / _PREPARED)
+        source = self.source
+        if isinstance(source, str | Path):
+            source = Decision.open(source) if kind_of(source) == "decision" else Prepared.open(source)
+        decision = source if isinstance(source, Decision) else None
+        data = source if isinstance(source, Prepared) else Prepared.open(source.root / _PREPARED)
         catalog = Catalog(data, self)
         codes = None if self.codes is None else SemanticCodes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:
@@ -122,14 +119,8 @@ class Explore(ItemColumns, Verb["Path | None"]):
             None if decision is None else decision.facts,
             log,
             codes,
-            str(data.root if decision is None else decision.root),
+            str(source.root),
         )
-
-    @property
-    def _decision(self) -> Decision | None:
-        if isinstance(self.source, Prepared | Decision):
-            return self.source if isinstance(self.source, Decision) else None
-        return Decision.open(self.source) if kind_of(self.source) == "decision" else None
 
     def _survey(self, data: Prepared, decision: Decision | None) -> Survey:
         given = [self.contenders] if isinstance(self.contenders, Named) else list(self.contenders)
@@ -147,22 +138,21 @@ class Explore(ItemColumns, Verb["Path | None"]):
             k=min(self.k, data.num_items),
             users=self.users,
             grades=self._grades(data, decision),
-            advice={one.name: self._advice(one.facts) for one in found if one.kind == "run"},
+            advice={one.name: Run.open(one.facts["path"], self.trust).advice for one in found if one.kind == "run"},
             progress=self.progress,
         )
 
     def _grades(self, data: Prepared, decision: Decision | None) -> Factors | None:
-        if self.grades is None and (decision is None or not (decision.root / _FACTORS).is_dir()):
+        given = self.grades
+        if given is None and decision is not None and (decision.root / _FACTORS).is_dir():
+            given = decision.root / _FACTORS
+        if given is None:
             return None
-        given = decision.root / _FACTORS if self.grades is None and decision is not None else self.grades
-        model = given if isinstance(given, Factors) else Factors.open(cast(Any, given))
+        model = given if isinstance(given, Factors) else Factors.open(given)
         model.validate_items(data.catalog_checksum, data.root)
         model.validate_feedback(data.feedback, data.root)
         model.validate_features(data)
         return model
-
-    def _advice(self, facts: Mapping[str, Any]) -> Sequence[str]:
-        return Run.open(facts["path"], self.trust).advice
 
 
 def _of_decision(decision: Decision) -> list[Named]:

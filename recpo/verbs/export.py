@@ -12,7 +12,6 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import read_features
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
@@ -115,11 +114,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             )
         assert not isinstance(named, Run)
         data = Prepared.open(self.prepared)
-        kept = None if self.baseline_cache is None else Path(self.baseline_cache)
-        served = served_baseline(named, data, cache=BaselineCache(kept, kept))
-        facts = _facts_of_baseline(served, data)
-        measured = self._measured(served.name)
-        facts = facts if measured is None else replace(facts, card={"evaluation": measured})
+        served = served_baseline(named, data, self.baseline_cache)
+        facts = _facts_of_baseline(served, data, self._measured(served.name))
         self._write(served.policy, data.item_ids(), facts, data.root)
 
     def _measured(self, name: str) -> dict[str, Any] | None:
@@ -135,7 +131,7 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
         export_bundle(policy, items, facts, Path(self.out), options, overwrite=self.overwrite, inputs=[source])
 
 
-def _facts_of_baseline(served: ServedBaseline, data: Prepared) -> PolicyFacts:
+def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[str, Any] | None) -> PolicyFacts:
     """What a bundle keeps of a baseline."""
     origin = {
         "run": served.name,
@@ -148,7 +144,8 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared) -> PolicyFacts:
         data.fitted_features("item") if grows(served.policy) else None,
         data.fitted_features("user") if served.policy.reads_user else None,
     )
-    return PolicyFacts(data.feedback, features, served.options, origin)
+    card = {} if measured is None else {"evaluation": measured}
+    return PolicyFacts(data.feedback, features, served.options, origin, card)
 
 
 def _encoded_items(table: Path) -> EncodedItems | None:

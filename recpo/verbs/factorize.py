@@ -20,13 +20,13 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.selection import VALIDATION_USERS, fit_factors, validation_batches
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import WritingVerb, function_of
 
 _LISTED_USERS: Final = 1000
 
 
 @dataclass(frozen=True)
-class Factorize(FactorOptions, Verb[Factors]):
+class Factorize(FactorOptions, WritingVerb[Factors]):
     """Fits ``grade(user, item) = mean + p · q + user bias + item bias`` on the graded events of the training period.
 
     One shard is in memory at a time. If several ranks and ridges are given, the one with the smallest squared error on
@@ -45,10 +45,6 @@ class Factorize(FactorOptions, Verb[Factors]):
     out: Path | str | None = None
     """output directory; null = keep the model in memory only"""
     _: KW_ONLY
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
     popularity: Sequence[NonNegativeFloat] = (0.0,)
     """weights to try of the logarithm of an item's number of training events, added to its grade, such as 0 .01 .02
     .05: what a recommender shows often, it had reasons to show, which grades of shown items cannot say. The smallest

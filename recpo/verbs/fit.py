@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,11 +16,10 @@ from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
-from recpo.artifacts.outputs import directory_of_steps, output_file, validate_output_directory
-from recpo.base.errors import Interrupted, RecpoError
+from recpo.artifacts.outputs import output_file
+from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
-from recpo.evaluation.decision import CRITERIA, Choice, choose, criterion_of
+from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
@@ -33,27 +31,15 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
-from recpo.verbs.evaluate import evaluate
-from recpo.verbs.export import export
-from recpo.verbs.fit_road import (
-    BASELINES,
-    FACTORS,
-    GBPO,
-    MPO,
-    MPO_MODEL,
-    PLAN,
-    PREPARED,
-    PRETRAIN,
-    RECIPES,
-    VALUE_DPO,
-    VALUE_DPO_LIKELIHOOD,
-    Road,
-    RoadOptions,
-)
+from recpo.verbs import fit_road
+from recpo.verbs.evaluate import Evaluate
+from recpo.verbs.export import Export
+from recpo.verbs.fit_road import Road, RoadOptions
 from recpo.verbs.fit_search import search
-from recpo.verbs.init import preparation_of, write_preparation
-from recpo.verbs.prepare import prepare
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
+from recpo.verbs.init import preparation_of
+from recpo.verbs.load import load
+from recpo.verbs.prepare import Prepare
+from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
 
 if TYPE_CHECKING:
@@ -65,15 +51,11 @@ REPORT: Final = "report.html"
 _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
+_PREPARE: Final = "prepare.yaml"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _TILTED: Final = "tilted"
 _IMPLICIT: Final = "implicit_als"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
-#: What the temperatures of the leaderboard mean.
-TEMPERATURE: Final = (
-    "temperature: of the target of MPO, and of tilting. It is a choice: no criterion of a log finds the best one in "
-    "every world. A smaller one follows the reward model, a larger one the log"
-)
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -140,7 +122,7 @@ class Decision(Artifact):
 
 
 @dataclass(frozen=True)
-class Fit(Verb[Decision]):
+class Fit(RoadOptions, WritingVerb[Decision]):
     """Finds the policy that should ship, from a log: prepares, trains, compares, decides and exports a bundle.
 
     Fits the baselines that a team would use, selects a reward model, pre-trains, aligns in the ways that the feedback
@@ -165,46 +147,25 @@ class Fit(Verb[Decision]):
     out: str | Path = Path("fit")
     """directory to create"""
     _: KW_ONLY
-    minutes: PositiveFloat = 30.0
-    """budget of time. Less than ten minutes train shorter and leave recipes out"""
-    k: PositiveInt = 10
-    """length of the lists that are compared"""
     columns: Columns = Columns()  # noqa: RUF009  frozen
     """known column names and units; recpo does not guess these"""
     csv: CsvFormat = CsvFormat()  # noqa: RUF009  frozen
     """delimiter and column names of text files, if known"""
     truth: Path | str | None = None
     """directory written by ``recpo simulate``: the report then also shows true values. They never decide"""
-    seed: Seed = 0
-    """seed of all random numbers"""
-    device: str = "auto"
-    """where models are evaluated: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
     resume: bool = False
     """continue a fit in ``out`` that was started with the same options"""
-    overwrite: bool = False
-    """replace a fit in ``out``"""
-    progress: bool = False
-    """show progress bars on a terminal"""
-    on_step: Callable[[str], None] = field(default=lambda text: None, metadata=PYTHON_ONLY)
-    """called with a sentence about every step as it begins, with the time that is left"""
 
     def execute(self) -> Decision:
         """Runs the missing steps, decides, evaluates, exports and reports."""
         root = Path(self.out)
         with self._directory(root):
-            options = RoadOptions(
-                minutes=self.minutes,
-                k=self.k,
-                seed=self.seed,
-                device=self.device,
-                progress=self.progress,
-                on_step=self.on_step,
-            )
-            road = Road(root, options)
+            self.write_resolved(root / RESOLVED)
+            road = Road(root, self)
             understood, truth = self._prepare(road)
             names = self._contenders(road)
             measured = [road.measure(name) for name in names]
-            criterion = criterion_of(measured, min(self.k, road.data.num_items))
+            criterion = road.criterion
             choice = choose(measured, criterion)
             road.say(choice.reason)
             self._finish(road, choice, truth)
@@ -227,48 +188,35 @@ class Fit(Verb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        if again := self.resume and kind_of(root) == "decision":
-            self._validate_same(root)
-        validate_output_directory(root, kind="decision", overwrite=self.overwrite or again, inputs=self._inputs)
-        with directory_of_steps(root, kind="decision", overwrite=self.overwrite, resume=again):
+        again, given = self.resume and kind_of(root) == "decision", self.log
+
+        def fixed(options: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in options.items() if name not in _MAY_CHANGE}
+
+        with resumable_directory(
+            root,
+            kind="decision",
+            begun=fixed(read_yaml(root / RESOLVED, Decision.remedy())) if again else None,
+            options=fixed(self.recorded()),
+            more="minutes",
+            start=lambda working: self.write_resolved(working / RESOLVED),
+            overwrite=self.overwrite,
+            inputs=[given.root if isinstance(given, Prepared | Simulation) else given],
+        ):
             try:
-                self.write_resolved(root / RESOLVED)
                 yield
-            except Interrupted as error:
-                message = f"stopped; {root} continues with the same options and --resume true"
-                raise Interrupted(message, error.status) from error
             except RecpoError:
-                if not again and not (root / PLAN).exists():  # the log was refused: nothing is worth keeping
+                if not again and not (root / fit_road.PLAN).exists():  # the log was refused: nothing is worth keeping
                     shutil.rmtree(root, ignore_errors=True)
                 raise
-
-    def _validate_same(self, root: Path) -> None:
-        stands, now = read_yaml(root / RESOLVED, Decision.remedy()), self.recorded()
-        changed = sorted(name for name in {*now, *stands} - _MAY_CHANGE if now.get(name) != stands.get(name))
-        if changed:
-            raise RecpoError(
-                f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
-                "(minutes may be more), or choose another output",
-                code="conflicting_options",
-                field=changed[0],
-            )
-
-    @property
-    def _inputs(self) -> list[object]:
-        given = self.log
-        if isinstance(given, Prepared | Simulation):
-            return [given.root]
-        return [given] if isinstance(given, str | Path) and Path(given).exists() else []
 
     def _prepare(self, road: Road) -> tuple[list[str], Path | str | None]:
         """Prepares the log. Returns what it understood of it, and where the truth is."""
         given, truth = self.log, self.truth
-        if isinstance(given, str | Path) and kind_of(given) == "prepared":
-            given = Prepared.open(given)
-        if isinstance(given, str | Path) and kind_of(given) == "simulation":
-            given = Simulation.open(Path(given))
+        if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
+            given = cast(Prepared | Simulation, load(given))
         if isinstance(given, Prepared):
-            road.use(given)
+            road.data = given
             return [f"prepared data in {given.root}"], truth
         if isinstance(given, Simulation):
             truth = truth or given.root
@@ -280,14 +228,12 @@ class Fit(Verb[Decision]):
         else:
             log = [str(self._kept_frame(road.root, given))]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
-        files = write_preparation(found, road.root)
-        out = road.root / PREPARED
-        options = preparation_of(found)
+        out = road.root / fit_road.PREPARED
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        work = partial(prepare, out=out, progress=self.progress, **options, **tables)
-        words = [word for name, file in tables.items() for word in (f"--{name}", file)]
-        road.step(["prepare", "--config", files["prepare"], *words], out, work)
-        road.use(Prepared.open(out))
+        verb = Prepare(out=out, progress=self.progress, **preparation_of(found), **tables)
+        verb.write_resolved(road.root / _PREPARE)
+        road.step(verb, out, ["prepare", "--config", road.root / _PREPARE])
+        road.data = Prepared.open(out)
         return _understood(found), truth
 
     @staticmethod
@@ -302,16 +248,16 @@ class Fit(Verb[Decision]):
     def _contenders(self, road: Road) -> list[str]:
         """Fits, trains, tilts and searches; returns the names of all contenders."""
         names: list[str] = list(road.baselines)
-        wanted = [PRETRAIN]
+        wanted = [fit_road.PRETRAIN]
         counts = road.data.feedback_counts["train"]
         if road.graded:
             road.fit_factors()
-            names.append(FACTORS)
-            wanted.append(MPO)
-            if road.has_features and road.fit_reward_model():
-                wanted.append(MPO_MODEL)
+            names.append(fit_road.FACTORS)
+            wanted.append(fit_road.MPO)
+            if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
+                wanted.append(fit_road.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
-            wanted += [GBPO, VALUE_DPO, VALUE_DPO_LIKELIHOOD]
+            wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
         if road.graded:  # who chose what, and the grades
@@ -319,17 +265,16 @@ class Fit(Verb[Decision]):
         road.show_list()
         road.decide_effort(wanted)
         for name in road.plan.recipes:
-            if not road.train(name, RECIPES[name]):
+            if not road.train(name, fit_road.RECIPES[name]):
                 continue
             road.measure(name)
             names.append(name)
-            if road.graded and name in (PRETRAIN, MPO, MPO_MODEL):
+            if road.graded and name in (fit_road.PRETRAIN, fit_road.MPO, fit_road.MPO_MODEL):
                 names += self._tilted(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds)
         names += found
         if road.graded and found:
-            criterion = criterion_of(road.measured, min(self.k, road.data.num_items))
-            names += self._tilted(road, max(found, key=lambda name: road.measure(name).result.estimate(criterion).mean))
+            names += self._tilted(road, max(found, key=road.value))
         return names
 
     @staticmethod
@@ -345,31 +290,12 @@ class Fit(Verb[Decision]):
         """Evaluates the contenders that have not lost on the test period, and the baselines; exports the chosen one."""
         shown = [row.name for row in choice.standings if row.is_baseline or not row.lost]
         paths = [road.path_of(name) for name in shown]
-        out, cache = road.root / _EVALUATION, road.root / BASELINES
-        words: list[object] = ["evaluate", "--prepared", road.data.root, "--contenders", *paths]
-        words += ["--baseline_cache", cache]
-        words += ["--ks", self.k, "--baselines", "false", *([] if truth is None else ["--truth", truth]), "--out", out]
-        road.step(words, out, partial(self._evaluate, road.data, paths, out, cache, truth))
-        bundle, chosen = road.root / _BUNDLE, road.path_of(choice.name)
-        words = ["export", "--run", chosen, "--prepared", road.data.root, "--evaluation", out, "--out", bundle]
-        words += ["--baseline_cache", cache]
-        ask: dict[str, Any] = {"prepared": road.data, "evaluation": out, "baseline_cache": cache}
-        road.step(words, bundle, partial(export, chosen, out=bundle, **ask))
-
-    def _evaluate(
-        self, data: Prepared, paths: list[Path | str], out: Path, cache: Path, truth: Path | str | None
-    ) -> None:
-        evaluate(
-            data,
-            paths,
-            out=out,
-            ks=[min(self.k, data.num_items)],
-            baselines=False,
-            baseline_cache=cache,
-            truth=truth,
-            device=self.device,
-            progress=self.progress,
-        )
+        out, cache = road.root / _EVALUATION, road.root / fit_road.BASELINES
+        how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
+        how |= {"ks": [min(self.k, road.data.num_items)], "baseline_cache": cache}
+        road.step(Evaluate(road.data, paths, out=out, **how), out)
+        bundle, how = road.root / _BUNDLE, {"prepared": road.data, "evaluation": out, "baseline_cache": cache}
+        road.step(Export(road.path_of(choice.name), out=bundle, **how), bundle)
 
     def _facts(self, road: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
@@ -405,7 +331,7 @@ class Fit(Verb[Decision]):
             "trials": road.plan.trials,
             "oracle": {name: tested["oracle"]["metrics"].get(name) for name in wanted} if "oracle" in tested else None,
             "seed": self.seed,
-            "steps": [step._asdict() for step in road.plan.steps],
+            "steps": road.plan.steps,
         }
 
 
@@ -457,25 +383,20 @@ def decision_report(facts: Mapping[str, Any]) -> str:
         facts=facts,
         figure=figure,
         legend=[("s2", "ships"), ("s0", "policy"), ("s7", "baseline")],
-        table=_leaderboard_table(facts),
+        table=leaderboard_table(facts),
         commands="\n".join(step["command"] for step in facts["steps"]),
     )
-
-
-def tested_metrics(facts: Mapping[str, Any]) -> list[str]:
-    """The metrics of the test period, in the order in which they are read: the criterion, true values, the others."""
-    known = {name for row in facts["leaderboard"] for name in row["test"]}
-    first = [facts["criterion"]["metric"], *_METRICS]
-    return sorted(known, key=lambda name: first.index(name) if name in first else first.index(name.partition("@")[0]))
 
 
 def _style(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return "s2" if row["name"] == facts["chosen"] else "s7" if row["is_baseline"] else "s0"
 
 
-def _leaderboard_table(facts: Mapping[str, Any]) -> Table:
+def leaderboard_table(facts: Mapping[str, Any]) -> Table:
+    """The contenders of ``decision.json``, the best first; of the test period, the criterion and true values first."""
     metric = facts["criterion"]["metric"]
-    tested = tested_metrics(facts)
+    known, first = {name for row in facts["leaderboard"] for name in row["test"]}, [metric, *_METRICS]
+    tested = sorted(known, key=lambda one: first.index(one if one in first else one.partition("@")[0]))
     rows = []
     for row in facts["leaderboard"]:
         behind = row["behind"]
@@ -489,7 +410,11 @@ def _leaderboard_table(facts: Mapping[str, Any]) -> Table:
         rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
     head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
     head += [f"{name}, test" for name in tested]
-    said = f"lost = behind the best beyond doubt; such policies are not evaluated on the test period. {TEMPERATURE}"
+    said = (
+        "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
+        "period; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of a log finds the "
+        "best one in every world. A smaller one follows the reward model, a larger one the log"
+    )
     return Table(said, head, rows)
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
+from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import criterion_of
@@ -36,10 +37,11 @@ from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
-from recpo.verbs.factorize import factorize
-from recpo.verbs.tilt import tilt
+from recpo.verbs.factorize import Factorize
+from recpo.verbs.tilt import Tilt
+from recpo.verbs.tracking import run_tracked
 from recpo.verbs.train import train
-from recpo.verbs.verb import compute_device, configurations
+from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 
 PLAN: Final = "plan.json"
 #: Directories of a fit.
@@ -69,13 +71,6 @@ _PROBE_STEPS: Final = 12
 _LOWER_BOUND: Final = 1.0  # standard deviations, as in mpo.yaml
 
 
-class Step(NamedTuple):
-    """A finished step: the command that repeats it, and how long it took."""
-
-    command: str
-    seconds: float
-
-
 @dataclass
 class Plan:
     """What a fit has done, and what it decided by the clock.
@@ -87,7 +82,7 @@ class Plan:
         left_out: recipes for which the time is too short.
         trials: number of trials of the search; None = not decided yet.
         failed: runs that diverged or collapsed, or the search, and why.
-        steps: the finished steps.
+        steps: of the finished steps, the ``command`` that repeats it, and the ``seconds`` that it took.
     """
 
     spent: float = 0.0
@@ -96,20 +91,18 @@ class Plan:
     left_out: list[str] = field(default_factory=list)
     trials: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def open(cls, root: Path) -> Plan:
         """The plan of a fit that was stopped, or a new one."""
         if not (root / PLAN).is_file():
             return cls()
-        content = read_json(root / PLAN, "run the fit again with --overwrite true")
-        content["steps"] = [Step(**one) for one in content["steps"]]
-        return cls(**content)
+        return cls(**read_json(root / PLAN, "run the fit again with --overwrite true"))
 
     def save(self, root: Path) -> None:
         """Writes ``plan.json``."""
-        write_json(root / PLAN, {**asdict(self), "steps": [one._asdict() for one in self.steps]})
+        write_json(root / PLAN, asdict(self))
 
 
 class Recipe(NamedTuple):
@@ -145,20 +138,26 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         PRETRAIN,
         changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
     ),
+    REWARD_MODEL: Recipe(("features_reward_model",), None),
 }
-_MODEL: Final = Recipe(("features_reward_model",), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoadOptions:
     """What all steps share."""
 
-    minutes: float
-    k: int
-    seed: int
-    device: str
-    progress: bool
-    on_step: Callable[[str], None]
+    minutes: PositiveFloat = 30.0
+    """budget of time. Less than ten minutes train shorter and leave recipes out"""
+    k: PositiveInt = 10
+    """length of the lists that are compared"""
+    seed: Seed = 0
+    """seed of all random numbers"""
+    device: str = "auto"
+    """where models are evaluated: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+    on_step: Callable[[str], None] = field(default=lambda text: None, metadata=PYTHON_ONLY)
+    """called with a sentence about every step as it begins, with the time that is left"""
 
 
 class Road:
@@ -167,46 +166,41 @@ class Road:
     Args:
         root: its directory.
         options: what all steps share.
+
+    Attributes:
+        data: the prepared data, after the step that makes them.
     """
+
+    data: Prepared
 
     def __init__(self, root: Path, options: RoadOptions) -> None:
         self.root, self.options, self.plan = root, options, Plan.open(root)
         self._began = time.monotonic() - self.plan.spent
         self._measured: dict[str, Evaluated] = {}
-        self._prepared: Prepared | None = None
-        self._pass: HeldOutPass | None = None
         self.measuring_seconds = 0.0
-
-    @property
-    def data(self) -> Prepared:
-        """The prepared data."""
-        assert self._prepared is not None
-        return self._prepared
-
-    def use(self, data: Prepared) -> None:
-        """Sets the prepared data, after the step that makes them."""
-        self._prepared = data
 
     @property
     def left(self) -> float:
         """Seconds until the budget is spent; negative afterwards."""
         return self.options.minutes * 60 - (time.monotonic() - self._began)
 
-    def step(self, command: Sequence[object], done: Path, work: Callable[[], object]) -> None:
-        """Runs a step, unless its output is complete.
+    def step(self, verb: Verb[Any], done: Path, command: Sequence[object] | None = None) -> None:
+        """Runs a verb, unless its output is complete.
 
         Args:
-            command: the words of the command that repeats it.
+            verb: what is done.
             done: exists if the step was finished.
-            work: does it.
+            command: the words of the command that repeats it; None = ``verb.command``.
         """
-        if done.exists():
-            return
+        if not done.exists():
+            self._do(verb.command() if command is None else command, partial(run_tracked, verb))
+
+    def _do(self, command: Sequence[object], work: Callable[[], object]) -> None:
         text = shlex.join(["recpo", *map(str, command)])
-        self.options.on_step(f"{self._clock()}  {text}")
+        self.say(text)
         began = time.monotonic()
         work()
-        self.plan.steps.append(Step(text, round(time.monotonic() - began, 2)))
+        self.plan.steps.append({"command": text, "seconds": round(time.monotonic() - began, 2)})
         self.save()
 
     def save(self) -> None:
@@ -216,11 +210,8 @@ class Road:
 
     def say(self, text: str) -> None:
         """Shows a sentence with the time that is left."""
-        self.options.on_step(f"{self._clock()}  {text}")
-
-    def _clock(self) -> str:
-        left = max(0, round(self.left))
-        return f"{left // 60:3d}:{left % 60:02d} left"
+        minutes, seconds = divmod(max(0, round(self.left)), 60)
+        self.options.on_step(f"{minutes:3d}:{seconds:02d} left  {text}")
 
     # contenders
 
@@ -252,21 +243,10 @@ class Road:
         """Whether the data have features, or behaviors, beside ids."""
         return bool(self.data.feature_schema.item) or any(self.sides.values())
 
-    @property
-    def baseline_cache(self) -> BaselineCache:
-        """Where fitted baselines are kept."""
-        return BaselineCache(self.root / BASELINES, self.root / BASELINES)
-
     def fit_factors(self) -> None:
         """Fits and selects the reward model."""
-        out = self.root / FACTORS
-        seed, progress = self.options.seed, self.options.progress
-        words = ["factorize", "--prepared", self.data.root, "--out", out, "--seed", seed]
-        self.step(words, out, partial(factorize, self.data, out, seed=seed, progress=progress))
-
-    def fit_reward_model(self) -> bool:
-        """Trains the reward model that reads features; False if its training diverged."""
-        return self.train(REWARD_MODEL, _MODEL)
+        out, options = self.root / FACTORS, self.options
+        self.step(Factorize(self.data, out, seed=options.seed, progress=options.progress), out)
 
     def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
@@ -283,9 +263,12 @@ class Road:
             return False
         out, files = self.root / RUNS / name, self._files(recipe)
         options = {**self._options(recipe), **self._sized(recipe), **(changed or {})}
-        words = ["train", *(word for file in files for word in ("--config", file)), *_flags(options), "--out", out]
+        flags = [("config", file) for file in files] + [*options.items(), ("out", out)]
+        words = ["train", *(word for name, value in flags for word in (f"--{name}", value))]
+        if (out / FINISHED).exists():
+            return True
         try:
-            self.step(words, out / FINISHED, partial(self._train, out, files, options))
+            self._do(words, partial(self._train, out, files, options))
         except RecpoError as error:
             if error.code != "diverged":
                 raise
@@ -297,17 +280,12 @@ class Road:
 
     def tilt(self, name: str, base: str) -> None:
         """Tilts a run or a baseline by the reward model; nothing is written if no temperature is better than it."""
-        out, run, factors = self.root / RUNS / name, self.path_of(base), self.root / FACTORS
-        cache = self.root / BASELINES if base in self.baselines else None
-        words: list[object] = ["tilt", "--run", run, "--factors", factors, "--prepared", self.data.root]
-        words += ["--k", self.options.k, "--lower_bound", _LOWER_BOUND]
-        words += [] if cache is None else ["--baseline_cache", cache]
-        words += ["--out", out]
-        if any(shlex.split(one.command)[-1] == str(out) for one in self.plan.steps):
+        out = self.root / RUNS / name
+        if any(shlex.split(one["command"])[-1] == str(out) for one in self.plan.steps):
             return  # it was tried, and no temperature is better
-        options: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
-        work = partial(tilt, run, factors, self.data, out=out, **options)
-        self.step(words, out / FINISHED, work)
+        cache = self.root / BASELINES if base in self.baselines else None
+        how: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
+        self.step(Tilt(self.path_of(base), self.root / FACTORS, self.data, out=out, **how), out / FINISHED)
 
     def measure(self, name: str) -> Evaluated:
         """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
@@ -315,16 +293,16 @@ class Road:
             began = time.monotonic()
             self._measured[name] = self._validation.evaluate(self._contender(name))
             self.measuring_seconds += time.monotonic() - began
-            criterion = criterion_of([self._measured[name]], self.options.k)
+            criterion = criterion_of([self._measured[name]], self._k)
             value = self._measured[name].result.estimate(criterion)
             self.say(f"{name}: {criterion} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
 
     def show_list(self) -> None:
         """Shows the list of one user by the best contender so far, long before the decision."""
-        criterion = criterion_of(self.measured, self.options.k)
+        criterion = self.criterion
         best = max(self.measured, key=lambda one: one.result.estimate(criterion).mean).name
-        user, items = self._validation.one_list(self._contender(best), min(self.options.k, self.data.num_items))
+        user, items = self._validation.one_list(self._contender(best), self._k)
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
         listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
         self.say(f"a first list, by {best}, for user {name}: {listed}")
@@ -333,6 +311,19 @@ class Road:
     def measured(self) -> list[Evaluated]:
         """All contenders so far."""
         return list(self._measured.values())
+
+    @property
+    def criterion(self) -> str:
+        """By which all contenders so far can be compared."""
+        return criterion_of(self.measured, self._k)
+
+    def value(self, name: str) -> float:
+        """The criterion of a contender on the validation period."""
+        return self.measure(name).result.estimate(self.criterion).mean
+
+    @property
+    def _k(self) -> int:
+        return min(self.options.k, self.data.num_items)
 
     def path_of(self, name: str) -> Path | str:
         """The directory of a contender, or the name of a baseline."""
@@ -349,19 +340,17 @@ class Road:
         return Run.open(self.root / RUNS / name) if self.finished(name) else None
 
     def _contender(self, name: str) -> Contender:
-        made = partial(baseline, data=self.data, options=BaselineOptions(), cache=self.baseline_cache)
+        cache = BaselineCache(self.root / BASELINES, self.root / BASELINES)
+        made = partial(baseline, data=self.data, options=BaselineOptions(), cache=cache)
         options = ModelOptions(device=self.options.device)
         (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
         return found
 
-    @property
+    @cached_property
     def _validation(self) -> HeldOutPass:
-        if self._pass is None:
-            ks = [min(self.options.k, self.data.num_items)]
-            shown = self.options.progress
-            options = RankingOptions(split="valid", ks=ks, off_policy=None, segments=False, progress=shown)
-            self._pass = HeldOutPass.of(self.data, options, compute_device(self.options.device))
-        return self._pass
+        shown = self.options.progress
+        options = RankingOptions(split="valid", ks=[self._k], off_policy=None, segments=False, progress=shown)
+        return HeldOutPass.of(self.data, options, compute_device(self.options.device))
 
     # the length of training
 
@@ -428,7 +417,7 @@ class Road:
             options["init_from"] = start or self.root / RUNS / recipe.after
         else:
             # pre-training reads what there is; the configuration of the reward model reads everything
-            reads_all = recipe == _MODEL
+            reads_all = recipe.sizes is None
             changed = {name: has for name, has in self.sides.items() if has != reads_all}
             options |= {f"policy.init_args.{name}": str(has).lower() for name, has in changed.items()}
             if reads_all and not self.data.feature_schema.item:
@@ -490,7 +479,3 @@ class _Clock(Callback):
         """0.05 if there were fewer than two steps."""
         gaps = np.diff(self._ends)[2:]
         return float(np.median(gaps)) if len(gaps) else 0.05
-
-
-def _flags(options: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

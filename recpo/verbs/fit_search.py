@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from recpo.evaluation.decision import criterion_of, leaderboard
+from recpo.evaluation.decision import leaderboard
 from recpo.verbs.fit_road import GBPO, MPO, MPO_MODEL, PRETRAIN, RECIPES, VALUE_DPO, VALUE_DPO_LIKELIHOOD, Road
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def search(road: Road, reserve: float) -> list[str]:
     study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
     found: list[str] = []
     done = 0
-    longest = max((step.seconds for step in road.plan.steps if f"/{leading}" in step.command.split()[-1]), default=0.0)
+    took = [step["seconds"] for step in road.plan.steps if f"/{leading}" in step["command"].split()[-1]]
+    longest = max(took, default=0.0)
     for number in range(1, _MOST_TRIALS + 1):
         if road.plan.trials is None and road.left - reserve < 1.2 * longest:
             road.plan.trials = number - 1
@@ -112,7 +113,7 @@ def search(road: Road, reserve: float) -> list[str]:
 
 def _leading_recipe(road: Road) -> str | None:
     """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
-    ranked = leaderboard(road.measured, _criterion(road))
+    ranked = leaderboard(road.measured, road.criterion)
     for row in ranked:
         recipe = row.name.removeprefix("tilted-")
         if recipe in road.plan.recipes:
@@ -122,13 +123,8 @@ def _leading_recipe(road: Road) -> str | None:
     return None
 
 
-def _criterion(road: Road) -> str:
-    return criterion_of(road.measured, min(road.options.k, road.data.num_items))
-
-
 def _value(road: Road, name: str) -> float:
-    one = road.measure(name)
-    value = one.result.estimate(_criterion(road)).mean
+    value = road.value(name)
     return value if math.isfinite(value) else 0.0
 
 

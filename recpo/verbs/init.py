@@ -87,21 +87,13 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     return replace(found, written=files, commands=tuple(_commands(files)))
 
 
-def write_preparation(found: Inspection, out: Path) -> dict[str, Path]:
-    """Writes ``prepare.yaml`` alone, into an existing directory; a file there is replaced.
+def preparation_of(found: Inspection) -> dict[str, Any]:
+    """The options of ``recpo.prepare`` that ``prepare.yaml`` has.
 
     Raises:
         RecpoError: a question is open.
     """
     _validate_answered(found)
-    files = {"prepare": out / _PREPARE}
-    with output_file(files["prepare"]) as whole:
-        whole.write_text(_prepare_text(found, files), encoding="utf-8")
-    return files
-
-
-def preparation_of(found: Inspection) -> dict[str, Any]:
-    """The options of ``recpo.prepare`` that ``prepare.yaml`` has."""
     split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[found.split.class_name]
     label: Any = getattr(shaping, found.label.class_name)
     columns, log = found.columns, _log_of(found)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import recpo
-from recpo.artifacts.checksums import MARKER, Kind, kind_of
+from recpo.artifacts.checksums import MARKER, Kind, described, kind_of
 from recpo.base.errors import RecpoError
 from recpo.log.engine import locate
 
 if TYPE_CHECKING:
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.evaluation.comparison import Comparison
     from recpo.evaluation.evaluation import Evaluation
-    from recpo.items.tokenization import Codes
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recpo.worlds.log import Simulation
 
 #: The public class of every kind; its module is imported when the kind is opened.
-_CLASSES: Final[Mapping[Kind | None, str]] = {
+_CLASSES: Final[Mapping[Kind, str]] = {
     "prepared": "Prepared",
     "bundle": "Bundle",
     "run": "Run",
@@ -38,10 +38,6 @@ _CLASSES: Final[Mapping[Kind | None, str]] = {
     "decision": "Decision",
     "simulation": "Simulation",
 }
-_READABLE = (
-    "prepared data, codes, factors, a run, a bundle, an evaluation (of variants too), a comparison, a loop, "
-    "a decision or a simulation"
-)
 
 
 def load(
@@ -61,8 +57,9 @@ def load(
     """
     place = locate(fspath(path))
     kind = kind_of(place) if isinstance(place, Path) else "prepared"
-    if kind not in _CLASSES:
-        raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}", code="wrong_file")
+    if kind is None or kind not in _CLASSES:
+        readable, found = ", ".join(map(described, _CLASSES)), _found(Path(fspath(path)))
+        raise RecpoError(f"{path}: expected {readable}; found {found}", code="wrong_file")
     artifact = getattr(recpo, _CLASSES[kind])
     return artifact.open(place, trust=trust) if kind == "run" else artifact.open(place)
 

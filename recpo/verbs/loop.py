@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,16 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.outputs import locked_directory, output_directory, output_file
-from recpo.base.errors import MAX_SEED, Interrupted, RecpoError
+from recpo.artifacts.outputs import output_file
+from recpo.base.errors import MAX_SEED, RecpoError, validate_range
 from recpo.base.ranges import PositiveInt
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.svg import Figure
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
-from recpo.worlds.parameters import WORLDS
+from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of, resumable_directory
 from recpo.worlds.replay import Replayed
 
 if TYPE_CHECKING:
@@ -88,8 +86,16 @@ class LoopResult(Artifact):
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """The policies that have served, with their expected and actual earnings."""
-        return outcomes_of(self.rounds)
+        """The policies that have served, from the estimates of their own rounds and the days of the next ones."""
+        found = []
+        for before, after in pairwise(self.rounds):
+            known = None not in (before.earned, after.earned, after.earned_before)
+            moved = (after.earned_before or 0.0) - (before.earned or 0.0)
+            earned = (after.earned or 0.0) - moved if known else None
+            ends = before.estimate
+            expected = (None, None, None) if ends is None else (ends.value, ends.low, ends.high)
+            found.append(Outcome(before.number, *expected, earned))
+        return found
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per round: ``round``, columns of the served day, of the lists and of the estimate."""
@@ -110,11 +116,11 @@ class LoopResult(Artifact):
         rounds = [dataclasses.asdict(one) for one in self.rounds]
         self.write_facts(self.root, {"options": dict(self.options), "rounds": rounds})
         with output_file(self.root / REPORT) as working:
-            working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
+            working.write_text(loop_report(self), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Loop(RoundOptions, Verb[LoopResult]):
+class Loop(RoundOptions, WritingVerb[LoopResult]):
     """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
     Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
@@ -140,41 +146,29 @@ class Loop(RoundOptions, Verb[LoopResult]):
     """number of served days, besides round 0; a resumed loop may have more"""
     resume: bool = False
     """resume a loop in ``out`` that was created with the same options; if there is none, start it"""
-    overwrite: bool = False
-    """replace a loop in ``out``"""
     on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
     """called with every completed round"""
 
-    @classmethod
-    def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of the named world."""
-        return Replayed.of(given).presets
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.world not in WORLDS:
-            raise RecpoError(
-                f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
-                field="world",
-                code="unknown_name",
-            )
         Replayed(self.world, self.matrix).validate("loop")
-        if self.seed > _MAX_SEED:
-            raise RecpoError(
-                f"loop: seed is {self.seed}, expected at most {_MAX_SEED}", code="out_of_range", field="seed"
-            )
-        if self.days < _LEAST_DAYS:
-            raise RecpoError(
-                f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test",
-                field="days",
-                code="out_of_range",
-            )
+        validate_range(self.seed <= _MAX_SEED, "seed", f"must be at most {_MAX_SEED}", self.seed)
+        rule = f"must be at least {_LEAST_DAYS}: train, validation, test"
+        validate_range(self.days >= _LEAST_DAYS, "days", rule, self.days)
 
     def execute(self) -> LoopResult:
         """Makes the missing rounds, one after the other; every complete one is kept."""
-        root = Path(self.out)
-        _begin(root, self.settings, resume=self.resume, overwrite=self.overwrite)
-        with locked_directory(root), _interrupted(root):
+        root, options = Path(self.out), self.settings
+        begun = LoopResult.open(root).options if self.resume and kind_of(root) == "loop" else None
+        with resumable_directory(
+            root,
+            kind="loop",
+            begun=begun,
+            options=options,
+            more="rounds",
+            start=lambda working: LoopResult.write_facts(working, {"options": options, "rounds": []}),
+            overwrite=self.overwrite,
+        ):
             done = LoopResult.open(root)
             for number in range(len(done.rounds), self.rounds + 1):
                 made = make_round(root, number, self)
@@ -183,32 +177,6 @@ class Loop(RoundOptions, Verb[LoopResult]):
                 if self.on_round is not None:
                     self.on_round(made)
         return done
-
-
-def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-    """Creates the directory with ``loop.json``, or checks the one to resume."""
-    if resume and kind_of(root) == "loop":
-        stands = LoopResult.open(root)
-        changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
-        if changed:
-            raise RecpoError(
-                f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
-                "(rounds may be more), or choose another output",
-                code="conflicting_options",
-                field=changed[0],
-            )
-        return
-    with output_directory(root, kind="loop", overwrite=overwrite) as working:
-        LoopResult.write_facts(working, {"options": dict(options), "rounds": []})
-
-
-@contextmanager
-def _interrupted(root: Path) -> Iterator[None]:
-    """Reports how to resume the loop instead of its interrupted run."""
-    try:
-        yield
-    except Interrupted as error:
-        raise Interrupted(f"stopped; {root} continues with the same options and --resume true", error.status) from error
 
 
 class Outcome(NamedTuple):
@@ -230,35 +198,15 @@ class Outcome(NamedTuple):
     earned: float | None
 
 
-def outcomes_of(rounds: Sequence[Round]) -> list[Outcome]:
-    """One per policy that served, from the estimate of its own round and the day of the next one."""
-    found = []
-    for before, after in pairwise(rounds):
-        known = None not in (before.earned, after.earned, after.earned_before)
-        moved = (after.earned_before or 0.0) - (before.earned or 0.0)
-        earned = (after.earned or 0.0) - moved if known else None
-        ends = before.estimate
-        if ends is None:
-            found.append(Outcome(before.number, None, None, None, earned))
-        else:
-            found.append(Outcome(before.number, ends.value, ends.low, ends.high, earned))
-    return found
-
-
 _SERVED, _LISTS, _LOGGING, _ORACLE = "s0", "s2", "s7", "s3"
 _EXPECTED, _EARNED = "s1", "s0"
 _LEGEND = ((_SERVED, "served"), (_LISTS, "best lists of the policy"), (_ORACLE, "oracle"), (_LOGGING, "logging policy"))
 _ESTIMATES_LEGEND = ((_EXPECTED, "expected, 95 % interval"), (_EARNED, "earned"))
 
 
-def loop_report(options: Mapping[str, Any], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> str:
-    """The report of a loop: one HTML file that opens offline.
-
-    Args:
-        options: the options of the loop.
-        rounds: the completed rounds.
-        outcomes: expected and actual earnings.
-    """
+def loop_report(done: LoopResult) -> str:
+    """The report of a loop: one HTML file that opens offline."""
+    options, rounds, outcomes = done.options, done.rounds, done.outcomes
     return render(
         "loop.html.jinja",
         title="The loop: rounds of serving and training",

@@ -26,7 +26,7 @@ from torch import Tensor
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import parse_json, read_yaml
 from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, PositiveInt
+from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation
@@ -50,11 +50,11 @@ from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
 from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare
-from recpo.verbs.simulate import BEST, simulate
+from recpo.verbs.simulate import BEST, WorldOptions, simulate
 from recpo.verbs.tilt import tilt
 from recpo.verbs.train import train
 from recpo.worlds.log import DayReport, Simulation
-from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters, World
+from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.truth import Truth
 
 LOG: Final = "log"
@@ -151,7 +151,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundOptions(SimulationParameters):
+class RoundOptions(WorldOptions):
     """What every round does: its world, its training and its service."""
 
     recipe: Sequence[Path | str | Mapping[str, Any]]
@@ -159,21 +159,12 @@ class RoundOptions(SimulationParameters):
     the previous round if there is one; each of the others starts from the run of the one before it. Data,
     ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the round's
     log, which is fitted if the recipe names one"""
-    world: World = "default"
-    """preset of parameters, see ``recpo.simulate``"""
-    matrix: Path | str | None = None
-    """rewards for the world replay, see ``recpo.simulate``"""
-    exploration: Exploration | None = None
-    """how the slates of the served days are drawn; None = the best items in order"""
     log_propensities: bool = True
     """whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is estimated
     off-policy, and no objective can train on them"""
     tilt: float | Literal["auto"] | None = None
     """temperature with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
     the validation period, where the untilted policy may be the best; None = not tilted"""
-    repeat_after: NonNegativeFloat | None = None
-    """days after which an item may be shown to a user again; None = never. The oracle follows the same rule. The
-    lists of an evaluation are then made without any exclusion"""
     warm_start: bool = True
     """whether the first configuration starts from the previous round. If the catalog has changed, it starts from
     scratch in any case"""

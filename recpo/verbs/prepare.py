@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
 from recpo.log.engine import EngineOptions, locate
@@ -20,31 +19,12 @@ from recpo.log.extension import extend
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
-from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
-from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
-from recpo.verbs.verb import Verb, function_of
-
-# Imported so that their short names work as class paths on the command line.
-__all__ = [
-    "D2Q",
-    "BinaryColumn",
-    "Categories",
-    "Category",
-    "EveryEvent",
-    "LeaveLastOut",
-    "Number",
-    "NumericColumn",
-    "Vector",
-    "WatchQuantiles",
-    "WatchRatio",
-    "WatchTimeGain",
-    "prepare",
-]
+from recpo.verbs.verb import WritingVerb, function_of
 
 
 @dataclass(frozen=True)
-class Prepare(Preparation, EngineOptions, Verb[Prepared]):
+class Prepare(Preparation, EngineOptions, WritingVerb[Prepared]):
     """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
@@ -96,10 +76,6 @@ class Prepare(Preparation, EngineOptions, Verb[Prepared]):
     work: str | Path | None = None
     """directory for temporary files; null = next to ``out``, or the system's if ``out`` is in an object store. Spark
     on a cluster needs a directory that all its machines can access (hdfs://, s3://, a network mount)"""
-    overwrite: bool = False
-    """replace ``out`` if it is a prepared directory"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
         Preparation.__post_init__(self)

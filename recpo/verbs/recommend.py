@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -21,19 +22,10 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
 from recpo.base.ranges import NonNegativeInt, PositiveInt
+from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import ServingCounts
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader
-from recpo.serving.recommending import (
-    BATCH_SIZE,
-    ItemFilters,
-    Moment,
-    Served,
-    filtered,
-    milliseconds,
-    recommend_lists,
-    validate_k,
-)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 from recpo.verbs.verb import Verb, function_of
 
@@ -61,7 +53,7 @@ class Server(NamedTuple):
 
     runtime: Runtime
     reader: HistoryReader
-    filters: ItemFilters | None = None
+    filters: recommending.ItemFilters | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     attribute, such as {"category": ["film"]}"""
     deny: Mapping[str, Sequence[int | str]] | None = None
     """attribute -> values: list no item that has one of these values"""
-    at: Moment | None = None
+    at: recommending.Moment | None = None
     """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not
     available then (available_from, available_until) are left out. null = now"""
     prepared: PreparedData | None = None
@@ -115,7 +107,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     """onnx (ONNX Runtime, without torch) or torch"""
     provider: str = CPU_PROVIDER
     """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
-    batch_size: PositiveInt = BATCH_SIZE
+    batch_size: PositiveInt = recommending.BATCH_SIZE
     """number of users ranked at once"""
     trust: Sequence[str] = ()
     """packages, in addition to recpo, whose classes the configuration of a run may name"""
@@ -127,8 +119,12 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     def execute(self) -> pd.DataFrame | ServingCounts:
         """Ranks for all users."""
         server = self._server()
+        given = {"exclude": self.exclude, "user_features": self.user_features, "context": self.context}
+        asked = {name: None if one is None else read_frame(one, name) for name, one in given.items()}
+        at = recommending.milliseconds(self.at)  # one time for all pieces
+        lists = partial(self._lists, server, {**asked, "at": at})
         if self.out is None:
-            return self._lists(server, read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
+            return lists(read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
         if not isinstance(self.histories, str | PathLike):
             raise RecpoError(
                 "recommend: histories are a frame, expected a file where out is given: leave out out, and write the "
@@ -137,7 +133,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
                 code="unused_option",
             )
         with tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False) as bar:
-            counts = self._write(server, Path(self.histories), Path(self.out), bar.update)
+            counts = self._write(lists, server.reader.columns, Path(self.histories), Path(self.out), bar.update)
         self.write_resolved(Path(self.out).with_suffix(".resolved.yaml"))
         return counts
 
@@ -161,43 +157,34 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             )
         return Server(*runtime_of(Run.open(source, self.trust)))
 
-    def _lists(self, server: Server, events: Any, users: Any, at: int | None = None) -> Served:
-        """The lists of some users, from all of their events."""
-        k = validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
-        allowed = filtered(server.filters, self.allow, self.deny)
-        exclude, people, now = (
-            None if given is None else read_frame(given, name)
-            for name, given in (
-                ("exclude", self.exclude),
-                ("user_features", self.user_features),
-                ("context", self.context),
-            )
-        )
-        server.reader.validate_columns(events, people, now)
-        asked = {"exclude": exclude, "user_features": people, "context": now}
-        read = server.reader.read(events, users=users, at=milliseconds(self.at if at is None else at), **asked)
-        return recommend_lists(
+    def _lists(self, server: Server, asked: Mapping[str, Any], events: Any, users: Any) -> recommending.Served:
+        """The lists of some users, from all of their events and what else is ``asked`` of the reader."""
+        k = recommending.validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
+        allowed = recommending.filtered(server.filters, self.allow, self.deny)
+        server.reader.validate_columns(events, asked["user_features"], asked["context"])
+        read = server.reader.read(events, users=users, **asked)
+        return recommending.recommend_lists(
             server.runtime, server.reader.items, read, k=k, allowed=allowed, batch_size=self.batch_size
         )
 
-    def _write(self, server: Server, histories: Path, out: Path, progress: Callable[[int], object]) -> ServingCounts:
+    def _write(
+        self,
+        lists: Callable[[Any, Any], recommending.Served],
+        columns: Sequence[str],
+        histories: Path,
+        out: Path,
+        progress: Callable[[int], object],
+    ) -> ServingCounts:
         """Writes the lists of a file in pieces of whole users; the other inputs are in memory."""
-        asked = None if self.users is None else _ids(self.users)
-        at = milliseconds(self.at)  # one time for all pieces
-        read = replace(
-            self,
-            exclude=_in_memory(self.exclude),
-            user_features=_in_memory(self.user_features),
-            context=_in_memory(self.context),
-        )
+        asked: Any = _ids(self.users)
         source = self.source if isinstance(self.source, str | PathLike) else getattr(self.source, "root", None)
         given = [source, histories, self.exclude, self.users, self.prepared]
         inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
         counts, writer = ServingCounts(), None
         with output_file(out, inputs=inputs) as partial:
             try:
-                for block, served in _blocks(_open(histories), asked, histories, server.reader.columns, progress):
-                    answer = read._lists(server, block, served, at)
+                for block, served in _blocks(_open(histories), asked, histories, columns, progress):
+                    answer = lists(block, served)
                     counts += answer.counts
                     writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
                     writer.write_table(answer.table)
@@ -205,10 +192,6 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
                 if writer is not None:
                     writer.close()
         return counts
-
-
-def _in_memory(given: Frame | str | Path | None) -> Frame | None:
-    return None if given is None else read_frame(given, "frame")
 
 
 def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequence[Any] | None:

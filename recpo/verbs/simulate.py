@@ -20,15 +20,14 @@ from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, validate_ranges
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import ITEM_ID, USER_ID
 from recpo.serving.manifest import MANIFEST
 from recpo.serving.recommending import BATCH_SIZE
 from recpo.serving.runtimes import excluded
-from recpo.verbs.verb import Verb, function_of
+from recpo.verbs.verb import WritingVerb, function_of
 from recpo.worlds.log import ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
-from recpo.worlds.parameters import WORLDS, SimulationParameters, World
+from recpo.worlds.parameters import SimulationParameters, World
 from recpo.worlds.preferences import IntArray, Preferences
 from recpo.worlds.replay import Replayed, RewardMatrix
 from recpo.worlds.truth import Truth
@@ -36,8 +35,32 @@ from recpo.worlds.truth import Truth
 BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in order, each with propensity 1 / n
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions(SimulationParameters):
+    """A world, and how a policy serves it."""
+
+    world: World = "default"
+    """preset of parameters: default, confounded (popularity is independent of quality, more clickbait), skewed
+    (little exploration), small (20,000 events of 500 users on 5,000 items), living (items are born and fade; tables
+    of items and users beside the log), sparse (40 events of each of 1,500 users on 2,600 items, personal tastes) or
+    replay (the rewards of ``matrix``). Parameters override the preset"""
+    matrix: Path | str | None = None
+    """Parquet file with the columns user_id, item_id (whole numbers) and reward (from 0 to 1), for the world replay.
+    Its rewards are the true ones. Users without a reward for every item are only trained on"""
+    exploration: Exploration | None = None
+    """how the policy's slates are drawn; None = the best items in their order"""
+    repeat_after: NonNegativeFloat | None = None
+    """days after which the policy may show a user an item again (its bundle was exported with ``repeats``); None =
+    never. The oracle follows the same rule. The lists of a loop's evaluation are then made without any exclusion"""
+
+    @classmethod
+    def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of the named world."""
+        return Replayed.of(given).presets
+
+
 @dataclass(frozen=True)
-class Simulate(SimulationParameters, Verb[Simulation]):
+class Simulate(WorldOptions, WritingVerb[Simulation]):
     """Simulates an interaction log whose true preferences and exposure probabilities are known.
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
@@ -62,14 +85,6 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     out: Path | str
     """output directory"""
     _: KW_ONLY
-    world: World = "default"
-    """preset of parameters: default, confounded (popularity is independent of quality, more clickbait), skewed
-    (little exploration), small (20,000 events of 500 users on 5,000 items), living (items are born and fade; tables
-    of items and users beside the log), sparse (40 events of each of 1,500 users on 2,600 items, personal tastes) or
-    replay (the rewards of ``matrix``). Parameters override the preset"""
-    matrix: Path | str | None = None
-    """Parquet file with the columns user_id, item_id (whole numbers) and reward (from 0 to 1), for the world replay.
-    Its rewards are the true ones. Users without a reward for every item are only trained on"""
     item_table: Path | str | None = None
     """Parquet file with the column item_id and features of the items, of which the world replay keeps a copy"""
     user_table: Path | str | None = None
@@ -78,15 +93,6 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     """bundle that serves, or the directory of one; it was trained on logs of this world"""
     after: Path | str | Simulation | Sequence[Path | str | Simulation] | None = None
     """directory of the world that continues; or a list of the world and the days served since, in order"""
-    exploration: Exploration | None = None
-    """how the policy's slates are drawn; None = the best items in their order"""
-    repeat_after: NonNegativeFloat | None = None
-    """days after which the policy may show a user an item again (its bundle was exported with ``repeats``); None =
-    never. The oracle of the report follows the same rule"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
         validate_ranges(self)
@@ -98,18 +104,12 @@ class Simulate(SimulationParameters, Verb[Simulation]):
         """The parameters of the named world, or of the world that continues."""
         after = given.get("after")
         if after is None:
-            return Replayed.of(given).presets
+            return super().presets(given)
         parameters = dataclasses.asdict(_opened(after)[0].truth.preferences.parameters)
         return {**parameters, "days": 1, "seed": 0}
 
     def execute(self) -> Simulation:
         """Draws a world and its log, or lets a policy serve the next days of one."""
-        if self.world not in WORLDS:
-            raise RecpoError(
-                f"simulate: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
-                field="world",
-                code="unknown_name",
-            )
         if self.policy is not None and self.after is not None:
             return self._serve(self.policy, _opened(self.after))
         for name in ("policy", "after", "exploration", "repeat_after"):
@@ -208,7 +208,13 @@ class BundleService:
                 simulation does not have, or too few for exploration or a request; or its policy reads request values
                 that simulated users do not send.
         """
-        self._validate_repeats(repeat_after)
+        if repeat_after is not None and not self.bundle.manifest.repeats:
+            raise RecpoError(
+                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
+                "history: export it with --repeats true, or leave repeat_after out",
+                code="conflicting_options",
+                field="repeat_after",
+            )
         self._validate_reads()
         items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
         known = np.zeros(len(items), bool)
@@ -229,15 +235,6 @@ class BundleService:
                 "a larger --k, or set a smaller --exploration.shortlist",
                 code="out_of_range",
                 field="k",
-            )
-
-    def _validate_repeats(self, repeat_after: float | None) -> None:
-        if repeat_after is not None and not self.bundle.manifest.repeats:
-            raise RecpoError(
-                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
-                "history: export it with --repeats true, or leave repeat_after out",
-                code="conflicting_options",
-                field="repeat_after",
             )
 
     def _validate_reads(self) -> None:
@@ -293,17 +290,15 @@ class BundleService:
             for size in np.unique(sizes[part]):
                 rows = np.flatnonzero(sizes[part] == size)
                 cut = min(width, max(size, exploration.shortlist))
-                pools = self._pools(inputs, rows) if exploration.epsilon > 0 else None
+                pools = None
+                if exploration.epsilon > 0:  # uniform slates are of the bundle's items without excluded ones
+                    left_out = excluded(inputs, bundle.manifest.repeats)[rows]
+                    pools = [Pool.of(len(bundle.items), exclude=row) for row in left_out]
                 slates = exploration.sample_batch(
                     top_items[rows, :cut], scores[rows, :cut], int(size), generator, pools
                 )
                 self._keep(found, part.start + rows, slates)
         return found
-
-    def _pools(self, inputs: EncodedHistories, rows: IntArray) -> list[Pool]:
-        """The pool of uniform slates: the bundle's items without excluded ones."""
-        exclude = excluded(inputs, self.bundle.manifest.repeats)
-        return [Pool.of(len(self.bundle.items), exclude=exclude[row]) for row in rows]
 
     def _keep(self, found: Shown, rows: IntArray, slates: SlateBatch) -> None:
         places = slice(slates.items.shape[1])

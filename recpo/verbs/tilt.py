@@ -13,7 +13,6 @@ from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
@@ -21,32 +20,17 @@ from recpo.policies.grade_factors import validate_temperature
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
-from recpo.training.learned_reward import Checkpoint
+from recpo.training import tilting
 from recpo.training.run import Run, features_that_differ
-from recpo.training.tilting import (
-    TEMPERATURES,
-    Criterion,
-    TemperatureTrials,
-    TiltBase,
-    TiltResult,
-    TiltTrial,
-    chosen_temperature,
-    default_criterion,
-    has_grades,
-    held_out_factors,
-    tilted,
-    value_setting,
-    write_tilted,
-)
-from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
-from recpo.verbs.verb import Verb, compute_device, function_of
+from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline
+from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
 _TILTED: Final = tuple(name for name in SERVED if name != "factorization")
 
 
 @dataclass(frozen=True)
-class Tilt(Verb[TiltResult]):
+class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
@@ -79,9 +63,9 @@ class Tilt(Verb[TiltResult]):
     base) whose value is within one standard error of the best; the untilted policy counts as an infinite temperature.
     The error is that of the difference on the same users. With the criterion auc_mixed, the best one of those that rank
     a user's own exposures as well as any, within one standard error. A number is written whatever its value"""
-    temperatures: Sequence[PositiveFloat] = TEMPERATURES
+    temperatures: Sequence[PositiveFloat] = tilting.TEMPERATURES
     """values to try if temperature is auto"""
-    criterion: Criterion | None = None
+    criterion: tilting.Criterion | None = None
     """value of a temperature: grade (mean grade of its lists, as a factorization of the validation period's own events
     predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
     drawn from it), auc (mean per-user AUC of positives against other exposures), auc_mixed (that AUC, with positives
@@ -100,20 +84,10 @@ class Tilt(Verb[TiltResult]):
     """reward of logged items, for the off-policy value"""
     monitor_reward: RewardFunction | None = None
     """scores the lists; prefer a reward that the factors do not use"""
-    checkpoint: Checkpoint = "best"
-    """which checkpoint of the run"""
     baseline_cache: Path | str | None = None
     """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
     batch_size: PositiveInt = 512
     """users scored at once"""
-    device: str = "auto"
-    """where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
-    trust: Sequence[str] = ()
-    """packages, in addition to recpo, whose classes the configuration of the run may name"""
-    overwrite: bool = False
-    """replace ``out`` if it is a run"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,30 +106,30 @@ class Tilt(Verb[TiltResult]):
             return [float(self.temperature)]
         return sorted({*map(float, self.temperatures)}, reverse=True)
 
-    def execute(self) -> TiltResult:
+    def execute(self) -> tilting.TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
         given = self.prepared
         data = Prepared.open(given) if isinstance(given, str | Path) else given
         factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
         base = self._base(data, factors)
-        used: Criterion | None = None
-        trials: tuple[TiltTrial, ...] = ()
+        used: tilting.Criterion | None = None
+        trials: tuple[tilting.TiltTrial, ...] = ()
         if data is not None:
             shared, device = self._trials(data, of_baseline=base.is_baseline), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
-            tilts = partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
+            tilts = partial(tilting.tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
-        chosen = chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
-        result = TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
+        chosen = tilting.chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
+        result = tilting.TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         if chosen == math.inf:
             return result
         inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
-            final = tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            write_tilted(target, final, base, factors, result, data)
+            final = tilting.tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
+            tilting.write_tilted(target, final, base, factors, result, data)
         return replace(result, run=Run.open(self.out, self.trust))
 
-    def _base(self, data: Prepared | None, factors: Factors) -> TiltBase:
+    def _base(self, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
         """What is tilted, after everything that is given was checked."""
         named = self.run
         if not isinstance(named, Run) and is_baseline(named):
@@ -172,11 +146,13 @@ class Tilt(Verb[TiltResult]):
                 code="missing_option",
                 field="prepared",
             )
-        base = TiltBase.of_run(run, self.checkpoint)
+        base = tilting.TiltBase.of_run(run, self.checkpoint)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(run, data))
         if isinstance(base.policy, TiltedPolicy | RerankedPolicy):
             raise RecpoError(
-                f"{run.root} is tilted already: name the run that it was made from", code="unsupported", field="run"
+                f"{run.root} is tilted already: name the run that it was made from",
+                code="unsupported",
+                field="run",
             )
         if data is not None and factors.user_features and features_that_differ(base.policy, run.root, data):
             raise RecpoError(
@@ -191,7 +167,7 @@ class Tilt(Verb[TiltResult]):
             factors.validate_features(data)
         return base
 
-    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> TiltBase:
+    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
         if named not in _TILTED:
             raise RecpoError(
                 f"{named} is no policy to tilt by grades: name a run, or one of {', '.join(_TILTED)}",
@@ -208,29 +184,28 @@ class Tilt(Verb[TiltResult]):
         factors.validate_items(data.catalog_checksum, data.root)
         factors.validate_features(data)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
-        kept = None if self.baseline_cache is None else Path(self.baseline_cache)
-        served = served_baseline(named, data, cache=BaselineCache(kept, kept))
+        served = served_baseline(named, data, self.baseline_cache)
         own = type(served.policy)
         configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
-        return TiltBase(named, served.policy.eval(), configuration, data, None)
+        return tilting.TiltBase(named, served.policy.eval(), configuration, data, None)
 
     def _inputs(self, source: Run | Prepared, data: Prepared | None) -> list[object]:
         """Directories that the output must not replace."""
         given = None if isinstance(self.factors, Factors) else self.factors
         return [source.root, data and data.root, given]
 
-    def _trials(self, data: Prepared, *, of_baseline: bool) -> TemperatureTrials:
+    def _trials(self, data: Prepared, *, of_baseline: bool) -> tilting.TemperatureTrials:
         """What all temperatures are measured with."""
         if self.monitor_reward is not None:
             validate_identity(self.monitor_reward, "monitor_reward", data)
-        graded = has_grades(data)
-        criterion = self.criterion or default_criterion(graded, self.monitor_reward, of_baseline)
-        return TemperatureTrials(
+        graded = tilting.has_grades(data)
+        criterion = self.criterion or tilting.default_criterion(graded, self.monitor_reward, of_baseline)
+        return tilting.TemperatureTrials(
             data=data,
             criterion=criterion,
             k=min(self.k, data.num_items),
-            setting=value_setting(data, criterion, self.off_policy, self.reward, self.k),
-            held_out=held_out_factors(data) if graded or criterion == "grade" else None,
+            setting=tilting.value_setting(data, criterion, self.off_policy, self.reward, self.k),
+            held_out=tilting.held_out_factors(data) if graded or criterion == "grade" else None,
             candidates=candidates_of(data, "valid", None),
             monitor_reward=self.monitor_reward,
             batch_size=self.batch_size,

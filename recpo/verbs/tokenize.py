@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
-from recpo.artifacts.semantic_codes import FILES, SemanticCodes
+from recpo.artifacts.semantic_codes import FILES, Codes
 from recpo.base.errors import RecpoError
 from recpo.base.frames import ArrowStream, Frame
 from recpo.base.ranges import Seed
@@ -21,27 +21,14 @@ from recpo.items.sources import (
     EarlierCodes,
     ItemVectors,
     VectorsFromCooccurrence,
-    VectorsFromFeatures,
     VectorsFromFrame,
-    VectorsFromParquet,
     VectorSource,
 )
-from recpo.items.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.items.tokenization import Collisions, make_codes, report_of
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run
-from recpo.verbs.verb import Verb, compute_device, function_of
-
-# Imported so that their short names work as class paths.
-__all__ = [
-    "CodesFromFile",
-    "Tokenize",
-    "VectorsFromCooccurrence",
-    "VectorsFromFeatures",
-    "VectorsFromParquet",
-    "VectorsFromRun",
-    "tokenize",
-]
+from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ class VectorsFromRun(VectorSource):
 
 
 @dataclass(frozen=True)
-class Tokenize(ResidualKMeans, Verb[Codes]):
+class Tokenize(ResidualKMeans, WritingVerb[Codes]):
     """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
@@ -117,10 +104,6 @@ class Tokenize(ResidualKMeans, Verb[Codes]):
     """where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on"""
     seed: Seed = 0
     """seed of all random numbers"""
-    overwrite: bool = False
-    """replace ``out`` if it exists"""
-    progress: bool = False
-    """show a progress bar on a terminal"""
 
     def execute(self) -> Codes:
         """Makes the codes, then writes the directory."""
@@ -149,7 +132,7 @@ class Tokenize(ResidualKMeans, Verb[Codes]):
             )
             if result.codebooks is not None:
                 result.codebooks.save(partial)
-            semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
+            semantic = Codes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
             facts = {"source": type(source).__name__, "seed": self.seed, **result.facts, "report": report_of(result)}
             semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
             self.write_resolved(partial / "resolved.yaml")

@@ -12,7 +12,6 @@ environment says so.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
@@ -30,7 +29,7 @@ import yaml
 
 import recpo
 from recpo.artifacts.checksums import DOCUMENTS, kind_of, sha256
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, first_line
 
 if TYPE_CHECKING:
     from recpo.verbs.verb import Verb
@@ -55,13 +54,13 @@ class Reference(NamedTuple):
         option: the option that names it, such as ``init_from`` or ``contenders.0``.
         kind: what it is, or ``file``.
         path: absolute path.
-        checksum: SHA-256 of its document, or of the file; None = a log that a server still writes, known by its path.
+        checksum: SHA-256 of its document, or of the file; of the path, if there is none, as of a log that is served.
     """
 
     option: str
     kind: str
     path: str
-    checksum: str | None
+    checksum: str
 
 
 class TrackedRun(ABC):
@@ -91,7 +90,7 @@ class TrackedRun(ABC):
 
     def wrote(self, one: Reference) -> None:
         """Records the output."""
-        self.facts({"recpo.output.kind": one.kind, "recpo.output.checksum": one.checksum or one.path})
+        self.facts({"recpo.output.kind": one.kind, "recpo.output.checksum": one.checksum})
 
     @abstractmethod
     def document(self, name: str, text: str) -> None:
@@ -131,7 +130,7 @@ class _Current:
                 ) from error
             self._fail(error)
         for one in references(options, self._out):
-            self.send(lambda run, one=one: run.read(one))  # type: ignore[misc]
+            self.send("read", one)
 
     @property
     def run(self) -> TrackedRun | None:
@@ -139,12 +138,11 @@ class _Current:
         lost = self._lost or (self._outer is not None and self._outer.run is None)
         return None if lost else self._run
 
-    def send(self, action: Callable[[TrackedRun], object]) -> None:
-        """Sends something to the tracker. A failure warns once."""
-        run = self.run
-        if run is not None:
+    def send(self, method: str, *values: object) -> None:
+        """Calls a method of the run of the client. A failure warns once."""
+        if (run := self.run) is not None:
             try:
-                action(run)
+                getattr(run, method)(*values)
             except Exception as error:  # a result must not be lost because a tracker is down
                 self._fail(error)
 
@@ -157,26 +155,23 @@ class _Current:
 
     def metrics(self, values: Mapping[str, Any], step: int | None) -> None:
         """Sends metrics of training."""
-        numbers = {name: float(value) for name, value in values.items()}
-        self.send(lambda run: run.metrics(numbers, step))
+        self.send("metrics", {name: float(value) for name, value in values.items()}, step)
 
     def finish(self, result: Any) -> None:
         """Sends what is known of a result."""
         measured = self._verb.measured(result)
-        numbers = {name: float(value) for name, value in measured.items() if not isinstance(value, str)}
-        if numbers:
-            self.send(lambda run: run.metrics(numbers, None))
-        texts = {f"recpo.{name}": value for name, value in measured.items() if isinstance(value, str)}
-        if texts:
-            self.send(lambda run: run.facts(texts))
+        if numbers := {name: value for name, value in measured.items() if not isinstance(value, str)}:
+            self.metrics(numbers, None)
+        if texts := {f"recpo.{name}": value for name, value in measured.items() if isinstance(value, str)}:
+            self.send("facts", texts)
         wrote = None if self._out is None else _reference(self._verb.output_option, Path(self._out))
         if wrote is not None:
-            self.send(lambda run: run.wrote(wrote))
+            self.send("wrote", wrote)
         text = yaml.safe_dump(hidden(self._verb.recorded()), sort_keys=False, allow_unicode=True)
-        self.send(lambda run: run.document("resolved.yaml", text))
+        self.send("document", "resolved.yaml", text)
         for file in [] if wrote is None or wrote.kind == "file" else map(Path(wrote.path).joinpath, _UPLOADED):
             if file.is_file() and file.stat().st_size <= _MOST_BYTES:
-                self.send(lambda run, file=file: run.document(file.name, file.read_text("utf-8")))  # type: ignore[misc]
+                self.send("document", file.name, file.read_text("utf-8"))
 
 
 _TRACKER: ContextVar[Tracker | None] = ContextVar("tracker", default=None)
@@ -231,7 +226,7 @@ def run_tracked(verb: Verb[R]) -> R:
         raise
     finally:
         _CURRENT.reset(token)
-        current.send(lambda run: run.end(status))
+        current.send("end", status)
 
 
 def metrics_of_training() -> Callable[[Mapping[str, Any], int | None], None] | None:
@@ -274,12 +269,11 @@ def _reference(option: str, path: Path) -> Reference | None:
     """What lies at a path; None = nothing. The files of a simulated or served log stand for their directory."""
     place = Path(os.path.abspath(path))
     for root in (place, place.parent):
-        if kind_of(root / _JOURNAL) == "impressions":
-            return Reference(option, "impressions", str(root), None)
-        kind = kind_of(root)
-        if kind is not None and (root == place or kind == "simulation"):
+        is_served = kind_of(root / _JOURNAL) == "impressions"
+        kind = "impressions" if is_served else kind_of(root)
+        if kind is not None and (is_served or root == place or kind == "simulation"):
             document = root / DOCUMENTS.get(kind, "")
-            return Reference(option, kind, str(root), sha256(document) if document.is_file() else None)
+            return Reference(option, kind, str(root), sha256(document if document.is_file() else str(root).encode()))
     try:
         return Reference(option, "file", str(place), sha256(place)) if place.is_file() else None
     except (OSError, ValueError):
@@ -310,12 +304,11 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """The first line of an error, without logins."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {_LOGIN.sub('', lines[0])[:300]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {_LOGIN.sub('', first_line(error))}"
 
 
 _LONGEST: Final = 500  # characters of an option: what every version of the trackers takes
-_MOST_PARAMETERS: Final = 100  # in one request to MLflow
+_AT_ONCE: Final = 100  # parameters or metrics in one request to MLflow
 _DIGEST: Final = 36  # longest digest of a data set of MLflow
 
 
@@ -337,31 +330,30 @@ class _MLflow(TrackedRun):
         self._experiment = self._client.create_experiment(wanted) if found is None else found.experiment_id
         tags = dict(facts) if parent is None else {**facts, "mlflow.parentRunId": parent.id}
         self.id = self._client.create_run(self._experiment, run_name=name, tags=tags).info.run_id
-        parameters = [self._entities.Param(_name(key), value[:_LONGEST]) for key, value in options.items()]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self.id, params=parameters[first : first + _MOST_PARAMETERS])
+        parameter = self._entities.Param
+        self._log("params", [parameter(_name(key), value[:_LONGEST]) for key, value in options.items()])
+
+    def _log(self, kind: str, entries: list[Any]) -> None:
+        for first in range(0, len(entries), _AT_ONCE):
+            self._client.log_batch(self.id, **{kind: entries[first : first + _AT_ONCE]})
 
     def metrics(self, values: Mapping[str, float], step: int | None) -> None:
         now, metric = int(time.time() * 1000), self._entities.Metric
-        found = [metric(_name(name), value, now, step or 0) for name, value in values.items()]
-        for first in range(0, len(found), 1000):
-            self._client.log_batch(self.id, metrics=found[first : first + 1000])
+        self._log("metrics", [metric(_name(name), value, now, step or 0) for name, value in values.items()])
 
     def facts(self, values: Mapping[str, str]) -> None:
         tag = self._entities.RunTag
-        self._client.log_batch(self.id, tags=[tag(name, value[:_LONGEST]) for name, value in values.items()])
+        self._log("tags", [tag(name, value[:_LONGEST]) for name, value in values.items()])
 
     def read(self, one: Reference) -> None:
         option, entities = f"recpo.input.{one.option}", self._entities
-        tags = {option: one.checksum or one.path, f"{option}.path": one.path}
-        name, value = ("checksum", one.checksum) if one.checksum else ("path", one.path.replace("'", "\\'"))
-        wanted = f"tags.`recpo.output.{name}` = '{value}'"
+        tags = {option: one.checksum, f"{option}.path": one.path}
+        wanted = f"tags.`recpo.output.checksum` = '{one.checksum}'"
         made = self._client.search_runs([self._experiment], wanted, max_results=1)  # the newest first
         if made:
             tags[f"{option}.run_id"] = made[0].info.run_id
         self.facts(tags)
-        digest = (one.checksum or hashlib.sha256(one.path.encode()).hexdigest())[:_DIGEST]
-        data = entities.Dataset(f"{one.kind} {Path(one.path).name}", digest, "local", one.path)
+        data = entities.Dataset(f"{one.kind} {Path(one.path).name}", one.checksum[:_DIGEST], "local", one.path)
         context = [entities.InputTag("mlflow.data.context", one.option)]
         self._client.log_inputs(self.id, [entities.DatasetInput(data, context)])
 
@@ -411,7 +403,7 @@ class _Wandb(TrackedRun):
         self._run.summary.update(dict(values))
 
     def read(self, one: Reference) -> None:
-        self._run.config.update({f"recpo.input.{one.option}": one.checksum or one.path})
+        self._run.config.update({f"recpo.input.{one.option}": one.checksum})
         if not self._run.offline:  # a run that is written offline cannot use an artifact
             self._run.use_artifact(self._artifact(one))
 
@@ -421,8 +413,7 @@ class _Wandb(TrackedRun):
 
     def _artifact(self, one: Reference) -> Any:
         """A reference to the document. Equal contents are one version, so what reads is linked to what wrote."""
-        identity = one.checksum or hashlib.sha256(one.path.encode()).hexdigest()
-        artifact = self._package.Artifact(f"{one.kind}-{identity[:12]}", one.kind, metadata={"path": one.path})
+        artifact = self._package.Artifact(f"{one.kind}-{one.checksum[:12]}", one.kind, metadata={"path": one.path})
         file = Path(one.path) / DOCUMENTS.get(one.kind, "")  # type: ignore[call-overload]
         artifact.add_reference(file.as_uri(), name=one.kind, checksum=file.is_file())
         return artifact
@@ -460,10 +451,10 @@ class _TensorBoard(TrackedRun):
             self._writer.add_text(name, value)
 
     def read(self, one: Reference) -> None:
-        self.facts({f"recpo.input.{one.option}": f"{one.kind} {one.path} {one.checksum or ''}".strip()})
+        self.facts({f"recpo.input.{one.option}": f"{one.kind} {one.path} {one.checksum}"})
 
     def wrote(self, one: Reference) -> None:
-        self.facts({"recpo.output": f"{one.kind} {one.path} {one.checksum or ''}".strip()})
+        self.facts({"recpo.output": f"{one.kind} {one.path} {one.checksum}"})
 
     def document(self, name: str, text: str) -> None:
         if not name.endswith(".html"):

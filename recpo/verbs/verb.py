@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import yaml
 
 import recpo
+from recpo.artifacts.checksums import Kind
 from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.outputs import output_file
-from recpo.base.errors import RecpoError
+from recpo.artifacts.outputs import directory_of_steps, output_file
+from recpo.base.errors import Interrupted, RecpoError
 from recpo.base.ranges import validate_ranges
 from recpo.verbs.tracking import run_tracked
 
@@ -76,10 +79,75 @@ class Verb(ABC, Generic[R_co]):
         kept = [one.name for one in fields(self) if one.name not in UNRECORDED and not one.metadata.get("python_only")]
         return {name: _recorded(getattr(self, name)) for name in kept}
 
+    def command(self) -> list[str]:
+        """The words of the command that repeats the verb: options that differ from their defaults, the output last."""
+        recorded, words = self.recorded(), [type(self).__name__.lower()]
+        for one in sorted(fields(self), key=lambda one: one.name == self.output_option):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            if one.name in recorded and (value := recorded[one.name]) != _recorded(default):
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{one.name}", *(part if isinstance(part, str) else json.dumps(part) for part in values)]
+        return words
+
     def write_resolved(self, file: Path) -> None:
         """Writes the recorded options as YAML, completely or not at all."""
         with output_file(file) as working:
             working.write_text(yaml.safe_dump(self.recorded(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingVerb(Verb[R_co]):
+    """A verb whose output is a directory or a file that only ``overwrite`` replaces."""
+
+    overwrite: bool = False
+    """replace an output of the same kind if it exists"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+
+
+@contextmanager
+def resumable_directory(
+    root: Path,
+    *,
+    kind: Kind,
+    begun: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    more: str,
+    start: Callable[[Path], object],
+    overwrite: bool,
+    inputs: Iterable[object] = (),
+) -> Iterator[None]:
+    """A directory that a verb fills step by step, and continues with the same options after it was stopped.
+
+    Args:
+        root: the directory.
+        kind: what it will be.
+        begun: the options that it was started with; None = it is new.
+        options: those of this call.
+        more: the option that may be larger when it continues.
+        start: writes the first files of a new directory.
+        overwrite: replace a directory of the same kind.
+        inputs: files and directories that are read meanwhile.
+
+    Raises:
+        RecpoError: it was started with other options, may not be created or replaced, or another process fills it.
+        Interrupted: training was stopped; the message says how the verb continues.
+    """
+    stands = options if begun is None else begun
+    if changed := sorted(name for name in {*options, *stands} if options.get(name) != stands.get(name)):
+        raise RecpoError(
+            f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
+            f"({more} may be more), or choose another output",
+            code="conflicting_options",
+            field=changed[0],
+        )
+    begin = start if begun is None else None
+    with directory_of_steps(root, kind=kind, overwrite=overwrite, start=begin, inputs=inputs):
+        try:
+            yield
+        except Interrupted as error:
+            message = f"stopped; {root} continues with the same options and --resume true"
+            raise Interrupted(message, error.status) from error
 
 
 def _recorded(value: Any) -> Any:

@@ -206,9 +206,15 @@ class Replayed:
         """Checks that the files fit the world and each other.
 
         Raises:
-            RecpoError: the world replays rewards and has no matrix, or a file is given for another world; or a table is
-                not readable or lacks its key.
+            RecpoError: there is no such world; the world replays rewards and has no matrix, or a file is given for
+                another world; or a table is not readable or lacks its key.
         """
+        if self.world not in WORLDS:
+            raise RecpoError(
+                f"{verb}: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
+                code="unknown_name",
+                field="world",
+            )
         if self.world == REPLAY and self.matrix is None:
             raise RecpoError(
                 f"{verb}: world is {REPLAY} and matrix is None, expected a Parquet file with the columns "

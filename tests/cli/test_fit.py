@@ -24,7 +24,7 @@ from recpo.training.fit import parse_arguments
 from recpo.training.sizes import counts_of
 from recpo.verbs import fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions
-from recpo.verbs.init import preparation_of, write_preparation
+from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
 
@@ -148,14 +148,14 @@ def test_the_size_of_prepared_data_is_that_of_the_log(prepared):
 def road_of(prepared, root, on_step=lambda text: None):
     options = RoadOptions(minutes=1.0, k=5, seed=0, device="cpu", progress=False, on_step=on_step)
     road = Road(root, options)
-    road.use(Prepared.open(prepared))
+    road.data = Prepared.open(prepared)
     return road
 
 
 def test_the_first_list_is_that_of_the_best_contender_so_far(prepared, tmp_path):
     said, data = [], Prepared.open(prepared)
     road = road_of(prepared, tmp_path, said.append)
-    road.use(data)
+    road.data = data
     contenders = [road.measure("popularity"), road.measure("item_rate")]
     road.show_list()
     best = max(contenders, key=lambda one: one.result.estimate(criterion_of(contenders, 5)).mean).name
@@ -215,7 +215,7 @@ EVENTS = {
 def test_prepare_yaml_and_the_preparation_in_python_are_the_same(more, tmp_path):
     pd.DataFrame({**EVENTS, **more}).to_parquet(tmp_path / "log.parquet")
     found = inspect_log([str(tmp_path / "log.parquet")])
-    file = write_preparation(found, tmp_path)["prepare"]
+    file = write_configurations(found, tmp_path).written["prepare"]
     options = preparation_of(found)
     parsed = parse(verb_class("prepare"), ["--config", str(file)])
     assert [parsed.log] == [options.pop("log")]
@@ -283,12 +283,12 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
 
     monkeypatch.setattr(Road, "_train", note)
     plain, rich = road_of(prepared, tmp_path / "plain"), road_of(prepared, tmp_path / "rich")
-    rich.use(featured_log(tmp_path / "featured"))
+    rich.data = featured_log(tmp_path / "featured")
     assert (plain.has_features, rich.has_features) == (False, True)
     for road in (plain, rich):
         road.root.mkdir()
         road.train("pretrain", RECIPES["pretrain"])
-        assert road.fit_reward_model()
+        assert road.train("reward_model", RECIPES["reward_model"])
         files, options = trained.pop("pretrain")
         sides = {name: value for name, value in options.items() if name.endswith(("features", "behaviors"))}
         of_model = {name: value for name, value in trained.pop("reward_model")[1].items() if name.startswith("policy")}
@@ -301,7 +301,7 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
             assert of_model.pop("policy.init_args.item_features") == "null"
             assert of_model == {f"policy.init_args.{name}": "false" for name in plain.sides}
         for step in road.plan.steps:
-            parse_arguments(shlex.split(step.command)[2:])
+            parse_arguments(shlex.split(step["command"])[2:])
     assert rich.train("mpo_reward_model", RECIPES["mpo_reward_model"])
     reward = json.loads(trained["mpo_reward_model"][1]["reward"])
     assert reward["init_args"] == {"run": str(rich.root / "runs" / "reward_model"), "calibrated": False}

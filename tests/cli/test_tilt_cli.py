@@ -19,12 +19,11 @@ import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
-from recpo.verbs import loop_rounds, tilt as verb
+from recpo.verbs import loop_rounds
 from recpo.verbs.contenders import served_baseline
 from tests.conftest import resealed
 from tests.refusals import refused
@@ -286,7 +285,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
     monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
-    monkeypatch.setattr(verb, "has_grades", lambda data: False)
+    monkeypatch.setattr(tilting, "has_grades", lambda data: False)
     found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES)
     assert found.criterion == "auc"
     assert all(trial.value == trial.auc for trial in found.trials)
@@ -339,7 +338,7 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     (batch,) = evaluation_batches(data.root, "valid", 200, 512)
     histories = batch.feedback.histories
     listed = policy.recommend(histories, data.num_items)
-    base = served_baseline(name, data, cache=BaselineCache(cache, cache)).policy
+    base = served_baseline(name, data, cache).policy
     logits = (base.scores(histories) / base.temperature).log_softmax(1)
     logits = logits + factors.scores(factors.fold_in(histories)) / 0.05
     assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)

@@ -319,9 +319,9 @@ def test_from_python_frames_in_and_an_object_out_in_silence(prepared, tmp_path, 
     assert (codes.root / "codes.parquet").read_bytes() == (tmp_path / "file/codes.parquet").read_bytes()
     frame = codes.to_pandas()
     assert frame["item_id"].tolist() == ids
-    assert np.array_equal(frame[["code_0", "code_1"]], codes.semantic_codes.codes)
+    assert np.array_equal(frame[["code_0", "code_1"]], codes.codes)
     assert codes.report["items"] == len(ids)
     again = recpo.tokenize(str(prepared), tmp_path / "again", vectors=pd.read_parquet(file), extends=codes)
-    assert np.array_equal(again.semantic_codes.codes, codes.semantic_codes.codes)
+    assert np.array_equal(again.codes, codes.codes)
     with refused("missing_value", "vectors"):
         recpo.tokenize(prepared, tmp_path / "x", vectors={"item_id": ids[1:], "vector": [[1.0]] * (len(ids) - 1)})

@@ -506,7 +506,7 @@ def _codes(root: Path) -> str:
     codes = Codes.open(root / "codes")
     books = Codebooks.load(root / "codes")
     rows = codes.to_pandas().to_csv()
-    return _text(codes.semantic_codes.codes.tobytes(), rows, codes.manifest, books.centroids.numpy().tobytes())
+    return _text(codes.codes.tobytes(), rows, codes.manifest, books.centroids.numpy().tobytes())
 
 
 def _factors(root: Path) -> str:

@@ -102,8 +102,8 @@ def test_semantic_ids_of_yesterday_are_kept(nights, tmp_path):
     vectors = pd.DataFrame({"item_id": ids, "vector": list(rng.normal(size=(len(ids), 4)))})
     codes = recpo.tokenize(first, tmp_path / "codes", vectors=vectors, levels=2, codebook_size=16)
     grown = recpo.tokenize(second, tmp_path / "grown", vectors=vectors, extends=codes)
-    kept = codes.semantic_codes.codes
-    np.testing.assert_array_equal(grown.semantic_codes.codes[: len(kept)], kept)
+    kept = codes.codes
+    np.testing.assert_array_equal(grown.codes[: len(kept)], kept)
     arguments = {name: value for name, value in POLICY.items() if name != "tie_weights"} | {"decoder_layers": 1}
     policy = {"class_path": "SemanticIdPolicy", "init_args": {**arguments, "codes": str(codes.root)}}
     options = {"trainer": {"max_steps": 2}}
