@@ -24,7 +24,7 @@ from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
-from recpo.serving.recommending import Wanted, filtered, milliseconds, validate_k
+from recpo.serving.recommending import Wanted, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 
@@ -150,8 +150,8 @@ class Ranker:
         reader = loaded.reader
         read = reader.read_requests(
             [(query.history, query.exclude) for query in queries],
-            user_features=None if reader.user is None else [query.user or {} for query in queries],
-            context=None if reader.context is None else [query.context or {} for query in queries],
+            user_features=None if reader.features.user is None else [query.user or {} for query in queries],
+            context=None if reader.features.context is None else [query.context or {} for query in queries],
             at=milliseconds(None),
         )
         ((_, inputs),) = read.batches(len(queries))
@@ -209,7 +209,7 @@ def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
     """
     if not any(query.allow or query.deny for query in queries):
         return None
-    masks = [filtered(bundle.filters, query.allow, query.deny) for query in queries]
+    masks = [bundle.filters.allowed(query.allow, query.deny) for query in queries]
     return np.stack([np.ones(len(bundle.items) + 1, bool) if mask is None else mask for mask in masks])
 
 

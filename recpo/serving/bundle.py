@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import pandas as pd
@@ -40,18 +40,17 @@ from recpo.log.id_map import IdMap
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest, readable
 from recpo.serving.recommending import (
     ItemFilters,
     Moment,
     Wanted,
-    filtered,
     milliseconds,
     recommend_lists,
     score_candidates,
     validate_k,
 )
-from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Bundle:
             RecpoError: an unknown engine or provider, or a bundle that is missing, incomplete, altered, or of another
                 format version.
         """
-        root, engine = Path(path), validate_engine(engine)
+        root = Path(path)
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
@@ -123,17 +122,21 @@ class Bundle:
         return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
 
     @cached_property
-    def filters(self) -> ItemFilters | None:
-        """The attributes for ``allow`` and ``deny``; None = the bundle was exported without attributes."""
+    def filters(self) -> ItemFilters:
+        """The attributes for ``allow`` and ``deny``; none if the bundle was exported without attributes."""
         return ItemFilters.load(self.root, self.items)
 
-    @property
+    @cached_property
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
-        manifest, known = self.manifest, self.features
-        parts = known.behaviors, known.user, known.context
+        manifest = self.manifest
         return HistoryReader(
-            self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps, *parts, manifest.repeats
+            self.items,
+            manifest.feedback,
+            manifest.max_history,
+            manifest.reads_timestamps,
+            self.features,
+            manifest.repeats,
         )
 
     def recommend(
@@ -178,7 +181,7 @@ class Bundle:
         Raises:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
-        k, allowed = validate_k(self.k if k is None else k, self.k), filtered(self.filters, allow, deny)
+        k, allowed = validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
         self.reader.validate_columns(histories, user_features, context)
         sides = {"user_features": user_features, "context": context}
         read = self.reader.read(histories, exclude=exclude, users=users, at=milliseconds(at), **sides)
@@ -216,7 +219,7 @@ class Bundle:
         """
         k = validate_k(self.k if k is None else k, self.k)
         inputs = self.reader.read_request(events, exclude, user, context, milliseconds(at))
-        allowed = filtered(self.filters, allow, deny)
+        allowed = self.filters.allowed(allow, deny)
         return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
 
     def ranked(self, inputs: EncodedHistories, k: int) -> list[tuple[Any, float]]:
@@ -258,6 +261,12 @@ def load_runtime(
     root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0, provider: str = CPU_PROVIDER
 ) -> Runtime:
     """The engine of a bundle whose files are already verified."""
+    if engine not in get_args(EngineName):
+        raise RecpoError(
+            f"engine is {engine!r}, expected one of: {', '.join(get_args(EngineName))}",
+            code="unknown_name",
+            field="engine",
+        )
     if engine != "onnx" and provider != CPU_PROVIDER:
         raise RecpoError(
             f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out",
@@ -310,15 +319,12 @@ def check_golden(bundle: Bundle) -> int:
     path = bundle.root / GOLDEN
     if GOLDEN not in bundle.manifest.files:
         return 0
-    content = parse_json(path.read_bytes(), path, _REMEDY)
-    try:
-        requests = content["requests"]
+    with readable(path, KeyError, TypeError, ValueError, remedy=_REMEDY):
+        requests = parse_json(path.read_bytes(), path, _REMEDY)["requests"]
         for number, request in enumerate(requests):
             expected = [(item, float(score)) for item, score in request["answer"]]
             found = _answer(bundle, request, request["k"])
             compare_lists(expected, found, f"{path}: request {number}", f": {_REMEDY}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
     return len(requests)
 
 

@@ -29,10 +29,8 @@ def runtime_of(run: Run) -> tuple[PolicyRuntime, HistoryReader]:
     """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
     policy = run.policy()
     features = kept_features(policy, run.root)
-    parts = features.behaviors, features.user, features.context
-    return PolicyRuntime(policy), HistoryReader(
-        run.items, run.feedback, policy.max_history, policy.reads_timestamps, *parts
-    )
+    reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
+    return PolicyRuntime(policy), reader
 
 
 def score(

@@ -32,14 +32,7 @@ from recpo.policies.catalog_search import (
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.bundle import TOLERANCE, compare_lists
-from recpo.serving.encoded_histories import (
-    ALLOWED,
-    EXCLUDE,
-    EncodedHistories,
-    ProgramReads,
-    features_of,
-    program_inputs,
-)
+from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, EncodedHistories, ProgramReads, program_inputs
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
@@ -48,7 +41,7 @@ _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
 
 class ServingProgram(nn.Module):
-    """The function that is exported: a ranking of a server's inputs.
+    """The function that is exported: a ranking of a server's inputs, or the states that an index is asked with.
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
     reads behind these (``recpo.serving.encoded_histories``); ids are internal, rows are padded with 0 on the right, and
@@ -57,21 +50,22 @@ class ServingProgram(nn.Module):
 
     Args:
         ranker: a policy, or a ``CatalogSearch`` of one.
-        k: length of the lists.
-        reads: what it reads beyond items and feedback; None = times, if the ranker says so.
+        k: length of the lists; None = the program reads no ``exclude`` and gives the policy's states ``[B, d]``.
+        reads: what it reads beyond items and feedback.
     """
 
-    def __init__(self, ranker: Policy | CatalogSearch, k: int, reads: ProgramReads | None = None) -> None:
+    def __init__(self, ranker: Policy | CatalogSearch, k: int | None, reads: ProgramReads) -> None:
         super().__init__()
-        self.ranker = ranker
-        self.k = k
-        self.reads = ProgramReads(ranker.reads_timestamps) if reads is None else reads
-        self._names = [one.name for one in program_inputs(ranker.max_history, self.reads)]
+        self.ranker: Any = ranker
+        self.k, self.reads = k, reads
+        self.inputs = program_inputs(ranker.max_history, reads, exclude=k is not None)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor) -> Any:
         """See the class."""
-        given = dict(zip(self._names, tensors, strict=True))
-        histories = histories_of(given, self.reads, self.ranker.num_items)
+        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
+        histories = _histories_of(given, self.reads, self.ranker.num_items)
+        if self.k is None:
+            return self.ranker.last_states(histories)
         exclude = _within(given[EXCLUDE], self.ranker.num_items)
         exclude = exclude if self.reads.repeats else torch.cat([histories.item_ids, exclude], 1)
         if isinstance(self.ranker, CatalogSearch):
@@ -164,18 +158,20 @@ def _twin(module: nn.Module) -> Any:
     return twin
 
 
-def histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: int) -> Histories:
+def _histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: int) -> Histories:
     """What a policy reads, of the tensors of a program by name; an id or a level out of range counts as 0."""
     item_ids = _within(given["item_ids"], num_items)
 
     def features(side: str, of: tuple[Feature, ...], *lead: int) -> Features | None:
         if not of:
             return None
-
-        def nothing(kind: str) -> Tensor:
-            return item_ids.new_zeros(item_ids.shape[0], *lead, 0).to(getattr(torch, kind))
-
-        return Features(*features_of(side, of, given, nothing))
+        nothing = item_ids.new_zeros(item_ids.shape[0], *lead, 0)
+        return Features(
+            given.get(f"{side}_codes", nothing),
+            tuple(given[f"{side}_list_{one.name}"] for one in of_type(of, Categories)),
+            given.get(f"{side}_numbers", nothing.float()),
+            tuple(given[f"{side}_vector_{one.name}"] for one in of_type(of, Vector)),
+        )
 
     return Histories(
         item_ids,
@@ -277,13 +273,12 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def random_inputs(
-    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads | None = None
+    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads
 ) -> EncodedHistories:
     """Histories of random items, the first empty and the last full, with three items to exclude each.
 
     Behaviors and features are random too; a fifth of the values are missing, and some are unknown.
     """
-    reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
     lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
     lengths[-1], lengths[0] = policy.max_history, 0
     real = torch.arange(policy.max_history) < lengths[:, None]
@@ -361,28 +356,6 @@ _POINTS_PER_LIST: Final = 64  # what a center is fitted to; faiss would take 256
 _MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no faster than the whole catalog
 
 
-class StateProgram(nn.Module):
-    """``(item_ids [B, H], feedback [B, H], ...) -> states [B, d]``: what an index is asked with.
-
-    The inputs are those of a ``ServingProgram`` without ``exclude``.
-
-    Args:
-        policy: with an item matrix.
-        reads: what it reads beyond items and feedback.
-    """
-
-    def __init__(self, policy: Policy, reads: ProgramReads) -> None:
-        super().__init__()
-        self.policy: Any = policy
-        self.inputs, self.reads = program_inputs(policy.max_history, reads, exclude=False), reads
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """See the class."""
-        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
-        states: Tensor = self.policy.last_states(histories_of(given, self.reads, self.policy.num_items))
-        return states
-
-
 def validate_indexable(policy: Policy) -> None:
     """Raises ``RecpoError`` where the score of an item is no product of a state and the item's vector."""
     if not has_item_matrix(policy):
@@ -400,9 +373,7 @@ def validate_indexable(policy: Policy) -> None:
         )
 
 
-def build_index(
-    policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads | None = None
-) -> dict[str, Any]:
+def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads) -> dict[str, Any]:
     """Writes the index and the item vectors of a policy, and measures its recall on random histories.
 
     Args:
@@ -410,7 +381,7 @@ def build_index(
         k: length of the longest list.
         options: see there.
         root: the directory of the bundle.
-        reads: what the policy reads beyond items and feedback; None = times, if it says so.
+        reads: what the policy reads beyond items and feedback.
 
     Returns:
         The manifest's entry ``index``: ``kind``, ``lists``, ``probes``, ``oversampling``, ``users`` (random histories,
@@ -420,7 +391,7 @@ def build_index(
     Raises:
         RecpoError: faiss is missing, or more than a quarter of the lists would have to be probed.
     """
-    faiss, reads = import_faiss(), ProgramReads(policy.reads_timestamps) if reads is None else reads
+    faiss = import_faiss()
     vectors = item_matrix(policy)[0].contiguous().numpy()
     index = _trained(faiss, vectors[1:], options)
     candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)
@@ -504,6 +475,6 @@ def _trained(faiss: Any, vectors: np.ndarray, options: IndexOptions) -> Any:
 
 @torch.no_grad()
 def _states(policy: Policy, inputs: EncodedHistories, reads: ProgramReads) -> Tensor:
-    program = StateProgram(policy, reads)
+    program = ServingProgram(policy, None, reads)
     states: Tensor = program(*(torch.from_numpy(one.of(inputs)) for one in program.inputs))
     return states

@@ -29,7 +29,6 @@ from recpo.serving.recommending import (
     ItemFilters,
     Moment,
     Served,
-    filtered,
     milliseconds,
     recommend_lists,
     validate_k,
@@ -61,7 +60,7 @@ class Server(NamedTuple):
 
     runtime: Runtime
     reader: HistoryReader
-    filters: ItemFilters | None = None
+    filters: ItemFilters = ItemFilters()
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     def _lists(self, server: Server, events: Any, users: Any, at: int | None = None) -> Served:
         """The lists of some users, from all of their events."""
         k = validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
-        allowed = filtered(server.filters, self.allow, self.deny)
+        allowed = server.filters.allowed(self.allow, self.deny)
         exclude, people, now = (
             None if given is None else read_frame(given, name)
             for name, given in (

@@ -203,12 +203,6 @@ def test_an_unknown_engine_is_refused(bundle_path, engine):
         Bundle.open(bundle_path, engine=engine)
 
 
-@pytest.mark.parametrize("batch_size", [0, -3, 1.5, True])
-def test_an_impossible_batch_size_is_refused(bundle, batch_size):
-    with refused("out_of_range", "batch_size"):
-        served_by(bundle, history(external(3)), batch_size=batch_size)
-
-
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 @pytest.mark.parametrize(
     ("column", "value", "message"),
