@@ -20,7 +20,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -123,9 +123,7 @@ class LogLayout:
 
     def header(self) -> bytes:
         """The first record of every segment."""
-        of_variants = {name: value for name, value in asdict(self).items() if name in _OF_VARIANTS and value is None}
-        written = {name: value for name, value in asdict(self).items() if name not in of_variants}
-        return HEADER + json.dumps(written).encode()
+        return HEADER + json.dumps({name: value for name, value in asdict(self).items() if value is not None}).encode()
 
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
@@ -134,9 +132,8 @@ class LogLayout:
         Raises:
             RecpoError: the header has other fields, so another version of recpo wrote it.
         """
-        found = json.loads(payload[1:])
-        names = [one.name for one in fields(cls)]
-        if sorted({**dict.fromkeys(_OF_VARIANTS), **found}) != sorted(names):
+        found, names = json.loads(payload[1:]), [one.name for one in fields(cls)]
+        if {*_OF_VARIANTS, *found} != set(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
                 "start the recpo version that wrote it again, which completes its log",
@@ -212,19 +209,19 @@ class Outcome:
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
-def validate_log_directory(root: Path, bundle: Path) -> None:
+def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
     """Raises if a log must not be written to ``root``. Writes nothing.
 
     Args:
         root: the log's directory.
-        bundle: the bundle that serves, or the directory of its versions.
+        bundles: the bundles that serve, or the directories of their versions.
 
     Raises:
-        RecpoError: it is or lies in a bundle or ``bundle``, or contains files and is not a log.
+        RecpoError: it is or lies in a bundle or in one of ``bundles``, or contains files and is not a log.
     """
-    place, served = Path(os.path.realpath(root)), Path(os.path.realpath(bundle))
+    place, served = Path(os.path.realpath(root)), {Path(os.path.realpath(bundle)) for bundle in bundles}
     for parent in (place, *place.parents):
-        if parent == served or kind_of(parent) == "bundle":
+        if parent in served or kind_of(parent) == "bundle":
             raise RecpoError(
                 f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
                 "which the files of a log would damage: choose a directory outside",
@@ -424,8 +421,7 @@ def _parsed(identifier: str) -> tuple[Address, str]:
 _LOG = logging.getLogger("recpo.server")
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """What a pass wrote.
 
     Attributes:
@@ -441,10 +437,6 @@ class Settled:
     rows: int = 0
     outcomes: int = 0
     lost_bytes: int = 0
-
-    def __add__(self, other: Settled) -> Settled:
-        """The sum of two passes."""
-        return Settled(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 class _Segment(NamedTuple):
@@ -480,9 +472,9 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
         if not closing:
             return Settled()
         outcomes, targets = _outcomes(root / JOURNAL, set(closing))
-        result = sum((_publish(root, segment, outcomes) for segment in closing), Settled())
+        published = [_publish(root, segment, outcomes) for segment in closing]
         _remove_done(root / JOURNAL, targets)
-        return result
+        return Settled(*map(sum, zip(*published, strict=True)))
     finally:
         os.close(alone)
 

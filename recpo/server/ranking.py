@@ -147,7 +147,7 @@ class Ranker:
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle
         lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
-        reader = loaded.reader
+        reader = bundle.reader
         read = reader.read_requests(
             [(query.history, query.exclude) for query in queries],
             user_features=None if reader.features.user is None else [query.user or {} for query in queries],
@@ -181,10 +181,7 @@ class Ranker:
         self, inputs: EncodedHistories, top: tuple[np.ndarray, np.ndarray], bundle: Bundle, k: int, rows: list[int]
     ) -> list[Slate]:
         """Slates of some rows of the batch."""
-        if self._exploration is None:
-            raise RecpoError(
-                "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
-            )
+        assert self._exploration is not None
         width = max(self._exploration.shortlist, k)
         pools, exclude = None, excluded(inputs, bundle.manifest.repeats)
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
@@ -297,9 +294,9 @@ class Batcher(Generic[QueryT, AnswerT]):
             Exception: the answer was this exception.
         """
         if self._closed:
-            raise ClosedError
+            raise ClosedError("this server stops: try another one")
         if len(self._queue) >= self._max_queue:
-            raise QueueFullError
+            raise QueueFullError("too many requests wait: try again in a second")
         waiting = _Waiting[QueryT, AnswerT](query, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._unanswered += 1

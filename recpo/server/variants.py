@@ -149,19 +149,15 @@ def open_variants(
     """The versions of every variant by its name, the control first; without variants those of the bundle as "".
 
     Raises:
-        RecpoError: a bundle cannot serve, or its log and requests are not those of the control.
+        RecpoError: a bundle cannot serve, its log and requests are not those of the control, or the log's directory
+            cannot be one, or lies in a bundle that serves.
     """
     paths = {one.name: one.path for one in options.variants} or {"": bundle or Path()}
+    if options.log is not None:
+        validate_log_directory(options.log, paths.values())
+    loading = {"threads": options.threads, "reranking": options.reranking, "provider": options.provider}
     found = {
-        name: Versions(
-            path,
-            options.name,
-            partial(on_change, name),
-            threads=options.threads,
-            shortlist=options.shortlist,
-            reranking=options.reranking,
-            provider=options.provider,
-        )
+        name: Versions(path, options.name, partial(on_change, name), options.shortlist, **loading)
         for name, path in paths.items()
     }
     kinds = {name: log_kind(one.current) for name, one in found.items()}
@@ -174,13 +170,6 @@ def open_variants(
             field="variant",
         )
     return found
-
-
-def validate_log(bundle: Path | None, options: ServerOptions) -> None:
-    """Raises ``RecpoError`` if the log's directory cannot be one, or lies in a bundle that serves."""
-    for served in [one.path for one in options.variants] or [bundle or Path()]:
-        if options.log is not None:
-            validate_log_directory(options.log, served)
 
 
 class EndedVariants:

@@ -130,7 +130,7 @@ WRONG = {
     "no user": ({"history": []}, "user_id: Field required"),
     "a boolean user": (request(user=True), "user_id"),
     "k of 0": (request(k=0), "k: Input should be greater"),
-    "k beyond the bundle's": (request(k=21), "serves at most 20"),
+    "k beyond the bundle's": (request(k=21), "k is 21, expected 1 to 20"),
     "k as text": (request(k="5"), "k"),
     "an unknown key": (request(blocked=[]), "blocked: Extra inputs"),
     "an unknown key of an event": (request() | {"history": [event(3, liked=1)]}, "liked: Extra inputs"),

@@ -236,9 +236,8 @@ def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level
     items = np.zeros((1, MAX_HISTORY), np.int64)
     items[0, :2] = 3, 8
     none = np.zeros((1, 1), np.int64)
-    session = bundle.runtime._session
     strange, unknown, best = (
-        session.run(EncodedHistories(items, feedback, none))
+        bundle.runtime.run(EncodedHistories(items, feedback, none))
         for feedback in (np.full_like(items, level), np.zeros_like(items), np.where(items, 5, 0))
     )
     np.testing.assert_array_equal(strange[1], unknown[1])
