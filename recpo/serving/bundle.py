@@ -32,8 +32,8 @@ import pyarrow as pa
 
 from recpo.artifacts.documents import parse_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
-from recpo.base.features import Category, Number, Vector
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures, by_source, decoded
+from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
@@ -288,8 +288,9 @@ TOLERANCE: Final = 1e-4
 """Allowed difference of natural-log probabilities. Items this close may swap places."""
 
 _REQUESTS, _LISTED = 8, 10
-_LEFT_OUT: Final = 0.2  # share of the features that are missing in a request
-_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 86_400_000
+_MISSING: Final = 0.2  # share of the features that are missing
+FIRST_TIME_MS: Final = 1_600_000_000_000  # of random histories
+_LONGEST_GAP_MS: Final = 86_400_000
 _REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
 
 
@@ -330,18 +331,19 @@ def check_golden(bundle: Bundle) -> int:
 
 def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dict[str, Any]:
     items: list[Any] = bundle.items.listed(generator.integers(1, len(bundle.items) + 1, length + 2))
-    times = _FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
+    times = FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
     history = [{"item_id": item, "timestamp": int(time)} for item, time in zip(items[2:], times, strict=True)]
     known = bundle.features
     for event in history:
         event |= _outcome(bundle.feedback, generator)
         event |= {name: bool(generator.random() < 0.3) for name in known.behaviors}
-        event |= {} if known.context is None else _features(known.context, generator, by_name=True)
     request: dict[str, Any] = {"history": history, "exclude": items[:2]}
     if known.user is not None:
-        request["user"] = _features(known.user, generator)
+        (request["user"],) = _features(known.user, 1, generator)
     if known.context is not None:
-        request["context"] = _features(known.context, generator, by_name=True)
+        *past, request["context"] = _features(known.context, length + 1, generator, by_name=True)
+        for event, features in zip(history, past, strict=True):
+            event |= features
     return request
 
 
@@ -351,30 +353,38 @@ def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[An
     return bundle.ranked(bundle.reader.read_request(*parts), k)
 
 
-def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:
-    """Raw values of some features: values of the vocabulary and unknown values; other features are left out."""
-    found: dict[str, Any] = {}
-    for feature in fitted.features:
-        if generator.random() < _LEFT_OUT:
-            continue
-        name = feature.name if by_name else feature.source
-        if isinstance(feature, Number):
-            found[name] = round(float(abs(generator.normal(feature.mean or 0.0, feature.std or 1.0))), 3)
-        elif isinstance(feature, Vector):
-            found[name] = generator.normal(size=feature.width or 0).round(3).tolist()
-        else:
-            drawn = _of_vocabulary(fitted.vocabularies[feature.name].values, generator)
-            if isinstance(feature, Category):
-                found[name] = drawn
-            else:
-                found[name] = [drawn] if getattr(feature, "separator", None) is None else str(drawn)
-    return found
+def _features(
+    fitted: FittedFeatures, rows: int, generator: np.random.Generator, by_name: bool = False
+) -> list[dict[str, Any]]:
+    """Raw values of random features; those that are missing are left out."""
+    columns = decoded(fitted, random_features(fitted.features, (rows,), generator))
+    table = pa.table(columns if by_name else by_source(fitted, columns))
+    return [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
 
 
-def _of_vocabulary(values: pa.Array, generator: np.random.Generator) -> Any:
-    place = int(generator.integers(len(values) + 1))
-    strange = "?" if pa.types.is_string(values.type) else -(2**31)
-    return strange if place == len(values) else values[place].as_py()
+def random_features(
+    features: Sequence[Feature], shape: tuple[int, ...], generator: np.random.Generator
+) -> FeatureArrays:
+    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
+
+    def codes(sizes: Sequence[int | None]) -> np.ndarray:
+        ends = np.array([size or 2 for size in sizes], np.int64)
+        return generator.integers(1, ends, (*shape, len(sizes)))
+
+    def known(width: int) -> np.ndarray:
+        return generator.random((*shape, width)) > _MISSING
+
+    def numbers(width: int, kept: np.ndarray) -> np.ndarray:
+        return np.where(kept, generator.standard_normal((*shape, width), np.float32), np.float32(np.nan))
+
+    sizes = [one.num_codes for one in of_type(features, Category)]
+    width = len(of_type(features, Number))
+    return FeatureArrays(
+        codes(sizes) * known(len(sizes)),
+        tuple(-np.sort(-codes([one.num_codes] * one.length) * known(1)) for one in of_type(features, Categories)),
+        numbers(width, known(width)),
+        tuple(numbers(one.width or 0, known(1)) for one in of_type(features, Vector)),
+    )
 
 
 def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> dict[str, Any]:

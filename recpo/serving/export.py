@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from jinja2 import Environment, PackageLoader
@@ -275,7 +276,7 @@ def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: 
 
 def exported_program(program: ServingProgram) -> ExportedProgram:
     """The program as a graph, for any number of users and of excluded items."""
-    random = random_inputs(program.ranker, _EXAMPLE_USERS, torch.Generator().manual_seed(0), program.reads)
+    random = random_inputs(program.ranker, _EXAMPLE_USERS, np.random.default_rng(0), program.reads)
     users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
     inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
     shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)

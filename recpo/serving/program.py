@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
+from recpo.base.features import Categories, Feature, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.base.types import Features, Histories, Recommendations
 from recpo.policies.catalog_search import (
@@ -31,7 +31,7 @@ from recpo.policies.catalog_search import (
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.bundle import TOLERANCE, compare_lists
+from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
 from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, EncodedHistories, ProgramReads, program_inputs
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
@@ -194,8 +194,7 @@ ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
 _CHECKED_USERS = (1, 33)  # batch sizes that differ from the example's
 _COMPARED_USERS = 64
 _SHORT = 10
-_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of missing features
-_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
+_BEHAVIOR_SETS, _LONGEST_GAP_MS = 8, 10 * 86_400_000  # of random histories
 
 
 def verify_runtime(
@@ -215,7 +214,7 @@ def verify_runtime(
     Raises:
         RecpoError: they differ.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     reference = reference or PolicyRuntime(policy, reads=runtime.reads)
     for users in _CHECKED_USERS:
         inputs = random_inputs(policy, users, generator, runtime.reads)
@@ -251,7 +250,7 @@ def verify_rounded(
         RecpoError: the runtime computes something else, or rounding changes more than ``ROUNDING``.
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
-    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
+    inputs = random_inputs(policy, _COMPARED_USERS, np.random.default_rng(1), runtime.reads)
     found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
     agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
     if not agreement["largest_difference"] <= ROUNDING[precision]:
@@ -273,67 +272,33 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def random_inputs(
-    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads
+    policy: Policy | CatalogSearch, users: int, generator: np.random.Generator, reads: ProgramReads
 ) -> EncodedHistories:
     """Histories of random items, the first empty and the last full, with three items to exclude each.
 
-    Behaviors and features are random too; a fifth of the values are missing, and some are unknown.
+    Behaviors and features are random too; a fifth of the values are missing, and some are unknown. A third of the items
+    may be listed; for the last user, all of them.
     """
-    lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
+    lengths = generator.integers(policy.max_history + 1, size=users)
     lengths[-1], lengths[0] = policy.max_history, 0
-    real = torch.arange(policy.max_history) < lengths[:, None]
-    item_ids = torch.randint(1, policy.num_items + 1, real.shape, generator=generator) * real
-    feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
-    exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
-    gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
-    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if reads.timestamps else None
-    bits = torch.randint(_BEHAVIOR_SETS, real.shape, generator=generator) * real if reads.behaviors else None
-    answered = torch.arange(policy.max_history + 1) <= lengths[:, None]
-    return EncodedHistories(
-        item_ids.numpy(),
-        feedback.numpy(),
-        exclude.numpy(),
-        times,
-        None if bits is None else bits.numpy(),
-        random_features(reads.user, (users,), generator) if reads.user else None,
-        random_features(reads.context, tuple(answered.shape), generator).where(answered.numpy())
-        if reads.context
-        else None,
-        _random_masks(users, reads.mask, generator) if reads.mask else None,
-    )
+    real = np.arange(policy.max_history) < lengths[:, None]
+    answered = np.arange(policy.max_history + 1) <= lengths[:, None]
 
+    def drawn(first: int, end: int) -> np.ndarray:
+        numbers: np.ndarray = generator.integers(first, end, real.shape) * real
+        return numbers
 
-def _random_masks(users: int, places: int, generator: torch.Generator) -> np.ndarray:
-    """A third of the items may be listed; for the last user, all of them."""
-    kept: np.ndarray = (torch.rand(users, places, generator=generator) < 1 / 3).numpy()
-    kept[-1], kept[:, 0] = True, True
-    return kept
-
-
-def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:
-    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
-
-    def codes(sizes: Sequence[int | None]) -> Tensor:
-        drawn = [torch.randint(1, int(size or 2), shape, generator=generator) for size in sizes]
-        return torch.stack(drawn, -1) if drawn else torch.zeros(*shape, 0, dtype=torch.long)
-
-    def known(width: int) -> Tensor:
-        return torch.rand(*shape, width, generator=generator) > _MISSING
-
-    categories, numbers = of_type(features, Category), of_type(features, Number)
-    lists = [
-        (codes([one.num_codes] * one.length) * known(1)).sort(-1, descending=True).values
-        for one in of_type(features, Categories)
-    ]
-    vectors = [
-        torch.randn(*shape, one.width or 0, generator=generator).masked_fill(~known(1), torch.nan)
-        for one in of_type(features, Vector)
-    ]
-    numeric = torch.randn(*shape, len(numbers), generator=generator).masked_fill(~known(len(numbers)), torch.nan)
-    coded = codes([one.num_codes for one in categories]) * known(len(categories))
-    return FeatureArrays(
-        coded.numpy(), tuple(one.numpy() for one in lists), numeric.numpy(), tuple(one.numpy() for one in vectors)
-    )
+    item_ids, feedback = drawn(1, policy.num_items + 1), drawn(UNKNOWN, HIGHEST + 1)
+    exclude = generator.integers(policy.num_items + 1, size=(users, 3))
+    times = (FIRST_TIME_MS + drawn(0, _LONGEST_GAP_MS).cumsum(1)) * real if reads.timestamps else None
+    behaviors = drawn(0, _BEHAVIOR_SETS) if reads.behaviors else None
+    user = random_features(reads.user, (users,), generator) if reads.user else None
+    context = random_features(reads.context, answered.shape, generator).where(answered) if reads.context else None
+    allowed = None
+    if reads.mask:
+        allowed = generator.random((users, reads.mask)) < 1 / 3
+        allowed[-1], allowed[:, 0] = True, True
+    return EncodedHistories(item_ids, feedback, exclude, times, behaviors, user, context, allowed)
 
 
 def _agreement(
@@ -427,7 +392,7 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
     Raises:
         RecpoError: they differ by more than 1e-4 of the largest one.
     """
-    inputs = random_inputs(policy, 33, torch.Generator().manual_seed(0), runtime.reads)
+    inputs = random_inputs(policy, 33, np.random.default_rng(0), runtime.reads)
     states, vectors = _states(policy, inputs, runtime.reads), item_matrix(policy)[0]
     found, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
     expected = (vectors[found] * states[:, None]).sum(-1).masked_fill(found == 0, -torch.inf)
@@ -447,7 +412,7 @@ class _Sample:
     """Random histories with their exact lists."""
 
     def __init__(self, policy: Policy, k: int, reads: ProgramReads, seed: int) -> None:
-        inputs = random_inputs(policy, _USERS, torch.Generator().manual_seed(seed), reads)
+        inputs = random_inputs(policy, _USERS, np.random.default_rng(seed), reads)
         self._k, self._states = k, _states(policy, inputs, reads)
         self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
         ids, best, _ = best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)

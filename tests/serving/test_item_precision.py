@@ -41,7 +41,7 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
     export.export_bundle(
         policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "b", BundleOptions(k=25)
     )
-    inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
     found, listed = (r.recommend(inputs, 25) for r in (Bundle.open(tmp_path / "b").runtime, PolicyRuntime(policy)))
     np.testing.assert_array_equal(found[0], listed[0])
     assert (np.diff(listed[1], axis=1) == 0).any(1).all()
@@ -68,7 +68,7 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     bundle = Bundle.open(tmp_path / "b")
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["item_precision"] == precision
-    inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
     (found, scores), (listed, own) = (r.recommend(inputs, 60) for r in (bundle.runtime, PolicyRuntime(policy)))
     if precision == "float32":
         assert manifest["agreement"] is None
