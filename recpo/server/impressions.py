@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.artifacts.documents import WRITING, os_errors
 from recpo.artifacts.outputs import locked_parent, output_file, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.lists.interleaving import Interleaving
 from recpo.server.segments import (
     CLOSING,
@@ -400,10 +400,8 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float | Non
             code="bad_value",
             field="propensity",
         )
-    if (total := math.fsum(known)) > 1.0 + _ROUNDING:
-        raise RecpoError(
-            f"propensities of a slate sum to {total}, expected at most 1", code="out_of_range", field="propensity"
-        )
+    total = math.fsum(known)
+    validate_range(total <= 1.0 + _ROUNDING, "propensity", "of a slate must sum to at most 1", total)
     if len(items) != len(propensity) or len(set(items)) < len(items):
         raise RecpoError(
             f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from recpo.artifacts.documents import describe_os_error
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
 _STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
@@ -139,12 +139,8 @@ class SegmentWriter:
         Raises:
             RecpoError: the writer is closed, or the record is too large.
         """
-        if len(payload) > _LARGEST_RECORD:
-            raise RecpoError(
-                f"a record of {len(payload):,} bytes, at most {_LARGEST_RECORD:,} are logged: ask for fewer items",
-                code="out_of_range",
-                field="items",
-            )
+        rule = f"must be fewer: their record may have at most {_LARGEST_RECORD} bytes"
+        validate_range(len(payload) <= _LARGEST_RECORD, "items", rule, len(payload))
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:

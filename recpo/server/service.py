@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_propensities
@@ -237,12 +237,7 @@ class Service:
             ("history", len(request.history), options.max_events),
             ("exclude", len(request.exclude), options.max_exclude),
         ):
-            if length > most:
-                raise RecpoError(
-                    f"{name} has {length:,} entries, at most {most:,} are taken: send the most recent ones",
-                    code="out_of_range",
-                    field=name,
-                )
+            validate_range(length <= most, name, f"must have at most {most:,} entries, the most recent ones", length)
         if request.k is not None:
             validate_k(request.k, self._longest(variant))
         if request.explore and options.exploration is None:

@@ -41,7 +41,7 @@ import pyarrow.compute as pc
 
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import locked_parent, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.evaluation.sequences import EmpiricalBernstein
 from recpo.evaluation.variants import PerUser, Slates, read_log, slates
@@ -98,8 +98,7 @@ class Guard:
         validate_ranges(self)
         if self.dislikes is None and self.value is None:
             raise RecpoError("guard: set dislikes, value, or both", code="missing_option", field="guard")
-        if self.value is not None and not math.isfinite(self.value):
-            raise RecpoError(f"guard.value is {self.value}", code="out_of_range", field="guard.value")
+        validate_range(math.isfinite(self.value or 0.0), "guard.value", "must be finite", self.value)
 
 
 def parse_variants(texts: Sequence[str]) -> tuple[Variant, ...]:

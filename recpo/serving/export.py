@@ -34,10 +34,10 @@ from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
-from recpo.policies.catalog_search import Precision, validate_precision
+from recpo.policies.catalog_search import Precision
 from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE
-from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
+from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import (
     CatalogSearch,
@@ -45,7 +45,6 @@ from recpo.serving.program import (
     build_index,
     random_inputs,
     ranker_of,
-    validate_indexable,
     verify_index,
     verify_rounded,
     verify_runtime,
@@ -158,7 +157,12 @@ def export_bundle(
         repeats=options.repeats,
     )
 
-    _validate_options(policy, options.item_precision, options.index)
+    if options.index is not None and options.item_precision != "float32":
+        raise RecpoError(
+            "index: its exact scores are float32: leave item_precision at float32",
+            code="conflicting_options",
+            field="item_precision",
+        )
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         features.save(root)
         if encoded is not None and features.item is not None:
@@ -235,20 +239,6 @@ def _servable(policy: Policy) -> Policy:
     if policy.reads_item_features:
         policy.precompute_item_vectors()
     return policy.cpu()
-
-
-def _validate_options(policy: Policy, precision: Precision, index: IndexOptions | None) -> None:
-    validate_precision(precision)
-    if index is None:
-        return
-    if precision != "float32":
-        raise RecpoError(
-            "index: its exact scores are float32: leave item_precision at float32",
-            code="conflicting_options",
-            field="item_precision",
-        )
-    import_faiss()
-    validate_indexable(policy)
 
 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:

@@ -354,9 +354,11 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
         the exact list that is found), ``target``.
 
     Raises:
-        RecpoError: faiss is missing, or more than a quarter of the lists would have to be probed.
+        RecpoError: faiss is missing, the policy has no index (``validate_indexable``), or more than a quarter of the
+            lists would have to be probed.
     """
     faiss = import_faiss()
+    validate_indexable(policy)
     vectors = item_matrix(policy)[0].contiguous().numpy()
     index = _trained(faiss, vectors[1:], options)
     candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
 from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.log.id_map import IdMap
@@ -324,10 +324,5 @@ def validate_k(k: object, longest: int) -> int:
     """Returns ``k``; raises ``RecpoError`` if it is not an integer from 1 to ``longest``."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}", code="wrong_type", field="k")
-    if not 1 <= k <= longest:
-        raise RecpoError(
-            f"k is {k}, expected 1 to {longest}; of a bundle, export one with a larger --k for more",
-            code="out_of_range",
-            field="k",
-        )
+    validate_range(1 <= k <= longest, "k", f"must be 1 to {longest} (of a bundle: export with a larger --k)", k)
     return int(k)

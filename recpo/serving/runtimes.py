@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import HIGHEST
 from recpo.serving.encoded_histories import EncodedHistories, PerUser, ProgramInput, ProgramReads, program_inputs
 from recpo.serving.manifest import BundleManifest, readable
@@ -275,10 +275,9 @@ def validate_provider(name: object) -> None:
 
 
 def _check_range(name: str, values: np.ndarray, largest: int) -> None:
-    if values.size and (values.min() < 0 or values.max() > largest):
-        raise RecpoError(
-            f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}", code="out_of_range", field=name
-        )
+    if values.size:
+        low, high = values.min(), values.max()
+        validate_range(0 <= low <= high <= largest, name, f"must be from 0 to {largest}", f"{low}..{high}")
 
 
 def _validate_own_files(path: Path) -> None:
