@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.metrics import REQUEST, Metrics
+from recpo.server.metrics import REQUEST
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
 from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
@@ -72,7 +72,6 @@ def create_app(service: Service) -> Gate:
     Raises:
         RecpoError: a key file cannot be used.
     """
-    options = service.options
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,15 +85,7 @@ def create_app(service: Service) -> Gate:
         app.include_router(router)
     _add_metrics(app, service)
     _add_faults(app)
-    return Gate(
-        app,
-        service.metrics,
-        max_body=options.max_body_kb << 10,
-        api_keys=None if options.api_keys is None else Keys(options.api_keys),
-        admin_keys=None if options.admin_keys is None else Keys(options.admin_keys),
-        draining=lambda: service.draining,
-        direct=[_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)],
-    )
+    return Gate(app, service, [_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)])
 
 
 class _Direct:
@@ -328,28 +319,17 @@ class Gate:
 
     Args:
         app: the application.
-        metrics: metrics of this worker.
-        max_body: bytes.
-        api_keys: None = requests need no key.
-        admin_keys: None = swaps are disabled.
-        draining: whether the server stops, so that answers tell clients to close their connections.
+        service: the worker; while it drains, answers tell clients to close their connections.
         direct: routes of POST that are called without the application.
     """
 
-    def __init__(
-        self,
-        app: App,
-        metrics: Metrics,
-        *,
-        max_body: int,
-        api_keys: Keys | None,
-        admin_keys: Keys | None,
-        draining: Callable[[], bool],
-        direct: Sequence[_Direct] = (),
-    ) -> None:
+    def __init__(self, app: App, service: Service, direct: Sequence[_Direct]) -> None:
         self._direct = {one.route.path: one for one in direct}
-        self.app, self._metrics, self._max_body, self._draining = app, metrics, max_body, draining
-        self._api_keys, self._admin_keys = api_keys, admin_keys
+        self.app, self._service, options = app, service, service.options
+        self._max_body = options.max_body_kb << 10
+        self._api_keys, self._admin_keys = (
+            None if file is None else Keys(file) for file in (options.api_keys, options.admin_keys)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; passes everything that is not HTTP through."""
@@ -368,7 +348,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", x_request_id.encode())]
-                if self._draining():
+                if self._service.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -435,7 +415,7 @@ class Gate:
         route = getattr(
             scope.get("route"), "path", "other"
         )  # a client must not be able to create labels from arbitrary paths
-        self._metrics.of_request(route, status, seconds)
+        self._service.metrics.of_request(route, status, seconds)
         if route.startswith("/v2/health") or route == "/metrics":
             return
         fields = {

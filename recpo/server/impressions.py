@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -182,8 +182,7 @@ class Impression(NamedTuple):
         return cls(*json.loads(payload[1:]))
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome of one item of a slate.
 
     Attributes:
@@ -196,7 +195,7 @@ class Outcome:
     address: Address
     time_ms: int
     item_id: Any
-    values: Mapping[str, float | bool] = field(default_factory=dict)
+    values: Mapping[str, float | bool]
 
     def payload(self) -> bytes:
         """Serializes it as a record."""

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -225,9 +225,6 @@ def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndar
 
 _SHORT_S = 0.004  # a batch that is done sooner may keep the event loop waiting
 
-QueryT = TypeVar("QueryT")
-AnswerT = TypeVar("AnswerT")
-
 
 class QueueFullError(Exception):
     """More requests are waiting than the options allow."""
@@ -238,15 +235,15 @@ class ClosedError(Exception):
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[QueryT, AnswerT]):
+class _Waiting:
     """A query and the future of its answer. Instances compare by identity."""
 
-    query: QueryT
-    future: asyncio.Future[AnswerT]
+    query: Query
+    future: asyncio.Future[Shown]
     taken: bool = False
 
 
-class Batcher(Generic[QueryT, AnswerT]):
+class Batcher:
     """Passes batches of queries to a function that runs in its own thread.
 
     Args:
@@ -259,7 +256,7 @@ class Batcher(Generic[QueryT, AnswerT]):
 
     def __init__(
         self,
-        work: Callable[[Sequence[QueryT]], Sequence[AnswerT | Exception]],
+        work: Callable[[Sequence[Query]], Sequence[Shown | Exception]],
         *,
         max_batch: int,
         max_wait_ms: float = 0.0,
@@ -268,7 +265,7 @@ class Batcher(Generic[QueryT, AnswerT]):
     ) -> None:
         self._work, self._on_batch = work, on_batch
         self._max_batch, self._max_wait_s, self._max_queue = max_batch, max_wait_ms / 1000, max_queue
-        self._queue: deque[_Waiting[QueryT, AnswerT]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "recpo-batch")
         self._task: asyncio.Task[None] | None = None
@@ -285,7 +282,7 @@ class Batcher(Generic[QueryT, AnswerT]):
         """Starts accepting queries. Call it in the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def submit(self, query: QueryT) -> AnswerT:
+    async def submit(self, query: Query) -> Shown:
         """The answer to one query. A canceled query leaves the queue.
 
         Raises:
@@ -297,7 +294,7 @@ class Batcher(Generic[QueryT, AnswerT]):
             raise ClosedError("this server stops: try another one")
         if len(self._queue) >= self._max_queue:
             raise QueueFullError("too many requests wait: try again in a second")
-        waiting = _Waiting[QueryT, AnswerT](query, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(query, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._unanswered += 1
         self._arrived.set()
@@ -346,8 +343,8 @@ class Batcher(Generic[QueryT, AnswerT]):
         except TimeoutError:
             return
 
-    def _take(self) -> list[_Waiting[QueryT, AnswerT]]:
-        batch: list[_Waiting[QueryT, AnswerT]] = []
+    def _take(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
         while self._queue and len(batch) < self._max_batch:
             waiting = self._queue.popleft()
             waiting.taken = True
@@ -357,14 +354,14 @@ class Batcher(Generic[QueryT, AnswerT]):
             self._arrived.clear()
         return batch
 
-    def _answers(self, queries: Sequence[QueryT]) -> Sequence[AnswerT | Exception]:
+    def _answers(self, queries: Sequence[Query]) -> Sequence[Shown | Exception]:
         try:
             return self._work(queries)
         except Exception as error:  # the queue continues; every client of this batch gets the error
             return [error] * len(queries)
 
 
-def _resolve(batch: Sequence[_Waiting[QueryT, AnswerT]], answers: Sequence[AnswerT | Exception]) -> None:
+def _resolve(batch: Sequence[_Waiting], answers: Sequence[Shown | Exception]) -> None:
     for waiting, answer in zip(batch, answers, strict=True):
         if waiting.future.done():
             continue

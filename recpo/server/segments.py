@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpo.artifacts.documents import describe_os_error
+from recpo.artifacts.documents import describe_os_error, flush
 from recpo.base.errors import RecpoError, validate_range
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
@@ -210,7 +210,7 @@ class SegmentWriter:
             self._file_segment, self._file_size = segment, 0
             content = self._begin + content
             if self._sync:
-                sync_directory(self.slot.path)
+                flush(self.slot.path)
         view = memoryview(content)
         while view:
             view = view[os.write(self._file, view) :]
@@ -296,15 +296,6 @@ def read_record(journal: Path, address: Address) -> bytes | None:
         except FileNotFoundError:
             continue
     return None
-
-
-def sync_directory(path: Path) -> None:
-    """Flushes the names in a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _next_whole(content: bytes, begin: int) -> int | None:

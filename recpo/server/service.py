@@ -60,7 +60,7 @@ class Service:
         self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
         self._watch = self._guard()
         self.draining = False
-        self._batcher: Batcher[Query, Shown] = Batcher(
+        self._batcher = Batcher(
             self._rank,
             max_batch=options.max_batch,
             max_wait_ms=options.max_wait_ms,

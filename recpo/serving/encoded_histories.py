@@ -266,8 +266,8 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
     if reads.behaviors:
         meaning = "bit b: the user did the b-th of the manifest's behaviors"
         found.append(ProgramInput("behaviors", history, "int64", meaning, lambda h: h.behaviors))
-    found += _of_side("user", (), reads.user, lambda h: h.user)
-    found += _of_side("context", (max_history + 1,), reads.context, lambda h: h.context)
+    found += _of_side("user", (), reads.user)
+    found += _of_side("context", (max_history + 1,), reads.context)
     if exclude and reads.mask:
         meaning = "whether the item may be listed, place 0 is padding"
         found.append(ProgramInput(ALLOWED, (reads.mask,), "bool", meaning, lambda h: _mask(h, reads.mask)))
@@ -280,20 +280,16 @@ def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
     return np.ones((len(histories.item_ids), places), bool)
 
 
-def _of_side(
-    side: str,
-    lead: tuple[int, ...],
-    features: tuple[Feature, ...],
-    arrays: Callable[[EncodedHistories], FeatureArrays | None],
-) -> list[ProgramInput]:
+def _of_side(side: str, lead: tuple[int, ...], features: tuple[Feature, ...]) -> list[ProgramInput]:
     """Codes, lists, numbers and vectors of one side, those of which there are any."""
     at = "of the user" if side == "user" else "of the request of event j; behind the last one, of the one answered now"
 
-    def given(change: Callable[[FeatureArrays], np.ndarray]) -> Callable[[EncodedHistories], np.ndarray | None]:
-        return lambda histories: None if (found := arrays(histories)) is None else change(found)
-
     def part(name: str, width: int, kind: Literal["int64", "float32"], says: str, change: Any) -> ProgramInput:
-        return ProgramInput(f"{side}_{name}", (*lead, width), kind, f"{says}, {at}", given(change))
+        def value(histories: EncodedHistories) -> np.ndarray | None:
+            arrays = getattr(histories, side)
+            return None if arrays is None else change(arrays)
+
+        return ProgramInput(f"{side}_{name}", (*lead, width), kind, f"{says}, {at}", value)
 
     categories, numbers = of_type(features, Category), of_type(features, Number)
     found: list[ProgramInput] = []

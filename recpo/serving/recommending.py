@@ -324,5 +324,5 @@ def validate_k(k: object, longest: int) -> int:
     """Returns ``k``; raises ``RecpoError`` if it is not an integer from 1 to ``longest``."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}", code="wrong_type", field="k")
-    validate_range(1 <= k <= longest, "k", f"must be 1 to {longest} (of a bundle: export with a larger --k)", k)
+    validate_range(1 <= int(k) <= longest, "k", f"must be 1 to {longest} (of a bundle: export with a larger --k)", k)
     return int(k)

@@ -36,7 +36,7 @@ from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
-from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
+from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -227,18 +227,15 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
     """
     weights = {
         f"{name}.{part}": value.detach().contiguous()
-        for name, table in _tables(policy)
-        if table.features is not None
-        for part, value in table.features.encoder.state_dict().items()
+        for name, features in _item_features(policy)
+        for part, value in features.encoder.state_dict().items()
     }
     write_tensors(root / ITEM_ENCODERS, weights)
     loaded = load_item_encoders(root, fitted)
     ids = torch.arange(1, min(policy.num_items + 1, BLOCK_ITEMS))
     with torch.no_grad():
-        for name, table in _tables(policy):
-            if table.features is None:
-                continue
-            gap = table.features.encoded_by(loaded[name], ids) - table.features(ids)
+        for name, features in _item_features(policy):
+            gap = features.encoded_by(loaded[name], ids) - features(ids)
             if not gap.abs().max() <= _TOLERANCE:
                 raise RecpoError(
                     f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})",
@@ -334,5 +331,7 @@ def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:
     return torch.cat([encoder(tensors.rows(block)) for block in blocks])
 
 
-def _tables(policy: Policy) -> Iterator[tuple[str, ItemTable]]:
-    return ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))
+def _item_features(policy: Policy) -> Iterator[tuple[str, ItemFeatures]]:
+    """What the item tables of a policy read of the items, by the names of the tables."""
+    tables = ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))
+    return ((name, table.features) for name, table in tables if table.features is not None)
