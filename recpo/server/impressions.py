@@ -44,6 +44,7 @@ from recpo.server.segments import (
     MAGIC,
     MAX_SLOTS,
     OPEN,
+    STATES,
     Address,
     SegmentWriter,
     Slot,
@@ -454,23 +455,24 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
     Raises:
         RecpoError: a file cannot be written.
     """
-    root = Path(root)
-    if not (root / JOURNAL).is_dir():
+    root, journal = Path(root), Path(root) / JOURNAL
+    if not journal.is_dir():
         return Settled()
-    alone = locked_handle(root / JOURNAL / "settling.lock", os.O_CREAT | os.O_RDWR)
+    alone = locked_handle(journal / "settling.lock", os.O_CREAT | os.O_RDWR)
     if alone is None:
         return Settled()
     try:
-        _complete_orphans(root / JOURNAL)
-        due = [segment for segment in _segments(root / JOURNAL, COMPLETE) if _is_due(root, segment, outcome_window_s)]
-        for segment in due:
-            _rename(root, segment, COMPLETE, CLOSING)
-        closing = list(_segments(root / JOURNAL, CLOSING))
+        _complete_orphans(journal)
+        for segment in list(_segments(journal, COMPLETE)):
+            written = segment_path(journal, *segment, COMPLETE)
+            if time.time() >= written.stat().st_mtime + outcome_window_s:
+                written.rename(written.with_suffix(CLOSING))
+        closing = list(_segments(journal, CLOSING))
         if not closing:
             return Settled()
-        outcomes, targets = _outcomes(root / JOURNAL, set(closing))
+        outcomes, targets = _outcomes(journal, set(closing))
         published = [_publish(root, segment, outcomes) for segment in closing]
-        _remove_done(root / JOURNAL, targets)
+        _remove_done(journal, targets)
         return Settled(*map(sum, zip(*published, strict=True)))
     finally:
         os.close(alone)
@@ -498,12 +500,12 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
     if lost:
         _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)
     if lost and layout is None:
-        _rename(root, segment, CLOSING, DAMAGED)
+        place.rename(place.with_suffix(DAMAGED))
         return Settled(lost_bytes=lost)
     if layout is not None and rows:
         with output_file(root / file_name(*segment)) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
-    _rename(root, segment, CLOSING, DONE)
+    place.rename(place.with_suffix(DONE))
     joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows) if layout is not None else 0
     return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
 
@@ -514,7 +516,7 @@ def _outcomes(
     """The outcomes of closing segments by impression, and for every segment the segments of its outcomes."""
     found: dict[Address, list[Outcome]] = defaultdict(list)
     targets: dict[_Segment, set[_Segment]] = defaultdict(set)
-    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+    for suffix in STATES:
         for segment in _segments(journal, suffix):
             for payload in _records_of(journal, segment):
                 if payload[:1] != OUTCOME:
@@ -529,7 +531,7 @@ def _outcomes(
 
 def _records_of(journal: Path, segment: _Segment) -> Iterator[bytes]:
     """The records of a segment in any of its states; a writer may complete it meanwhile."""
-    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+    for suffix in STATES:
         with suppress(FileNotFoundError):
             yield from (payload for _, payload in read_records(segment_path(journal, *segment, suffix)))
             return
@@ -564,13 +566,3 @@ def _segments(journal: Path, suffix: str) -> Iterator[_Segment]:
 def _number(name: str) -> int | None:
     text = name.removeprefix("slot-")
     return int(text) if text.isdecimal() and int(text) < MAX_SLOTS else None
-
-
-def _is_due(root: Path, segment: _Segment, outcome_window_s: float) -> bool:
-    written = segment_path(root / JOURNAL, *segment, COMPLETE).stat().st_mtime
-    return time.time() >= written + outcome_window_s
-
-
-def _rename(root: Path, segment: _Segment, before: str, after: str) -> None:
-    place = segment_path(root / JOURNAL, *segment, before)
-    place.rename(place.with_suffix(after))

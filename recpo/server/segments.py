@@ -32,7 +32,7 @@ from recpo.artifacts.documents import describe_os_error, flush
 from recpo.base.errors import RecpoError, validate_range
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
-_STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
+STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
 MAGIC: Final = b"recpo-segment-1\n"
 MAX_SLOTS: Final = 512
 _FRAME: Final = struct.Struct("<II")
@@ -124,7 +124,7 @@ class SegmentWriter:
         self._max_bytes, self._max_age_s, self._sync = max_bytes, max_age_s, sync
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, bytes, Future[None]]] = []
-        earlier = [int(file.stem, 16) for file in slot.path.iterdir() if file.suffix in _STATES]
+        earlier = [int(file.stem, 16) for file in slot.path.iterdir() if file.suffix in STATES]
         self._segment, self._offset, self._begun_at = max(earlier, default=0), 0, 0.0
         self._file: int | None = None
         self._file_segment, self._file_size = 0, 0

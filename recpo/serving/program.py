@@ -251,8 +251,18 @@ def verify_rounded(
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
     inputs = random_inputs(policy, _COMPARED_USERS, np.random.default_rng(1), runtime.reads)
-    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
-    agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
+    found, scores = runtime.recommend(inputs, k)
+    expected, of_policy = PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
+    row, place, other = np.nonzero((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :])
+    gaps = np.abs(scores[row, place] - of_policy[row, other]) if len(row) else np.array([np.inf])
+    agreement = {
+        "users": _COMPARED_USERS,
+        f"overlap_{_SHORT}": overlap(found[:, :_SHORT], expected[:, :_SHORT]),
+        "overlap_k": overlap(found, expected),
+        "mean_difference": float(gaps.mean()),
+        "largest_difference": float(gaps.max()),
+        "tolerance": ROUNDING[precision],
+    }
     if not agreement["largest_difference"] <= ROUNDING[precision]:
         raise RecpoError(
             f"item_precision {precision}: log-probabilities differ from the policy's by up to "
@@ -299,20 +309,6 @@ def random_inputs(
         allowed = generator.random((users, reads.mask)) < 1 / 3
         allowed[-1], allowed[:, 0] = True, True
     return EncodedHistories(item_ids, feedback, exclude, times, behaviors, user, context, allowed)
-
-
-def _agreement(
-    found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], k: int
-) -> dict[str, float]:
-    same = (found[0][:, :, None] == expected[0][:, None, :]) & (expected[0] > 0)[:, None, :]
-    row, place, other = np.nonzero(same)
-    gaps = np.abs(found[1][row, place] - expected[1][row, other])
-    return {
-        f"overlap_{_SHORT}": overlap(found[0][:, :_SHORT], expected[0][:, :_SHORT]),
-        "overlap_k": overlap(found[0], expected[0]),
-        "mean_difference": float(gaps.mean()) if len(gaps) else float("inf"),
-        "largest_difference": float(gaps.max()) if len(gaps) else float("inf"),
-    }
 
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured

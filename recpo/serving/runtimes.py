@@ -129,7 +129,13 @@ class OnnxRuntime(Runtime):
         self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=manifest.index is None)
         outputs = outputs or dict.fromkeys(OUTPUTS, self.k)
         self._outputs = list(outputs)
-        validate_provider(provider)
+        if provider not in (available := onnxruntime.get_available_providers()):
+            raise RecpoError(
+                f"provider is {provider!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, "
+                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
+                code="unknown_name",
+                field="provider",
+            )
         _validate_own_files(path)
         with readable(path, Exception):  # ONNX Runtime's own exceptions have no common base class
             settings = onnxruntime.SessionOptions()
@@ -258,20 +264,6 @@ def _without_mask(inputs: EncodedHistories) -> EncodedHistories:
     row, item = np.nonzero(~inputs.allowed)
     barred = PerUser.of(len(inputs.item_ids), row, items=item).padded(0, len(inputs.item_ids))["items"]
     return inputs._replace(exclude=np.concatenate([inputs.exclude, barred], 1), allowed=None)
-
-
-def validate_provider(name: object) -> None:
-    """Raises ``RecpoError`` if this ONNX Runtime has no execution provider of that name."""
-    import onnxruntime
-
-    available = onnxruntime.get_available_providers()
-    if name not in available:
-        raise RecpoError(
-            f"provider is {name!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, or "
-            "install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
-            code="unknown_name",
-            field="provider",
-        )
 
 
 def _check_range(name: str, values: np.ndarray, largest: int) -> None:
