@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -322,7 +323,9 @@ class Batcher:
         while True:
             await self._arrived.wait()
             if self._max_wait_s and len(self._queue) < self._max_batch:
-                await self._wait_for_others()
+                self._full.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._full.wait(), self._max_wait_s)
             if batch := self._take():
                 queries = [waiting.query for waiting in batch]
                 self._on_batch(len(batch))
@@ -332,16 +335,13 @@ class Batcher:
                 else:
                     answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
                 self._query_s = (time.perf_counter() - begun) / len(batch)
-                _resolve(batch, answers)
+                for waiting, answer in zip(batch, answers, strict=True):
+                    if isinstance(answer, Exception) and not waiting.future.done():
+                        waiting.future.set_exception(answer)
+                    elif not waiting.future.done():
+                        waiting.future.set_result(answer)
                 if self._queue:
                     await asyncio.sleep(0)  # for these answers, and for requests that have arrived
-
-    async def _wait_for_others(self) -> None:
-        self._full.clear()
-        try:
-            await asyncio.wait_for(self._full.wait(), self._max_wait_s)
-        except TimeoutError:
-            return
 
     def _take(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -359,13 +359,3 @@ class Batcher:
             return self._work(queries)
         except Exception as error:  # the queue continues; every client of this batch gets the error
             return [error] * len(queries)
-
-
-def _resolve(batch: Sequence[_Waiting], answers: Sequence[Shown | Exception]) -> None:
-    for waiting, answer in zip(batch, answers, strict=True):
-        if waiting.future.done():
-            continue
-        if isinstance(answer, Exception):
-            waiting.future.set_exception(answer)
-        else:
-            waiting.future.set_result(answer)

@@ -294,18 +294,19 @@ _LONGEST_GAP_MS: Final = 86_400_000
 _REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
 
 
-def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
-    """Sends requests to ``bundle`` and writes them with its answers.
+def write_golden(bundle: Bundle) -> None:
+    """Sends requests to an unfinished bundle and writes them with its answers.
 
     The first request has no history, and the last history is longer than the policy reads. Some events lack their
     outcome, and every request has items to exclude.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     lengths = np.linspace(0, bundle.manifest.max_history + 2, _REQUESTS).round().astype(int)
     requests = [_request(bundle, int(length), generator) for length in lengths]
     k = min(_LISTED, bundle.k)
     content = [{**request, "k": k, "answer": _answer(bundle, request, k)} for request in requests]
-    path.write_text(json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n"
+    (bundle.root / GOLDEN).write_text(text, encoding="utf-8")
 
 
 def check_golden(bundle: Bundle) -> int:

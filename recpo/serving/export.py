@@ -35,7 +35,7 @@ from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import Precision
-from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
+from recpo.serving.bundle import Bundle, load_runtime, write_golden
 from recpo.serving.encoded_histories import EXCLUDE
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
@@ -195,7 +195,7 @@ def write_engines(
             manifest = _write_search(policy, manifest, root)
         else:
             manifest = _write_index(policy, manifest, root, index)
-        write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")), root / GOLDEN)
+        write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")))
         if manifest.options is not None:
             save_policy(policy, items, root)
             verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)

@@ -218,7 +218,7 @@ def _write_same(root: Path, manifest: BundleManifest, items: IdMap, working: Pat
         if name not in (ITEMS, GOLDEN):
             _link(root / name, working / name)
     items.save(working / ITEMS)
-    write_golden(Bundle(working, manifest, items, load_runtime(working, manifest, "onnx")), working / GOLDEN)
+    write_golden(Bundle(working, manifest, items, load_runtime(working, manifest, "onnx")))
     replace(manifest, versions={**manifest.versions, "recpo": __version__}).write(working)
 
 
