@@ -336,9 +336,11 @@ class Batcher:
                     answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
                 self._query_s = (time.perf_counter() - begun) / len(batch)
                 for waiting, answer in zip(batch, answers, strict=True):
-                    if isinstance(answer, Exception) and not waiting.future.done():
+                    if waiting.future.done():
+                        continue
+                    if isinstance(answer, Exception):
                         waiting.future.set_exception(answer)
-                    elif not waiting.future.done():
+                    else:
                         waiting.future.set_result(answer)
                 if self._queue:
                     await asyncio.sleep(0)  # for these answers, and for requests that have arrived
