@@ -8,13 +8,13 @@ checks its API key and its size, writes a log line, and counts it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.metrics import REQUEST, Metrics
+from recpo.server.metrics import REQUEST
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
 from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
@@ -42,7 +42,7 @@ from recpo.server.wire import (
     SwapRequest,
     VersionsAnswer,
 )
-from recpo.serving.encoded_histories import program_inputs
+from recpo.serving.manifest import program_interface
 
 _DESCRIPTION = """
 Recommendations of a bundle from raw events, feedback on them, and a log of both in the columns that `recpo prepare`
@@ -58,6 +58,12 @@ _STATUS: dict[type[Exception], int] = {
     ClosedError: 503,
     TimeoutError: 504,
 }
+_HEADERS: dict[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    413: {"Connection": "close"},  # the rest of the body is not read
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 
 def create_app(service: Service) -> Gate:
@@ -66,7 +72,6 @@ def create_app(service: Service) -> Gate:
     Raises:
         RecpoError: a key file cannot be used.
     """
-    options = service.options
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -80,15 +85,7 @@ def create_app(service: Service) -> Gate:
         app.include_router(router)
     _add_metrics(app, service)
     _add_faults(app)
-    return Gate(
-        app,
-        service.metrics,
-        max_body=options.max_body_kb << 10,
-        api_keys=None if options.api_keys is None else Keys(options.api_keys),
-        admin_keys=None if options.admin_keys is None else Keys(options.admin_keys),
-        draining=lambda: service.draining,
-        direct=[_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)],
-    )
+    return Gate(app, service, [_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)])
 
 
 class _Direct:
@@ -211,11 +208,11 @@ def _add_faults(app: FastAPI) -> None:
 
 def _fault_of(x_request_id: str, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-    return _fault(x_request_id, status, str(error) or _reason(status))
+    return _fault(x_request_id, status, str(error) or "the request has waited for too long")
 
 
 def _fault(x_request_id: str, status: int, detail: str, headers: Any = None) -> Response:
-    headers = dict(headers or {}) | ({"Retry-After": "1"} if status in (429, 503) else {})
+    headers = dict(headers or {}) | _HEADERS.get(status, {})
     detail = detail.encode("utf-8", "backslashreplace").decode()
     return JSONResponse({"detail": detail, "x_request_id": x_request_id}, status, headers)
 
@@ -225,14 +222,6 @@ def _wrong_fields(errors: Sequence[Any]) -> str:
     shown = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors[:_SHOWN_FAULTS]]
     more = len(errors) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
-
-
-def _reason(status: int) -> str:
-    return {
-        429: "too many requests wait: try again in a second",
-        503: "this server stops: try another one",
-        504: "the request has waited for too long",
-    }[status]
 
 
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -288,25 +277,19 @@ def protocol_routes(service: Service) -> APIRouter:
 def model_metadata(service: Service) -> dict[str, Any]:
     """Name, versions, and the tensors of the program."""
     bundle = service.versions.current
-    manifest = bundle.bundle.manifest
-    inputs = [
-        {
-            "name": one.name,
-            "datatype": _DATATYPES[one.type],
-            "shape": [-1, *(size if isinstance(size, int) else -1 for size in one.shape)],
-        }
-        for one in program_inputs(manifest.max_history, manifest.reads)
-    ]
-    return {
-        "name": bundle.name,
-        "versions": service.versions.names,
-        "platform": _PLATFORM,
-        "inputs": inputs,
-        "outputs": [
-            {"name": "top_items", "datatype": "INT64", "shape": [-1, manifest.k]},
-            {"name": "scores", "datatype": "FP32", "shape": [-1, manifest.k]},
-        ],
+    tensors = program_interface(replace(bundle.bundle.manifest, index=None))  # of what ranks, with an index as well
+    described = {
+        side: [
+            {
+                "name": name,
+                "datatype": _DATATYPES[one["type"]],
+                "shape": [size if isinstance(size, int) else -1 for size in one["shape"]],
+            }
+            for name, one in named.items()
+        ]
+        for side, named in tensors.items()
     }
+    return {"name": bundle.name, "versions": service.versions.names, "platform": _PLATFORM, **described}
 
 
 def _validate(service: Service, name: str) -> None:
@@ -336,28 +319,17 @@ class Gate:
 
     Args:
         app: the application.
-        metrics: metrics of this worker.
-        max_body: bytes.
-        api_keys: None = requests need no key.
-        admin_keys: None = swaps are disabled.
-        draining: whether the server stops, so that answers tell clients to close their connections.
+        service: the worker; while it drains, answers tell clients to close their connections.
         direct: routes of POST that are called without the application.
     """
 
-    def __init__(
-        self,
-        app: App,
-        metrics: Metrics,
-        *,
-        max_body: int,
-        api_keys: Keys | None,
-        admin_keys: Keys | None,
-        draining: Callable[[], bool],
-        direct: Sequence[_Direct] = (),
-    ) -> None:
+    def __init__(self, app: App, service: Service, direct: Sequence[_Direct]) -> None:
         self._direct = {one.route.path: one for one in direct}
-        self.app, self._metrics, self._max_body, self._draining = app, metrics, max_body, draining
-        self._api_keys, self._admin_keys = api_keys, admin_keys
+        self.app, self._service, options = app, service, service.options
+        self._max_body = options.max_body_kb << 10
+        self._api_keys, self._admin_keys = (
+            None if file is None else Keys(file) for file in (options.api_keys, options.admin_keys)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; passes everything that is not HTTP through."""
@@ -376,7 +348,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", x_request_id.encode())]
-                if self._draining():
+                if self._service.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -387,9 +359,8 @@ class Gate:
         except Exception:
             _LOG.exception("request failed", extra={"fields": {"x_request_id": x_request_id, "path": scope["path"]}})
             if not status:
-                await _send_fault(
-                    answer, 500, "a fault of the server: its log has more under the x_request_id", x_request_id
-                )
+                detail = "a fault of the server: its log has more under the x_request_id"
+                await _fault(x_request_id, 500, detail)(scope, receive, answer)
         finally:
             self._account(scope, status, time.perf_counter() - begun, x_request_id)
 
@@ -400,7 +371,7 @@ class Gate:
         if refused is None and body is None:
             refused = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
         if refused is not None:
-            await _send_fault(send, *refused, x_request_id)
+            await _fault(x_request_id, *refused)(scope, receive, send)
         elif scope["method"] == "POST" and (direct := self._direct.get(scope["path"])) is not None:
             scope["route"] = direct.route
             response = await direct(body or b"", x_request_id)
@@ -444,7 +415,7 @@ class Gate:
         route = getattr(
             scope.get("route"), "path", "other"
         )  # a client must not be able to create labels from arbitrary paths
-        self._metrics.of_request(route, status, seconds)
+        self._service.metrics.of_request(route, status, seconds)
         if route.startswith("/v2/health") or route == "/metrics":
             return
         fields = {
@@ -455,17 +426,6 @@ class Gate:
             "ms": round(seconds * 1000, 2),
         }
         _LOG.info(REQUEST, extra={"fields": fields})
-
-
-async def _send_fault(send: Send, status: int, detail: str, x_request_id: str) -> None:
-    body = json.dumps({"detail": detail, "x_request_id": x_request_id}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if status == 413:
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +28,12 @@ from recpo.artifacts.checksums import kind_of, other_kind, sha256
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import locked_parent, write_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
+from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.encoded_histories import EncodedHistories
-from recpo.serving.histories import ITEM_ID, HistoryReader
+from recpo.serving.histories import ITEM_ID
 from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM
 from recpo.serving.recommending import ATTRIBUTES
@@ -107,7 +107,6 @@ class LoadedBundle:
         checksum: SHA-256 of its manifest, which contains the checksums of all its files.
         golden: number of golden requests that it answered; 0 = it has none.
         bundle: the bundle.
-        reader: reads its histories.
         known: what re-ranking reads of its items; None = nothing.
     """
 
@@ -116,13 +115,7 @@ class LoadedBundle:
     checksum: str
     golden: int
     bundle: Bundle
-    reader: HistoryReader
     known: ItemAttributes | None = None
-
-    @property
-    def known_features(self) -> PolicyFeatures:
-        """What it reads of users, requests and behaviors."""
-        return self.bundle.features
 
     @classmethod
     def load(
@@ -130,14 +123,21 @@ class LoadedBundle:
         path: Path,
         name: str,
         version: str | None = None,
+        *,
         threads: int = 0,
         reranking: Reranking | None = None,
         provider: str = CPU_PROVIDER,
     ) -> LoadedBundle:
-        """Verifies, loads and tests a bundle with ``threads`` and ``provider`` of ONNX Runtime.
+        """Verifies, loads and tests a bundle.
 
-        ``threads`` 0 = one for a program below 64 MiB, for which a second one takes more processor time than it saves,
-        otherwise one per core.
+        Args:
+            path: the bundle.
+            name: name of the model.
+            version: name of the version; None = from the checksum.
+            threads: threads of ONNX Runtime; 0 = one for a program below 64 MiB, for which a second one takes more
+                processor time than it saves, otherwise one per core.
+            reranking: how complete slates are chosen; None = in the policy's order.
+            provider: execution provider of ONNX Runtime.
 
         Raises:
             RecpoError: it is not a bundle, was altered, answers its golden requests differently than at export, or
@@ -150,7 +150,7 @@ class LoadedBundle:
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
-        return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader, known)
+        return cls(name, version or checksum[:12], checksum, golden, bundle, known)
 
 
 class Versions:
@@ -160,10 +160,8 @@ class Versions:
         path: a bundle, or a directory of bundles.
         name: name of the model; None = the name of the directory.
         on_change: called with each bundle that starts to serve.
-        threads: threads of ONNX Runtime; 0 = see ``LoadedBundle.load``.
         shortlist: minimum list length of a bundle, for exploration and re-ranking.
-        reranking: how complete slates are chosen; None = in the policy's order.
-        provider: execution provider of ONNX Runtime.
+        loading: ``threads``, ``reranking`` and ``provider`` of ``LoadedBundle.load``.
 
     Raises:
         RecpoError: there is no bundle, or the one that should serve cannot.
@@ -174,10 +172,8 @@ class Versions:
         path: Path,
         name: str | None = None,
         on_change: Callable[[LoadedBundle], None] = lambda _: None,
-        threads: int = 0,
         shortlist: int = 0,
-        reranking: Reranking | None = None,
-        provider: str = CPU_PROVIDER,
+        **loading: Any,
     ) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -185,7 +181,7 @@ class Versions:
         self._loading = threading.Lock()
         self._on_change = on_change
         self._tried: str | None = None
-        self._threads, self._shortlist, self._reranking, self._provider = threads, shortlist, reranking, provider
+        self._shortlist, self._loading_options = shortlist, loading
         self.current = self._load(None if self._alone else self._wanted())
         on_change(self.current)
 
@@ -278,7 +274,7 @@ class Versions:
     def _load(self, version: str | None) -> LoadedBundle:
         with self._loading:
             place = self.path if version is None else self.path / version
-            loaded = LoadedBundle.load(place, self.name, version, self._threads, self._reranking, self._provider)
+            loaded = LoadedBundle.load(place, self.name, version, **self._loading_options)
         if loaded.bundle.k < self._shortlist:
             raise RecpoError(
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "
@@ -329,11 +325,11 @@ class Versions:
 
 def log_kind(loaded: LoadedBundle) -> tuple[object, ...]:
     """The properties that the log's columns and the requests depend on."""
-    text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
+    known = loaded.bundle.features
     sides = (one for one in (known.user, known.context) if one is not None)
     sources = [(one.source, getattr(one, "width", None)) for side in sides for one in side.features]
     return (
-        text,
+        "strings" if loaded.bundle.items.is_text else "integers",
         loaded.bundle.feedback.levels_from,
         *known.behaviors,
         *feature_kinds(known.user),
@@ -350,13 +346,8 @@ def _versions(path: Path) -> list[str]:
             field=str(path),
         )
     names = [child.name for child in path.iterdir() if child.name[0] not in "._" and (child / MANIFEST).is_file()]
-    return sorted(
-        names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in _parts(name)]
-    )
-
-
-def _parts(name: str) -> list[str]:
-    return re.findall(r"[0-9]+|[^0-9]+", name)
+    parts = {name: re.findall(r"[0-9]+|[^0-9]+", name) for name in names}
+    return sorted(names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in parts[name]])
 
 
 def _newest(path: Path) -> str:

@@ -20,10 +20,10 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.artifacts.documents import WRITING, os_errors
 from recpo.artifacts.outputs import locked_parent, output_file, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.lists.interleaving import Interleaving
 from recpo.server.segments import (
     CLOSING,
@@ -44,6 +44,7 @@ from recpo.server.segments import (
     MAGIC,
     MAX_SLOTS,
     OPEN,
+    STATES,
     Address,
     SegmentWriter,
     Slot,
@@ -123,9 +124,7 @@ class LogLayout:
 
     def header(self) -> bytes:
         """The first record of every segment."""
-        of_variants = {name: value for name, value in asdict(self).items() if name in _OF_VARIANTS and value is None}
-        written = {name: value for name, value in asdict(self).items() if name not in of_variants}
-        return HEADER + json.dumps(written).encode()
+        return HEADER + json.dumps({name: value for name, value in asdict(self).items() if value is not None}).encode()
 
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
@@ -134,9 +133,8 @@ class LogLayout:
         Raises:
             RecpoError: the header has other fields, so another version of recpo wrote it.
         """
-        found = json.loads(payload[1:])
-        names = [one.name for one in fields(cls)]
-        if sorted({**dict.fromkeys(_OF_VARIANTS), **found}) != sorted(names):
+        found, names = json.loads(payload[1:]), [one.name for one in fields(cls)]
+        if {*_OF_VARIANTS, *found} != set(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
                 "start the recpo version that wrote it again, which completes its log",
@@ -185,8 +183,7 @@ class Impression(NamedTuple):
         return cls(*json.loads(payload[1:]))
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome of one item of a slate.
 
     Attributes:
@@ -199,7 +196,7 @@ class Outcome:
     address: Address
     time_ms: int
     item_id: Any
-    values: Mapping[str, float | bool] = field(default_factory=dict)
+    values: Mapping[str, float | bool]
 
     def payload(self) -> bytes:
         """Serializes it as a record."""
@@ -212,19 +209,19 @@ class Outcome:
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
-def validate_log_directory(root: Path, bundle: Path) -> None:
+def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
     """Raises if a log must not be written to ``root``. Writes nothing.
 
     Args:
         root: the log's directory.
-        bundle: the bundle that serves, or the directory of its versions.
+        bundles: the bundles that serve, or the directories of their versions.
 
     Raises:
-        RecpoError: it is or lies in a bundle or ``bundle``, or contains files and is not a log.
+        RecpoError: it is or lies in a bundle or in one of ``bundles``, or contains files and is not a log.
     """
-    place, served = Path(os.path.realpath(root)), Path(os.path.realpath(bundle))
+    place, served = Path(os.path.realpath(root)), {Path(os.path.realpath(bundle)) for bundle in bundles}
     for parent in (place, *place.parents):
-        if parent == served or kind_of(parent) == "bundle":
+        if parent in served or kind_of(parent) == "bundle":
             raise RecpoError(
                 f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
                 "which the files of a log would damage: choose a directory outside",
@@ -403,10 +400,8 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float | Non
             code="bad_value",
             field="propensity",
         )
-    if (total := math.fsum(known)) > 1.0 + _ROUNDING:
-        raise RecpoError(
-            f"propensities of a slate sum to {total}, expected at most 1", code="out_of_range", field="propensity"
-        )
+    total = math.fsum(known)
+    validate_range(total <= 1.0 + _ROUNDING, "propensity", "of a slate must sum to at most 1", total)
     if len(items) != len(propensity) or len(set(items)) < len(items):
         raise RecpoError(
             f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
@@ -424,8 +419,7 @@ def _parsed(identifier: str) -> tuple[Address, str]:
 _LOG = logging.getLogger("recpo.server")
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """What a pass wrote.
 
     Attributes:
@@ -441,10 +435,6 @@ class Settled:
     rows: int = 0
     outcomes: int = 0
     lost_bytes: int = 0
-
-    def __add__(self, other: Settled) -> Settled:
-        """The sum of two passes."""
-        return Settled(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 class _Segment(NamedTuple):
@@ -465,24 +455,25 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
     Raises:
         RecpoError: a file cannot be written.
     """
-    root = Path(root)
-    if not (root / JOURNAL).is_dir():
+    root, journal = Path(root), Path(root) / JOURNAL
+    if not journal.is_dir():
         return Settled()
-    alone = locked_handle(root / JOURNAL / "settling.lock", os.O_CREAT | os.O_RDWR)
+    alone = locked_handle(journal / "settling.lock", os.O_CREAT | os.O_RDWR)
     if alone is None:
         return Settled()
     try:
-        _complete_orphans(root / JOURNAL)
-        due = [segment for segment in _segments(root / JOURNAL, COMPLETE) if _is_due(root, segment, outcome_window_s)]
-        for segment in due:
-            _rename(root, segment, COMPLETE, CLOSING)
-        closing = list(_segments(root / JOURNAL, CLOSING))
+        _complete_orphans(journal)
+        for segment in list(_segments(journal, COMPLETE)):
+            written = segment_path(journal, *segment, COMPLETE)
+            if time.time() >= written.stat().st_mtime + outcome_window_s:
+                written.rename(written.with_suffix(CLOSING))
+        closing = list(_segments(journal, CLOSING))
         if not closing:
             return Settled()
-        outcomes, targets = _outcomes(root / JOURNAL, set(closing))
-        result = sum((_publish(root, segment, outcomes) for segment in closing), Settled())
-        _remove_done(root / JOURNAL, targets)
-        return result
+        outcomes, targets = _outcomes(journal, set(closing))
+        published = [_publish(root, segment, outcomes) for segment in closing]
+        _remove_done(journal, targets)
+        return Settled(*map(sum, zip(*published, strict=True)))
     finally:
         os.close(alone)
 
@@ -509,12 +500,12 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
     if lost:
         _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)
     if lost and layout is None:
-        _rename(root, segment, CLOSING, DAMAGED)
+        place.rename(place.with_suffix(DAMAGED))
         return Settled(lost_bytes=lost)
     if layout is not None and rows:
         with output_file(root / file_name(*segment)) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
-    _rename(root, segment, CLOSING, DONE)
+    place.rename(place.with_suffix(DONE))
     joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows) if layout is not None else 0
     return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
 
@@ -525,7 +516,7 @@ def _outcomes(
     """The outcomes of closing segments by impression, and for every segment the segments of its outcomes."""
     found: dict[Address, list[Outcome]] = defaultdict(list)
     targets: dict[_Segment, set[_Segment]] = defaultdict(set)
-    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+    for suffix in STATES:
         for segment in _segments(journal, suffix):
             for payload in _records_of(journal, segment):
                 if payload[:1] != OUTCOME:
@@ -540,7 +531,7 @@ def _outcomes(
 
 def _records_of(journal: Path, segment: _Segment) -> Iterator[bytes]:
     """The records of a segment in any of its states; a writer may complete it meanwhile."""
-    for suffix in (OPEN, COMPLETE, CLOSING, DONE):
+    for suffix in STATES:
         with suppress(FileNotFoundError):
             yield from (payload for _, payload in read_records(segment_path(journal, *segment, suffix)))
             return
@@ -575,13 +566,3 @@ def _segments(journal: Path, suffix: str) -> Iterator[_Segment]:
 def _number(name: str) -> int | None:
     text = name.removeprefix("slot-")
     return int(text) if text.isdecimal() and int(text) < MAX_SLOTS else None
-
-
-def _is_due(root: Path, segment: _Segment, outcome_window_s: float) -> bool:
-    written = segment_path(root / JOURNAL, *segment, COMPLETE).stat().st_mtime
-    return time.time() >= written + outcome_window_s
-
-
-def _rename(root: Path, segment: _Segment, before: str, after: str) -> None:
-    place = segment_path(root / JOURNAL, *segment, before)
-    place.rename(place.with_suffix(after))

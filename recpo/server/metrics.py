@@ -127,7 +127,6 @@ REQUEST: Final = "request"  # the message of the line of a request
 _MOST_WAITING: Final = 100
 _LOG = logging.getLogger("recpo.server")
 _ENCODER: Final = json.JSONEncoder(default=str)
-_QUIET: Final = ("uvicorn.access",)  # the gate writes a line for each request, with its id
 
 
 class JsonFormatter(logging.Formatter):
@@ -187,5 +186,4 @@ def log_as_json() -> None:
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    for name in _QUIET:
-        logging.getLogger(name).disabled = True
+    logging.getLogger("uvicorn.access").disabled = True  # the gate writes a line for each request, with its id

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recpo.artifacts.documents import describe_os_error
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.lists.exploration import Exploration
 from recpo.lists.interleaving import Interleaving
@@ -101,9 +101,7 @@ class ServerOptions:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         validate_ranges(self)
         self._validate_variants()
-        if self.port > _LAST_PORT:
-            message = f"serve: port is {self.port}, expected at most {_LAST_PORT}"
-            raise RecpoError(message, code="out_of_range", field="port")
+        validate_range(self.port <= _LAST_PORT, "port", f"must be at most {_LAST_PORT}", self.port)
 
     def _validate_variants(self) -> None:
         if isinstance(self.variant, str):
@@ -112,13 +110,11 @@ class ServerOptions:
         if self.guard is not None and (not variants or self.log is None):
             message = "guard ends variants because of their log: give --variant and --log"
             raise RecpoError(message, code="missing_option", field="log" if variants else "variant")
-        if not variants:
-            if self.interleave is not None:
-                message = "interleave mixes two variants: give them with --variant"
-                raise RecpoError(message, code="missing_option", field="variant")
-            return
         if self.interleave is None:
             return
+        if not variants:
+            message = "interleave mixes two variants: give them with --variant"
+            raise RecpoError(message, code="missing_option", field="variant")
         if len(variants) != 2 or variants[0].share != variants[1].share:
             message = "interleave mixes two variants of equal shares in every answer: give two, without shares"
             raise RecpoError(message, code="conflicting_options", field="interleave")

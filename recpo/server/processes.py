@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,9 @@ import uvicorn
 from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.server.impressions import settle
-from recpo.server.metrics import log_as_json
+from recpo.server.metrics import SHARED, log_as_json
 from recpo.server.options import Keys, ServerOptions
-from recpo.server.variants import open_variants, validate_log
+from recpo.server.variants import open_variants
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
@@ -60,7 +60,13 @@ def run_server(bundle: Path | None, options: ServerOptions) -> None:
         if options.workers == 1:
             _work(bundle, options, listening)
         else:
-            _supervise(bundle, options, listening)
+            open_variants(bundle, options)  # faults of the bundles and of the log's directory are reported here, once
+            with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
+                os.environ[SHARED] = shared  # which workers inherit
+                try:
+                    _Parent(bundle, options, listening).run()
+                finally:
+                    del os.environ[SHARED]
     if options.log is not None and options.publish_on_stop:
         settled = settle(options.log)
         _LOG.info("published", extra={"fields": {"rows": settled.rows, "files": settled.files}})
@@ -171,8 +177,7 @@ def _work(bundle: Path | None, options: ServerOptions, listening: socket.socket)
 def _child(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     """Runs a worker process."""
     log_as_json()
-    parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), name="recpo-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="recpo-parent", daemon=True).start()
     try:
         _work(bundle, options, listening)
     except RecpoError as error:
@@ -180,50 +185,39 @@ def _child(bundle: Path | None, options: ServerOptions, listening: socket.socket
         raise SystemExit(1) from error
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """Stops this worker if its parent has died."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _supervise(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
-    """Keeps ``options.workers`` processes alive until the server is stopped."""
-    open_variants(bundle, options)  # faults of the bundles and of the log's directory are reported here, once
-    validate_log(bundle, options)
-    with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
-        try:
-            _Parent(lambda: _start(bundle, options, listening), listening.close, options).run()
-        finally:
-            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
-
-
-def _start(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=_child, args=(bundle, options, listening))
-    process.start()
-    return process
-
-
 class _Parent:
-    """Starts workers, forwards signals, and replaces workers that die.
+    """Starts workers, forwards signals, and replaces workers that die, until the server is stopped.
 
     Args:
-        start: starts one worker.
-        stop_listening: closes the parent's copy of the socket.
+        bundle: what they serve.
         options: number of workers, and how long they may take to stop.
+        listening: the socket that they share.
     """
 
-    def __init__(self, start: Callable[[], Any], stop_listening: Callable[[], None], options: ServerOptions) -> None:
-        self._start, self._stop_listening, self._options = start, stop_listening, options
+    def __init__(self, bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
+        self._bundle, self._options, self._listening = bundle, options, listening
         self._stopping = threading.Event()
         self._workers: list[tuple[Any, float]] = []
         self._early = 0
 
+    def _start(self) -> tuple[Any, float]:
+        arguments = self._bundle, self._options, self._listening
+        process = multiprocessing.get_context("spawn").Process(target=_child, args=arguments)
+        process.start()
+        return process, time.monotonic()
+
     def run(self) -> None:
         handlers = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop, signal.SIGHUP: self._pass_on}
         with _handling(handlers):
-            self._workers = [(self._start(), time.monotonic()) for _ in range(self._options.workers)]
+            self._workers = [self._start() for _ in range(self._options.workers)]
             try:
                 while not self._stopping.wait(_RESTART_S):
                     self._replace_the_dead()
@@ -243,7 +237,7 @@ class _Parent:
                     f"{_ATTEMPTS} workers ended as soon as they began: the log above says why", code="failed"
                 )
             _LOG.error("worker %d ended with status %s: another one takes its place", worker.pid, worker.exitcode)
-            self._workers[place] = (self._start(), time.monotonic())
+            self._workers[place] = self._start()
 
     def _stop(self, sig: int, frame: FrameType | None) -> None:
         self._stopping.set()
@@ -259,7 +253,7 @@ class _Parent:
         The parent closes its copy of the socket first: it would keep the socket open when no worker accepts any more,
         and the connections that arrive then would be reset in the end.
         """
-        self._stop_listening()
+        self._listening.close()
         for worker, _ in self._workers:
             worker.terminate()
         until = time.monotonic() + self._options.drain_s + self._options.timeout_s + 2 * _GRACE_S

@@ -13,8 +13,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
-from recpo.serving.recommending import Wanted, filtered, milliseconds, validate_k
+from recpo.serving.recommending import Wanted, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 
@@ -147,11 +148,11 @@ class Ranker:
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle
         lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
-        reader = loaded.reader
+        reader = bundle.reader
         read = reader.read_requests(
             [(query.history, query.exclude) for query in queries],
-            user_features=None if reader.user is None else [query.user or {} for query in queries],
-            context=None if reader.context is None else [query.context or {} for query in queries],
+            user_features=None if reader.features.user is None else [query.user or {} for query in queries],
+            context=None if reader.features.context is None else [query.context or {} for query in queries],
             at=milliseconds(None),
         )
         ((_, inputs),) = read.batches(len(queries))
@@ -181,10 +182,7 @@ class Ranker:
         self, inputs: EncodedHistories, top: tuple[np.ndarray, np.ndarray], bundle: Bundle, k: int, rows: list[int]
     ) -> list[Slate]:
         """Slates of some rows of the batch."""
-        if self._exploration is None:
-            raise RecpoError(
-                "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
-            )
+        assert self._exploration is not None
         width = max(self._exploration.shortlist, k)
         pools, exclude = None, excluded(inputs, bundle.manifest.repeats)
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
@@ -209,7 +207,7 @@ def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
     """
     if not any(query.allow or query.deny for query in queries):
         return None
-    masks = [filtered(bundle.filters, query.allow, query.deny) for query in queries]
+    masks = [bundle.filters.allowed(query.allow, query.deny) for query in queries]
     return np.stack([np.ones(len(bundle.items) + 1, bool) if mask is None else mask for mask in masks])
 
 
@@ -228,9 +226,6 @@ def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndar
 
 _SHORT_S = 0.004  # a batch that is done sooner may keep the event loop waiting
 
-QueryT = TypeVar("QueryT")
-AnswerT = TypeVar("AnswerT")
-
 
 class QueueFullError(Exception):
     """More requests are waiting than the options allow."""
@@ -241,15 +236,15 @@ class ClosedError(Exception):
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[QueryT, AnswerT]):
+class _Waiting:
     """A query and the future of its answer. Instances compare by identity."""
 
-    query: QueryT
-    future: asyncio.Future[AnswerT]
+    query: Query
+    future: asyncio.Future[Shown]
     taken: bool = False
 
 
-class Batcher(Generic[QueryT, AnswerT]):
+class Batcher:
     """Passes batches of queries to a function that runs in its own thread.
 
     Args:
@@ -262,7 +257,7 @@ class Batcher(Generic[QueryT, AnswerT]):
 
     def __init__(
         self,
-        work: Callable[[Sequence[QueryT]], Sequence[AnswerT | Exception]],
+        work: Callable[[Sequence[Query]], Sequence[Shown | Exception]],
         *,
         max_batch: int,
         max_wait_ms: float = 0.0,
@@ -271,7 +266,7 @@ class Batcher(Generic[QueryT, AnswerT]):
     ) -> None:
         self._work, self._on_batch = work, on_batch
         self._max_batch, self._max_wait_s, self._max_queue = max_batch, max_wait_ms / 1000, max_queue
-        self._queue: deque[_Waiting[QueryT, AnswerT]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "recpo-batch")
         self._task: asyncio.Task[None] | None = None
@@ -288,7 +283,7 @@ class Batcher(Generic[QueryT, AnswerT]):
         """Starts accepting queries. Call it in the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def submit(self, query: QueryT) -> AnswerT:
+    async def submit(self, query: Query) -> Shown:
         """The answer to one query. A canceled query leaves the queue.
 
         Raises:
@@ -297,10 +292,10 @@ class Batcher(Generic[QueryT, AnswerT]):
             Exception: the answer was this exception.
         """
         if self._closed:
-            raise ClosedError
+            raise ClosedError("this server stops: try another one")
         if len(self._queue) >= self._max_queue:
-            raise QueueFullError
-        waiting = _Waiting[QueryT, AnswerT](query, asyncio.get_running_loop().create_future())
+            raise QueueFullError("too many requests wait: try again in a second")
+        waiting = _Waiting(query, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._unanswered += 1
         self._arrived.set()
@@ -328,7 +323,9 @@ class Batcher(Generic[QueryT, AnswerT]):
         while True:
             await self._arrived.wait()
             if self._max_wait_s and len(self._queue) < self._max_batch:
-                await self._wait_for_others()
+                self._full.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._full.wait(), self._max_wait_s)
             if batch := self._take():
                 queries = [waiting.query for waiting in batch]
                 self._on_batch(len(batch))
@@ -338,19 +335,18 @@ class Batcher(Generic[QueryT, AnswerT]):
                 else:
                     answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
                 self._query_s = (time.perf_counter() - begun) / len(batch)
-                _resolve(batch, answers)
+                for waiting, answer in zip(batch, answers, strict=True):
+                    if waiting.future.done():
+                        continue
+                    if isinstance(answer, Exception):
+                        waiting.future.set_exception(answer)
+                    else:
+                        waiting.future.set_result(answer)
                 if self._queue:
                     await asyncio.sleep(0)  # for these answers, and for requests that have arrived
 
-    async def _wait_for_others(self) -> None:
-        self._full.clear()
-        try:
-            await asyncio.wait_for(self._full.wait(), self._max_wait_s)
-        except TimeoutError:
-            return
-
-    def _take(self) -> list[_Waiting[QueryT, AnswerT]]:
-        batch: list[_Waiting[QueryT, AnswerT]] = []
+    def _take(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
         while self._queue and len(batch) < self._max_batch:
             waiting = self._queue.popleft()
             waiting.taken = True
@@ -360,18 +356,8 @@ class Batcher(Generic[QueryT, AnswerT]):
             self._arrived.clear()
         return batch
 
-    def _answers(self, queries: Sequence[QueryT]) -> Sequence[AnswerT | Exception]:
+    def _answers(self, queries: Sequence[Query]) -> Sequence[Shown | Exception]:
         try:
             return self._work(queries)
         except Exception as error:  # the queue continues; every client of this batch gets the error
             return [error] * len(queries)
-
-
-def _resolve(batch: Sequence[_Waiting[QueryT, AnswerT]], answers: Sequence[AnswerT | Exception]) -> None:
-    for waiting, answer in zip(batch, answers, strict=True):
-        if waiting.future.done():
-            continue
-        if isinstance(answer, Exception):
-            waiting.future.set_exception(answer)
-        else:
-            waiting.future.set_result(answer)

@@ -28,11 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from recpo.artifacts.documents import describe_os_error
-from recpo.base.errors import RecpoError
+from recpo.artifacts.documents import describe_os_error, flush
+from recpo.base.errors import RecpoError, validate_range
 
 OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
-_STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
+STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
 MAGIC: Final = b"recpo-segment-1\n"
 MAX_SLOTS: Final = 512
 _FRAME: Final = struct.Struct("<II")
@@ -124,7 +124,7 @@ class SegmentWriter:
         self._max_bytes, self._max_age_s, self._sync = max_bytes, max_age_s, sync
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, bytes, Future[None]]] = []
-        earlier = [int(file.stem, 16) for file in slot.path.iterdir() if file.suffix in _STATES]
+        earlier = [int(file.stem, 16) for file in slot.path.iterdir() if file.suffix in STATES]
         self._segment, self._offset, self._begun_at = max(earlier, default=0), 0, 0.0
         self._file: int | None = None
         self._file_segment, self._file_size = 0, 0
@@ -139,12 +139,8 @@ class SegmentWriter:
         Raises:
             RecpoError: the writer is closed, or the record is too large.
         """
-        if len(payload) > _LARGEST_RECORD:
-            raise RecpoError(
-                f"a record of {len(payload):,} bytes, at most {_LARGEST_RECORD:,} are logged: ask for fewer items",
-                code="out_of_range",
-                field="items",
-            )
+        rule = f"must be fewer: their record may have at most {_LARGEST_RECORD} bytes"
+        validate_range(len(payload) <= _LARGEST_RECORD, "items", rule, len(payload))
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:
@@ -214,7 +210,7 @@ class SegmentWriter:
             self._file_segment, self._file_size = segment, 0
             content = self._begin + content
             if self._sync:
-                sync_directory(self.slot.path)
+                flush(self.slot.path)
         view = memoryview(content)
         while view:
             view = view[os.write(self._file, view) :]
@@ -300,15 +296,6 @@ def read_record(journal: Path, address: Address) -> bytes | None:
         except FileNotFoundError:
             continue
     return None
-
-
-def sync_directory(path: Path) -> None:
-    """Flushes the names in a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _next_whole(content: bytes, begin: int) -> int | None:

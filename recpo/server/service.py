@@ -8,27 +8,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
-from recpo.server.bundles import LoadedBundle, feature_kinds
+from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ImpressionLog, LogLayout, settle, validate_propensities
 from recpo.server.metrics import Metrics, flush_logs
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Batcher, Query, Ranker, Shown
-from recpo.server.variants import EndedVariants, Watch, assigned, open_variants, validate_log
+from recpo.server.variants import EndedVariants, Watch, assigned, open_variants
 from recpo.server.wire import FeedbackRequest, RecommendRequest, known_behaviors, known_features
+from recpo.serving.bundle import Bundle
+from recpo.serving.recommending import validate_k
 
 _LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
-
-
-class Answered(NamedTuple):
-    """A slate, and its id if it is logged."""
-
-    shown: Shown
-    request_id: str | None
 
 
 class InvalidAnswerError(Exception):
@@ -57,16 +52,15 @@ class Service:
     def __init__(self, path: Path | None, options: ServerOptions) -> None:
         self.options = options
         self.variants = options.variants
-        validate_log(path, options)
         self.metrics = Metrics([one.name for one in self.variants])
         self.of_variant = open_variants(path, options, self.metrics.of_bundle)
         self.versions = next(iter(self.of_variant.values()))
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
-        self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
+        self.log = None if options.log is None else _open_log(options.log, self.versions.current.bundle, options)
         self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
         self._watch = self._guard()
         self.draining = False
-        self._batcher: Batcher[Query, Shown] = Batcher(
+        self._batcher = Batcher(
             self._rank,
             max_batch=options.max_batch,
             max_wait_ms=options.max_wait_ms,
@@ -106,8 +100,8 @@ class Service:
         if self._watch is not None:
             self._watch.close()
 
-    async def recommend(self, request: RecommendRequest) -> Answered:
-        """Ranks, and logs the slate. The impression is on disk when this returns.
+    async def recommend(self, request: RecommendRequest) -> tuple[Shown, str | None]:
+        """A slate, and its id if it is logged. The impression is on disk when this returns.
 
         Raises:
             RecpoError: the request cannot be answered.
@@ -133,7 +127,7 @@ class Service:
         self.metrics.items.labels("true").inc(sum(shown.explored))
         self.metrics.of_answer(shown.variant)
         if self.log is None or not shown.items:
-            return Answered(shown, None)
+            return shown, None
         try:
             is_random = [shown.is_random] * len(shown.items)
             of_variants = {"variant": shown.variant, "team": shown.team, "credit": shown.credit}
@@ -144,7 +138,7 @@ class Service:
         except RecpoError as error:
             raise _unavailable(error) from error
         self.metrics.impressions.inc()
-        return Answered(shown, identifier)
+        return shown, identifier
 
     async def feedback(self, request: FeedbackRequest) -> int:
         """Logs outcomes and returns their number. They are on disk when this returns.
@@ -181,7 +175,7 @@ class Service:
             RecpoError: features or behaviors that the bundle does not read, or invalid values.
         """
         explores = self.options.exploration is not None and request.explore is not False
-        known = self.versions.current.known_features
+        known = self.versions.current.bundle.features
         user, context = (
             known_features(known, "user", request.user, "user"),
             known_features(known, "context", request.context, "context"),
@@ -243,14 +237,9 @@ class Service:
             ("history", len(request.history), options.max_events),
             ("exclude", len(request.exclude), options.max_exclude),
         ):
-            if length > most:
-                raise RecpoError(
-                    f"{name} has {length:,} entries, at most {most:,} are taken: send the most recent ones",
-                    code="out_of_range",
-                    field=name,
-                )
-        if request.k is not None and request.k > (longest := self._longest(variant)):
-            raise RecpoError(f"k is {request.k}, this bundle serves at most {longest}", code="out_of_range", field="k")
+            validate_range(length <= most, name, f"must have at most {most:,} entries, the most recent ones", length)
+        if request.k is not None:
+            validate_k(request.k, self._longest(variant))
         if request.explore and options.exploration is None:
             raise RecpoError(
                 "explore: this server does not explore (--exploration)", code="unsupported", field="explore"
@@ -287,13 +276,12 @@ def _unavailable(error: RecpoError) -> LogUnavailableError:
     return LogUnavailableError("the log cannot be written, so nothing is acknowledged: try again, or another server")
 
 
-def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> ImpressionLog:
-    text = "string" in str(bundle.bundle.items.type)
-    known = bundle.known_features
+def _open_log(root: Path, bundle: Bundle, options: ServerOptions) -> ImpressionLog:
+    known = bundle.features
     layout = LogLayout(
-        options.user_ids or bundle.bundle.manifest.origin.get("user_ids") or "integer",
-        "string" if text else "integer",
-        graded=not bundle.bundle.feedback.cutoffs,
+        options.user_ids or bundle.manifest.origin.get("user_ids") or "integer",
+        "string" if bundle.items.is_text else "integer",
+        graded=not bundle.feedback.cutoffs,
         behaviors=known.behaviors,
         context=feature_kinds(known.context),
         experiment=options.experiment if options.variant else None,

@@ -41,7 +41,7 @@ import pyarrow.compute as pc
 
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import locked_parent, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.evaluation.sequences import EmpiricalBernstein
 from recpo.evaluation.variants import PerUser, Slates, read_log, slates
@@ -98,8 +98,7 @@ class Guard:
         validate_ranges(self)
         if self.dislikes is None and self.value is None:
             raise RecpoError("guard: set dislikes, value, or both", code="missing_option", field="guard")
-        if self.value is not None and not math.isfinite(self.value):
-            raise RecpoError(f"guard.value is {self.value}", code="out_of_range", field="guard.value")
+        validate_range(math.isfinite(self.value or 0.0), "guard.value", "must be finite", self.value)
 
 
 def parse_variants(texts: Sequence[str]) -> tuple[Variant, ...]:
@@ -149,19 +148,15 @@ def open_variants(
     """The versions of every variant by its name, the control first; without variants those of the bundle as "".
 
     Raises:
-        RecpoError: a bundle cannot serve, or its log and requests are not those of the control.
+        RecpoError: a bundle cannot serve, its log and requests are not those of the control, or the log's directory
+            cannot be one, or lies in a bundle that serves.
     """
     paths = {one.name: one.path for one in options.variants} or {"": bundle or Path()}
+    if options.log is not None:
+        validate_log_directory(options.log, paths.values())
+    loading = {"threads": options.threads, "reranking": options.reranking, "provider": options.provider}
     found = {
-        name: Versions(
-            path,
-            options.name,
-            partial(on_change, name),
-            threads=options.threads,
-            shortlist=options.shortlist,
-            reranking=options.reranking,
-            provider=options.provider,
-        )
+        name: Versions(path, options.name, partial(on_change, name), options.shortlist, **loading)
         for name, path in paths.items()
     }
     kinds = {name: log_kind(one.current) for name, one in found.items()}
@@ -174,13 +169,6 @@ def open_variants(
             field="variant",
         )
     return found
-
-
-def validate_log(bundle: Path | None, options: ServerOptions) -> None:
-    """Raises ``RecpoError`` if the log's directory cannot be one, or lies in a bundle that serves."""
-    for served in [one.path for one in options.variants] or [bundle or Path()]:
-        if options.log is not None:
-            validate_log_directory(options.log, served)
 
 
 class EndedVariants:

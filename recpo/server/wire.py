@@ -168,7 +168,7 @@ class FeedbackRequest(BaseModel):
 
 
 class FeedbackAnswer(BaseModel):
-    """Finite of outcomes on disk."""
+    """Number of outcomes on disk."""
 
     accepted: int
 

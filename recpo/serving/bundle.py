@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import pandas as pd
@@ -32,26 +32,25 @@ import pyarrow as pa
 
 from recpo.artifacts.documents import parse_json
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
-from recpo.base.features import Category, Number, Vector
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures, by_source, decoded
+from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest, readable
 from recpo.serving.recommending import (
     ItemFilters,
     Moment,
     Wanted,
-    filtered,
     milliseconds,
     recommend_lists,
     score_candidates,
     validate_k,
 )
-from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Bundle:
             RecpoError: an unknown engine or provider, or a bundle that is missing, incomplete, altered, or of another
                 format version.
         """
-        root, engine = Path(path), validate_engine(engine)
+        root = Path(path)
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
@@ -123,17 +122,21 @@ class Bundle:
         return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
 
     @cached_property
-    def filters(self) -> ItemFilters | None:
-        """The attributes for ``allow`` and ``deny``; None = the bundle was exported without attributes."""
+    def filters(self) -> ItemFilters:
+        """The attributes for ``allow`` and ``deny``; none if the bundle was exported without attributes."""
         return ItemFilters.load(self.root, self.items)
 
-    @property
+    @cached_property
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
-        manifest, known = self.manifest, self.features
-        parts = known.behaviors, known.user, known.context
+        manifest = self.manifest
         return HistoryReader(
-            self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps, *parts, manifest.repeats
+            self.items,
+            manifest.feedback,
+            manifest.max_history,
+            manifest.reads_timestamps,
+            self.features,
+            manifest.repeats,
         )
 
     def recommend(
@@ -178,7 +181,7 @@ class Bundle:
         Raises:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
-        k, allowed = validate_k(self.k if k is None else k, self.k), filtered(self.filters, allow, deny)
+        k, allowed = validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
         self.reader.validate_columns(histories, user_features, context)
         sides = {"user_features": user_features, "context": context}
         read = self.reader.read(histories, exclude=exclude, users=users, at=milliseconds(at), **sides)
@@ -216,7 +219,7 @@ class Bundle:
         """
         k = validate_k(self.k if k is None else k, self.k)
         inputs = self.reader.read_request(events, exclude, user, context, milliseconds(at))
-        allowed = filtered(self.filters, allow, deny)
+        allowed = self.filters.allowed(allow, deny)
         return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
 
     def ranked(self, inputs: EncodedHistories, k: int) -> list[tuple[Any, float]]:
@@ -258,6 +261,12 @@ def load_runtime(
     root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0, provider: str = CPU_PROVIDER
 ) -> Runtime:
     """The engine of a bundle whose files are already verified."""
+    if engine not in get_args(EngineName):
+        raise RecpoError(
+            f"engine is {engine!r}, expected one of: {', '.join(get_args(EngineName))}",
+            code="unknown_name",
+            field="engine",
+        )
     if engine != "onnx" and provider != CPU_PROVIDER:
         raise RecpoError(
             f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out",
@@ -279,23 +288,25 @@ TOLERANCE: Final = 1e-4
 """Allowed difference of natural-log probabilities. Items this close may swap places."""
 
 _REQUESTS, _LISTED = 8, 10
-_LEFT_OUT: Final = 0.2  # share of the features that are missing in a request
-_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 86_400_000
+_MISSING: Final = 0.2  # share of the features that are missing
+FIRST_TIME_MS: Final = 1_600_000_000_000  # of random histories
+_LONGEST_GAP_MS: Final = 86_400_000
 _REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
 
 
-def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
-    """Sends requests to ``bundle`` and writes them with its answers.
+def write_golden(bundle: Bundle) -> None:
+    """Sends requests to an unfinished bundle and writes them with its answers.
 
     The first request has no history, and the last history is longer than the policy reads. Some events lack their
     outcome, and every request has items to exclude.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     lengths = np.linspace(0, bundle.manifest.max_history + 2, _REQUESTS).round().astype(int)
     requests = [_request(bundle, int(length), generator) for length in lengths]
     k = min(_LISTED, bundle.k)
     content = [{**request, "k": k, "answer": _answer(bundle, request, k)} for request in requests]
-    path.write_text(json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n"
+    (bundle.root / GOLDEN).write_text(text, encoding="utf-8")
 
 
 def check_golden(bundle: Bundle) -> int:
@@ -310,32 +321,30 @@ def check_golden(bundle: Bundle) -> int:
     path = bundle.root / GOLDEN
     if GOLDEN not in bundle.manifest.files:
         return 0
-    content = parse_json(path.read_bytes(), path, _REMEDY)
-    try:
-        requests = content["requests"]
+    with readable(path, KeyError, TypeError, ValueError, remedy=_REMEDY):
+        requests = parse_json(path.read_bytes(), path, _REMEDY)["requests"]
         for number, request in enumerate(requests):
             expected = [(item, float(score)) for item, score in request["answer"]]
             found = _answer(bundle, request, request["k"])
             compare_lists(expected, found, f"{path}: request {number}", f": {_REMEDY}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}", code="damaged", field=path.name) from error
     return len(requests)
 
 
 def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dict[str, Any]:
     items: list[Any] = bundle.items.listed(generator.integers(1, len(bundle.items) + 1, length + 2))
-    times = _FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
+    times = FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
     history = [{"item_id": item, "timestamp": int(time)} for item, time in zip(items[2:], times, strict=True)]
     known = bundle.features
     for event in history:
         event |= _outcome(bundle.feedback, generator)
         event |= {name: bool(generator.random() < 0.3) for name in known.behaviors}
-        event |= {} if known.context is None else _features(known.context, generator, by_name=True)
     request: dict[str, Any] = {"history": history, "exclude": items[:2]}
     if known.user is not None:
-        request["user"] = _features(known.user, generator)
+        (request["user"],) = _features(known.user, 1, generator)
     if known.context is not None:
-        request["context"] = _features(known.context, generator, by_name=True)
+        *past, request["context"] = _features(known.context, length + 1, generator, by_name=True)
+        for event, features in zip(history, past, strict=True):
+            event |= features
     return request
 
 
@@ -345,30 +354,38 @@ def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[An
     return bundle.ranked(bundle.reader.read_request(*parts), k)
 
 
-def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:
-    """Raw values of some features: values of the vocabulary and unknown values; other features are left out."""
-    found: dict[str, Any] = {}
-    for feature in fitted.features:
-        if generator.random() < _LEFT_OUT:
-            continue
-        name = feature.name if by_name else feature.source
-        if isinstance(feature, Number):
-            found[name] = round(float(abs(generator.normal(feature.mean or 0.0, feature.std or 1.0))), 3)
-        elif isinstance(feature, Vector):
-            found[name] = generator.normal(size=feature.width or 0).round(3).tolist()
-        else:
-            drawn = _of_vocabulary(fitted.vocabularies[feature.name].values, generator)
-            if isinstance(feature, Category):
-                found[name] = drawn
-            else:
-                found[name] = [drawn] if getattr(feature, "separator", None) is None else str(drawn)
-    return found
+def _features(
+    fitted: FittedFeatures, rows: int, generator: np.random.Generator, by_name: bool = False
+) -> list[dict[str, Any]]:
+    """Raw values of random features; those that are missing are left out."""
+    columns = decoded(fitted, random_features(fitted.features, (rows,), generator))
+    table = pa.table(columns if by_name else by_source(fitted, columns))
+    return [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
 
 
-def _of_vocabulary(values: pa.Array, generator: np.random.Generator) -> Any:
-    place = int(generator.integers(len(values) + 1))
-    strange = "?" if pa.types.is_string(values.type) else -(2**31)
-    return strange if place == len(values) else values[place].as_py()
+def random_features(
+    features: Sequence[Feature], shape: tuple[int, ...], generator: np.random.Generator
+) -> FeatureArrays:
+    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
+
+    def codes(sizes: Sequence[int | None]) -> np.ndarray:
+        ends = np.array([size or 2 for size in sizes], np.int64)
+        return generator.integers(1, ends, (*shape, len(sizes)))
+
+    def known(width: int) -> np.ndarray:
+        return generator.random((*shape, width)) > _MISSING
+
+    def numbers(width: int, kept: np.ndarray) -> np.ndarray:
+        return np.where(kept, generator.standard_normal((*shape, width), np.float32), np.float32(np.nan))
+
+    sizes = [one.num_codes for one in of_type(features, Category)]
+    width = len(of_type(features, Number))
+    return FeatureArrays(
+        codes(sizes) * known(len(sizes)),
+        tuple(-np.sort(-codes([one.num_codes] * one.length) * known(1)) for one in of_type(features, Categories)),
+        numbers(width, known(width)),
+        tuple(numbers(one.width or 0, known(1)) for one in of_type(features, Vector)),
+    )
 
 
 def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> dict[str, Any]:

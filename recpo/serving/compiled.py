@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile
@@ -25,9 +23,8 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.policies.catalog_search import BLOCK_ROWS
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import exported_program, traces_forgotten
-from recpo.serving.manifest import MANIFEST
+from recpo.serving.manifest import MANIFEST, BundleManifest, readable
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of, verify_runtime
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
 
@@ -54,12 +51,26 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
     """
     loaded = Bundle.open(bundle, engine="torch")
     assert isinstance(loaded.runtime, PolicyRuntime)
-    policy, manifest = loaded.runtime.policy, loaded.manifest
+    policy, manifest = loaded.runtime.policy, _of_ids(loaded.manifest)
     with (
         output_file(out, overwrite=overwrite, inputs=[loaded.root]) as working,
         tempfile.TemporaryDirectory(prefix="recpo-compiled-") as work,
+        traces_forgotten(),
+        torch._inductor.config.patch(compile_threads=1),  # a process pool would outlive the call
     ):
-        file = _compiled(policy, manifest.k, loaded.runtime.reads, Path(work), sha256(loaded.root / MANIFEST))
+        exported = exported_program(ServingProgram(_ranker(policy), manifest.k, manifest.reads))
+        settings = {"aot_inductor.metadata": {_CHECKSUM: sha256(loaded.root / MANIFEST)}}
+        try:
+            file = torch._inductor.aoti_compile_and_package(
+                exported, package_path=f"{work}/program.pt2", inductor_configs=settings
+            )
+        except Exception as error:  # errors of Inductor's own classes and of the compiler
+            raise RecpoError(
+                f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or name "
+                "it in CXX), or serve the bundle with ONNX Runtime",
+                code="not_installed",
+                field="compile",
+            ) from error
         verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
         copyfile(file, working)
 
@@ -71,40 +82,22 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
         RecpoError: no bundle, or a file that was not compiled from it.
     """
     loaded = Bundle.open(bundle)
-    try:
+    with readable(Path(file), Exception, remedy="compile the bundle again"):  # errors of the loader, the linker, or zip
         validate_archive(Path(file), contents=True)  # a damaged library could end the process
         program: Any = load_package(str(file))
         found = program.get_metadata().get(_CHECKSUM)
-    except Exception as error:  # errors of the loader, the linker, or zip
-        raise RecpoError(
-            f"{file} is no compiled program ({error}): compile the bundle again", code="damaged", field=Path(file).name
-        ) from error
     if found != sha256(loaded.root / MANIFEST):
         raise RecpoError(
             f"{file} was compiled from another bundle than {bundle}: compile this one",
             code="mismatch",
             field=Path(file).name,
         )
-    return replace(loaded, runtime=TorchProgramRuntime(program, loaded.manifest))
+    return replace(loaded, runtime=TorchProgramRuntime(program, _of_ids(loaded.manifest)))
 
 
-def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum: str) -> Path:
-    with traces_forgotten():
-        exported = exported_program(policy, ServingProgram(_ranker(policy), k, reads))
-        settings = {"aot_inductor.metadata": {_CHECKSUM: checksum}}
-        with _in_this_process():
-            try:
-                made = torch._inductor.aoti_compile_and_package(
-                    exported, package_path=str(work / "program.pt2"), inductor_configs=settings
-                )
-            except Exception as error:  # errors of Inductor's own classes and of the compiler
-                raise RecpoError(
-                    f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or "
-                    "name it in CXX), or serve the bundle with ONNX Runtime",
-                    code="not_installed",
-                    field="compile",
-                ) from error
-    return Path(made)
+def _of_ids(manifest: BundleManifest) -> BundleManifest:
+    """The manifest of a program that takes all forbidden items as ids, never as a mask."""
+    return replace(manifest, mask=False)
 
 
 def _ranker(policy: Policy) -> Policy | CatalogSearch:
@@ -114,10 +107,3 @@ def _ranker(policy: Policy) -> Policy | CatalogSearch:
     if isinstance(ranker, CatalogSearch):
         ranker.table.written_out = True
     return ranker
-
-
-@contextmanager
-def _in_this_process() -> Iterator[None]:
-    """Compiles without a process pool, which would outlive the call."""
-    with torch._inductor.config.patch(compile_threads=1):
-        yield

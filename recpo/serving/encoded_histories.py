@@ -6,9 +6,9 @@ Export, runtimes, manifest and metadata all come through here. NumPy and Arrow o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -96,9 +96,13 @@ class PerUser(NamedTuple):
         """Number of values of the users ``begin .. end - 1``."""
         return self.offsets[begin + 1 : end + 1] - self.offsets[begin:end]
 
-    def padded(self, begin: int, end: int, width: int) -> dict[str, np.ndarray]:
-        """The last ``width`` values of the users ``begin .. end - 1``: ``[end - begin, width]`` of each column."""
+    def padded(self, begin: int, end: int, width: int | None = None) -> dict[str, np.ndarray]:
+        """The last ``width`` values of the users ``begin .. end - 1``: ``[end - begin, width]`` of each column.
+
+        Without a width all values, and at least one column.
+        """
         first, last, lengths = self.offsets[begin], self.offsets[end], self.lengths(begin, end)
+        width = max(1, int(lengths.max(initial=0))) if width is None else width
         begins = self.offsets[begin + 1 : end + 1] - np.minimum(lengths, width)
         place = np.arange(first, last) - begins.repeat(lengths)
         kept = place >= 0
@@ -149,8 +153,7 @@ class UserHistories:
             columns["context"] = self.context.rows(self._requests(begin, end, columns["context"]))
         if self.user is not None:
             columns["user"] = self.user.rows(np.arange(begin, end))
-        width = max(1, int(self.exclude.lengths(begin, end).max()))
-        exclude = self.exclude.padded(begin, end, width)["item_ids"]
+        exclude = self.exclude.padded(begin, end)["item_ids"]
         if len(self.unlisted):
             exclude = np.concatenate([exclude, np.tile(self.unlisted, (end - begin, 1))], 1)
         return EncodedHistories(exclude=exclude, **columns)
@@ -166,7 +169,6 @@ class UserHistories:
 
 EXCLUDE: Final = "exclude"
 ALLOWED: Final = "allowed"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -264,35 +266,12 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
     if reads.behaviors:
         meaning = "bit b: the user did the b-th of the manifest's behaviors"
         found.append(ProgramInput("behaviors", history, "int64", meaning, lambda h: h.behaviors))
-    found += _of_side("user", (), reads.user, lambda h: h.user)
-    found += _of_side("context", (max_history + 1,), reads.context, lambda h: h.context)
+    found += _of_side("user", (), reads.user)
+    found += _of_side("context", (max_history + 1,), reads.context)
     if exclude and reads.mask:
         meaning = "whether the item may be listed, place 0 is padding"
         found.append(ProgramInput(ALLOWED, (reads.mask,), "bool", meaning, lambda h: _mask(h, reads.mask)))
     return tuple(found)
-
-
-def features_of(
-    side: str, features: tuple[Feature, ...], tensors: Mapping[str, _T], nothing: Callable[[str], _T]
-) -> Any:
-    """The fields of ``recpo.base.types.Features`` of one side, out of the tensors of a program by name.
-
-    Args:
-        side: ``user`` or ``context``.
-        features: its features.
-        tensors: by the names of ``program_inputs``.
-        nothing: makes a tensor of width 0 of a type, where there is no feature of the kind.
-
-    Returns:
-        ``codes, lists, numbers, vectors``.
-    """
-    codes, numbers = f"{side}_codes", f"{side}_numbers"
-    return (
-        tensors[codes] if codes in tensors else nothing("int64"),
-        tuple(tensors[f"{side}_list_{one.name}"] for one in of_type(features, Categories)),
-        tensors[numbers] if numbers in tensors else nothing("float32"),
-        tuple(tensors[f"{side}_vector_{one.name}"] for one in of_type(features, Vector)),
-    )
 
 
 def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
@@ -301,20 +280,16 @@ def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
     return np.ones((len(histories.item_ids), places), bool)
 
 
-def _of_side(
-    side: str,
-    lead: tuple[int, ...],
-    features: tuple[Feature, ...],
-    arrays: Callable[[EncodedHistories], FeatureArrays | None],
-) -> list[ProgramInput]:
+def _of_side(side: str, lead: tuple[int, ...], features: tuple[Feature, ...]) -> list[ProgramInput]:
     """Codes, lists, numbers and vectors of one side, those of which there are any."""
     at = "of the user" if side == "user" else "of the request of event j; behind the last one, of the one answered now"
 
-    def given(change: Callable[[FeatureArrays], np.ndarray]) -> Callable[[EncodedHistories], np.ndarray | None]:
-        return lambda histories: None if (found := arrays(histories)) is None else change(found)
-
     def part(name: str, width: int, kind: Literal["int64", "float32"], says: str, change: Any) -> ProgramInput:
-        return ProgramInput(f"{side}_{name}", (*lead, width), kind, f"{says}, {at}", given(change))
+        def value(histories: EncodedHistories) -> np.ndarray | None:
+            arrays = getattr(histories, side)
+            return None if arrays is None else change(arrays)
+
+        return ProgramInput(f"{side}_{name}", (*lead, width), kind, f"{says}, {at}", value)
 
     categories, numbers = of_type(features, Category), of_type(features, Number)
     found: list[ProgramInput] = []

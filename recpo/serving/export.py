@@ -11,18 +11,17 @@ import copy
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from jinja2 import Environment, PackageLoader
-from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
@@ -35,19 +34,17 @@ from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
-from recpo.policies.catalog_search import Precision, validate_precision
-from recpo.serving.bundle import GOLDEN, Bundle, load_runtime, write_golden
-from recpo.serving.encoded_histories import EXCLUDE, EncodedHistories, ProgramInput, program_inputs
-from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
+from recpo.policies.catalog_search import Precision
+from recpo.serving.bundle import Bundle, load_runtime, write_golden
+from recpo.serving.encoded_histories import EXCLUDE
+from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
-    StateProgram,
     build_index,
     random_inputs,
     ranker_of,
-    validate_indexable,
     verify_index,
     verify_rounded,
     verify_runtime,
@@ -55,10 +52,6 @@ from recpo.serving.program import (
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
 from recpo.serving.runtimes import OUTPUTS
 from recpo.serving.saved_policy import describe_policy, save_item_encoders, save_policy
-
-if TYPE_CHECKING:
-    from recpo.serving.manifest import BundleManifest
-
 
 _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
@@ -164,56 +157,49 @@ def export_bundle(
         repeats=options.repeats,
     )
 
-    def write_features(root: Path) -> None:
+    if options.index is not None and options.item_precision != "float32":
+        raise RecpoError(
+            "index: its exact scores are float32: leave item_precision at float32",
+            code="conflicting_options",
+            field="item_precision",
+        )
+    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         features.save(root)
         if encoded is not None and features.item is not None:
             save_item_encoders(encoded, features.item, root)
         if known is not None:
             pq.write_table(known, root / ATTRIBUTES)
+        manifest = write_engines(policy, manifest, items, root, options.index)
+        (root / MODEL_CARD).write_text(model_card(manifest, facts.card), encoding="utf-8")
+        manifest.write(root)
 
-    card = partial(model_card, facts=facts.card)
-    publish = partial(output_directory, out, kind="bundle", overwrite=overwrite, inputs=inputs)
-    write_bundle(policy, manifest, items, write_features, card, publish, index=options.index)
 
-
-def write_bundle(
-    policy: Policy,
-    manifest: BundleManifest,
-    items: IdMap,
-    write_features: Callable[[Path], None],
-    card: Callable[[BundleManifest], str],
-    publish: Callable[[], AbstractContextManager[Path]],
-    *,
-    index: IndexOptions | None = None,
-) -> None:
-    """Writes and verifies a bundle; see ``export_bundle``.
+def write_engines(
+    policy: Policy, manifest: BundleManifest, items: IdMap, root: Path, index: IndexOptions | None
+) -> BundleManifest:
+    """Writes items, program, weights and golden requests of a bundle, and verifies them; see ``export_bundle``.
 
     Args:
         policy: on the CPU, in evaluation mode, with one vector per item.
         manifest: the manifest without files, agreement and index.
         items: external ids.
-        write_features: writes the feature files into the directory.
-        card: the text of its model card.
-        publish: ``output_directory`` of the bundle.
+        root: the unfinished bundle, with the files of its features.
         index: use an approximate index instead of scoring the complete catalog.
 
-    Raises:
-        RecpoError: see ``export_bundle``.
+    Returns:
+        The manifest without files.
     """
-    _validate_options(policy, manifest.item_precision, index)
-    with traces_forgotten(), publish() as root:
+    with traces_forgotten():
         items.save(root / ITEMS)
-        write_features(root)
         if index is None:
             manifest = _write_search(policy, manifest, root)
         else:
             manifest = _write_index(policy, manifest, root, index)
-        write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")), root / GOLDEN)
+        write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")))
         if manifest.options is not None:
             save_policy(policy, items, root)
             verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)
-        (root / MODEL_CARD).write_text(card(manifest), encoding="utf-8")
-        manifest.write(root)
+    return manifest
 
 
 def versions() -> dict[str, str]:
@@ -255,20 +241,6 @@ def _servable(policy: Policy) -> Policy:
     return policy.cpu()
 
 
-def _validate_options(policy: Policy, precision: Precision, index: IndexOptions | None) -> None:
-    validate_precision(precision)
-    if index is None:
-        return
-    if precision != "float32":
-        raise RecpoError(
-            "index: its exact scores are float32: leave item_precision at float32",
-            code="conflicting_options",
-            field="item_precision",
-        )
-    import_faiss()
-    validate_indexable(policy)
-
-
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
     """The program that ranks the complete catalog, compared with the policy."""
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
@@ -276,8 +248,7 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, k, manifest.reads)
-    given = program_inputs(manifest.max_history, manifest.reads)
-    _save_onnx(exported_program(policy, program), root / ONNX_PROGRAM, given, OUTPUTS)
+    _save_onnx(program, root / ONNX_PROGRAM, OUTPUTS)
     runtime = load_runtime(root, manifest, "onnx")
     if manifest.item_precision == "float32":
         verify_runtime(runtime, policy, k)
@@ -288,32 +259,25 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that computes states, and the index, compared with the policy."""
     manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
-    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), manifest.reads)
-    program = StateProgram(policy, manifest.reads)
-    _save_onnx(_exported(program, random, program.inputs), root / ONNX_PROGRAM, program.inputs, (STATES,))
+    _save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
     verify_index(IndexRuntime(root, manifest), policy, manifest.k)
     return manifest
 
 
-def exported_program(policy: Policy, program: ServingProgram) -> ExportedProgram:
-    """A serving program of a policy as a graph, for any number of users and of excluded items."""
-    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), program.reads)
-    return _exported(program, random, program_inputs(policy.max_history, program.reads))
-
-
-def _exported(program: nn.Module, random: EncodedHistories, given: Sequence[ProgramInput]) -> ExportedProgram:
-    """The program for any number of users and of excluded items."""
+def exported_program(program: ServingProgram) -> ExportedProgram:
+    """The program as a graph, for any number of users and of excluded items."""
+    random = random_inputs(program.ranker, _EXAMPLE_USERS, np.random.default_rng(0), program.reads)
     users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
-    inputs = tuple(torch.from_numpy(one.of(random)) for one in given)
-    shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in given),)
+    inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
+    shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)
     with _quiet(), torch.no_grad():
         exported = torch.export.export(program, inputs, dynamic_shapes=shapes)
         _forget_sources(exported)
     return exported
 
 
-def _save_onnx(exported: ExportedProgram, file: Path, given: Sequence[ProgramInput], outputs: Sequence[str]) -> None:
-    names = [one.name for one in given]
+def _save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
+    exported, names = exported_program(program), [one.name for one in program.inputs]
     with _quiet(), torch.no_grad():
         onnx = torch.onnx.export(exported, input_names=names, output_names=outputs, dynamo=True, verbose=False)
     assert onnx is not None

@@ -6,8 +6,8 @@ Training runs, bundles and servers all use this module. NumPy and Arrow only; it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureArrays, missing_features
 from recpo.base.feedback import UNKNOWN, FeedbackDefinition
 from recpo.base.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
@@ -60,11 +60,8 @@ class _Events(NamedTuple):
     behaviors: np.ndarray
 
 
-class _Excluded(NamedTuple):
-    """Pairs of a user and an item that must not be listed, ``[N]`` each, as in ``_Events``."""
-
-    user: np.ndarray
-    item: np.ndarray
+#: Pairs of a user and an item that must not be listed, ``[N]`` each, as in ``_Events``.
+_Excluded: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,7 @@ class HistoryReader:
         feedback: the definition that prepare fitted.
         max_history: H, the number of events that the policy reads; the most recent ones count.
         reads_timestamps: the policy reads the time of events, not only their order.
-        behaviors: names of the behaviors that it reads, in the order of their bits.
-        user: encodes features of users; None = it does not read them.
-        context: encodes features of requests; None = it does not read them.
+        features: the behaviors, and the features of users and requests, that it reads.
         repeats: items of the history may be listed again, including those that are too old to be read.
     """
 
@@ -93,9 +88,7 @@ class HistoryReader:
     feedback: FeedbackDefinition
     max_history: int
     reads_timestamps: bool = False
-    behaviors: tuple[str, ...] = ()
-    user: FittedFeatures | None = None
-    context: FittedFeatures | None = None
+    features: PolicyFeatures = field(default_factory=PolicyFeatures)
     repeats: bool = False
 
     def read(
@@ -133,13 +126,13 @@ class HistoryReader:
             self.known_items(table, "histories"),
             time_column(table, TIMESTAMP, "histories"),
             [number_column(table, name, "histories") for name in _NUMBERS],
-            [flag_column(table, name, "histories") for name in ("dislike", *self.behaviors)],
+            [flag_column(table, name, "histories") for name in ("dislike", *self.features.behaviors)],
         )
-        excluded = _Excluded(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        excluded = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if exclude is not None:
             named = to_arrow(exclude, "exclude")
             places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
-            excluded = _Excluded(places, self.known_items(named, "exclude"))
+            excluded = places, self.known_items(named, "exclude")
         return self._assembled(served, events, excluded, table, user_features=user_features, context=context, at=at)
 
     def _assembled(
@@ -154,7 +147,7 @@ class HistoryReader:
         at: int | None,
     ) -> UserHistories:
         """The histories of the users ``served``; ``contexts`` has a row of features of requests for each event."""
-        is_served = events.user >= 0
+        fitted, is_served = self.features, events.user >= 0
         known = is_served & (events.item > 0)
         rows = np.flatnonzero(known)
         rows = rows[np.lexsort((events.time[rows], events.user[rows]))]
@@ -174,9 +167,9 @@ class HistoryReader:
         columns = {"item_ids": item, "feedback": level}
         if self.reads_timestamps:
             columns["timestamps"] = events.time[rows]
-        if self.behaviors:
+        if fitted.behaviors:
             columns["behaviors"] = events.behaviors[rows]
-        if self.context is not None:
+        if fitted.context is not None:
             columns["context"] = np.arange(1, len(user) + 1)
         return UserHistories(
             served,
@@ -185,8 +178,8 @@ class HistoryReader:
             pairs,
             self.max_history,
             self.items.unlisted(at),
-            None if self.user is None else _of_users(self.user, user_features, served, "user_features"),
-            None if self.context is None else self._contexts(self.context, contexts, rows, context, served),
+            None if fitted.user is None else _of_users(fitted.user, user_features, served, "user_features"),
+            None if fitted.context is None else _contexts(fitted.context, contexts, rows, context, served),
         )
 
     def read_request(
@@ -247,7 +240,7 @@ class HistoryReader:
         now = None if context is None else _rows(context)
         plain = self._plain_events(owner, events), self._plain_items(named)
         if plain[0] is not None and plain[1] is not None:
-            excluded = _Excluded(named_owner, plain[1])
+            excluded = named_owner, plain[1]
             contexts = {name: [event.get(name) for event in events] for name in self._context_names}
             served = pa.array(numbers)
             return self._assembled(served, plain[0], excluded, contexts, user_features=features, context=now, at=at)
@@ -272,7 +265,7 @@ class HistoryReader:
         """
         present = set().union(*events)
         columns = {name: [event.get(name) for event in events] for name in self.columns[1:] if name in present}
-        expected = {**_JSON_TYPES, **dict.fromkeys(self.behaviors, _FLAG)}
+        expected = {**_JSON_TYPES, **dict.fromkeys(self.features.behaviors, _FLAG)}
         if any(not expected[name].issuperset(map(type, columns[name])) for name in expected if name in columns):
             return None
         item = self._plain_items(columns.get(ITEM_ID, []))
@@ -284,7 +277,7 @@ class HistoryReader:
             return None
         numbers, flags = (  # None is nan, and False
             [np.array(columns[name], kind) if name in columns else None for name in names]
-            for kind, names in ((np.float64, _NUMBERS), (bool, ("dislike", *self.behaviors)))
+            for kind, names in ((np.float64, _NUMBERS), (bool, ("dislike", *self.features.behaviors)))
         )
         return self._events(owner, item, time, numbers, flags)
 
@@ -313,22 +306,19 @@ class HistoryReader:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are read for an event."""
-        return (*EVENT_COLUMNS, *self.behaviors, *self._context_names)
+        return (*EVENT_COLUMNS, *self.features.behaviors, *self._context_names)
 
     def validate_columns(self, histories: Frame, user_features: Frame | None, context: Frame | None) -> None:
         """Raises ``RecpoError`` if frames lack columns that the policy reads, with one message for all of them.
 
         A null says that a value is unknown. A column must not be missing silently.
         """
+        known = self.features.user
         lacking = [
             f"{name}: {', '.join(missing)}"
             for name, frame, wanted in (
-                ("histories", histories, (*self.behaviors, *self._context_names)),
-                (
-                    "user_features",
-                    user_features,
-                    () if self.user is None else tuple(f.source for f in self.user.features),
-                ),
+                ("histories", histories, (*self.features.behaviors, *self._context_names)),
+                ("user_features", user_features, [] if known is None else [one.source for one in known.features]),
                 ("context", context, self._context_names),
             )
             if wanted and (missing := [one for one in wanted if one not in _column_names(frame, name)])
@@ -343,16 +333,8 @@ class HistoryReader:
 
     @property
     def _context_names(self) -> tuple[str, ...]:
-        return () if self.context is None else tuple(feature.name for feature in self.context.features)
-
-    @staticmethod
-    def _contexts(
-        fitted: FittedFeatures, contexts: Frame, rows: np.ndarray, context: Frame | None, served: pa.Array
-    ) -> FeatureArrays:
-        """Features of requests: one row for no event, the events at ``rows`` of ``contexts``, the current requests."""
-        of_events = fitted.read(to_arrow(contexts, "histories").take(pa.array(rows)), "histories", by_name=True)
-        now = _of_users(fitted, context, served, "context", by_name=True)
-        return missing_features(fitted.features, (1,)).joined(of_events, now)
+        context = self.features.context
+        return () if context is None else tuple(feature.name for feature in context.features)
 
     def _events(
         self,
@@ -400,10 +382,10 @@ class HistoryReader:
         """
         from_the_end = lengths.cumsum()[user] - np.arange(len(user))
         older = (from_the_end > self.max_history) & (not self.repeats)
-        kept = (excluded.user >= 0) & (excluded.item > 0)
-        unknown = int(np.count_nonzero((excluded.user >= 0) & (excluded.item == 0)))
-        user = np.concatenate([user[older], excluded.user[kept]])
-        item = np.concatenate([item[older], excluded.item[kept]])
+        owner, named = excluded
+        kept = (owner >= 0) & (named > 0)
+        unknown = int(np.count_nonzero((owner >= 0) & (named == 0)))
+        user, item = np.concatenate([user[older], owner[kept]]), np.concatenate([item[older], named[kept]])
         stride = len(self.items) + 1
         pairs = np.unique(user.astype(np.int64) * stride + item)
         return PerUser.of(len(lengths), pairs // stride, item_ids=pairs % stride), unknown
@@ -453,6 +435,15 @@ def _of_users(
     place = np.zeros(len(served), np.int64)
     place[owner[known]] = known + 1
     return nothing.joined(fitted.read(table, name, by_name)).rows(place)
+
+
+def _contexts(
+    fitted: FittedFeatures, contexts: Frame, rows: np.ndarray, context: Frame | None, served: pa.Array
+) -> FeatureArrays:
+    """Features of requests: one row for no event, the events at ``rows`` of ``contexts``, the current requests."""
+    of_events = fitted.read(to_arrow(contexts, "histories").take(pa.array(rows)), "histories", by_name=True)
+    now = _of_users(fitted, context, served, "context", by_name=True)
+    return missing_features(fitted.features, (1,)).joined(of_events, now)
 
 
 def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:

@@ -17,9 +17,9 @@ import numpy as np
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import PositiveInt, validate_ranges
-from recpo.serving.encoded_histories import EncodedHistories, program_inputs
-from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest
-from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
+from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest, readable
+from recpo.serving.runtimes import CPU_PROVIDER, OnnxRuntime, excluded
 
 _TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
 _CODES = ("code_table.weight", "base.code_table.weight")
@@ -41,15 +41,11 @@ def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> n
 
     manifest = BundleManifest.read(root) if manifest is None else manifest
     if manifest.options is not None:
-        try:
-            with safe_open(str(root / WEIGHTS), framework="numpy") as weights:
-                names = set(weights.keys())
-                if not names & set(_CODES) and (found := [name for name in _TABLES if name in names]):
-                    return np.asarray(weights.get_tensor(found[0]), np.float32)
-        except (SafetensorError, OSError) as error:
-            raise RecpoError(
-                f"{root / WEIGHTS} cannot be read ({error}): export the bundle again", code="damaged", field=WEIGHTS
-            ) from error
+        file = root / WEIGHTS
+        with readable(file, SafetensorError, OSError), safe_open(str(file), framework="numpy") as weights:
+            names = set(weights.keys())
+            if not names & set(_CODES) and (found := [name for name in _TABLES if name in names]):
+                return np.asarray(weights.get_tensor(found[0]), np.float32)
     raise RecpoError(
         f"{root}: its policy, {manifest.policy['class']}, has no table of item vectors; re-rank with vectors of a file "
         "(rerank_options.attributes and rerank_options.vectors)",
@@ -107,14 +103,10 @@ class ItemIndex:
             RecpoError: faiss is missing, or the files are no index of this catalog.
         """
         faiss, facts = import_faiss(), manifest.index or {}
-        try:
-            with _limits(faiss, (root / INDEX).stat().st_size):
-                index = faiss.read_index(str(root / INDEX))
+        with readable(root / INDEX, RuntimeError, OSError, MemoryError), _limits(faiss, (root / INDEX).stat().st_size):
+            index = faiss.read_index(str(root / INDEX))
+        with readable(root / VECTORS, ValueError, OSError):
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            raise RecpoError(
-                f"{root / INDEX} or {VECTORS} cannot be read ({error}): {REMEDY}", code="damaged", field=INDEX
-            ) from error
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
             raise RecpoError(
@@ -192,34 +184,31 @@ class ItemIndex:
         return items[order], scores[order]
 
 
-class IndexRuntime(Runtime):
+class IndexRuntime(OnnxRuntime):
     """A bundle's program for states in ONNX Runtime, and its index.
 
     Args:
         root: the bundle, whose files are verified already.
         manifest: its manifest, with an index.
-        threads: of ONNX Runtime, 0 = one per core.
-        provider: of ONNX Runtime.
+        threads: see ``OnnxRuntime``.
+        provider: see ``OnnxRuntime``.
 
     Raises:
-        RecpoError: see ``ItemIndex.load`` and ``OnnxSession``.
+        RecpoError: see ``ItemIndex.load`` and ``OnnxRuntime``.
     """
 
     def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
-        super().__init__(manifest)
-        self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
         self.index = ItemIndex.load(root, manifest)
-        self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=False)
-        dim = self.index.vectors.shape[1]
-        self._session = OnnxSession(root / ONNX_PROGRAM, self._inputs, {STATES: [dim]}, threads, provider)
+        outputs = {STATES: self.index.vectors.shape[1]}
+        super().__init__(root / ONNX_PROGRAM, manifest, threads=threads, provider=provider, outputs=outputs)
+        self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
 
     def states(self, inputs: EncodedHistories) -> np.ndarray:
         """States ``[B, d]`` of the users."""
-        return self._session.run(inputs)[0]
+        return self.run(inputs)[0]
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        exclude = excluded(inputs, self.reads.repeats)
-        return self.index.search(self.states(inputs), exclude, k, inputs.allowed)
+        return self.index.search(self.states(inputs), excluded(inputs, self.reads.repeats), k, inputs.allowed)
 
 
 @contextmanager

@@ -10,16 +10,16 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import MARKER, is_inside, sha256, verify
+from recpo.artifacts.checksums import MARKER, sha256, verify
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import vocabulary_file
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.encoded_histories import ProgramReads, program_inputs
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 ITEM_ENCODERS: Final = "item_encoders.safetensors"
-#: The policy whose weights say what the features of new items mean, without an encoder.
-_FACTORS: Final = "recpo.policies.baseline.FactorPolicy"
 MANIFEST = "manifest.json"
 ITEMS = "items.parquet"
 ONNX_PROGRAM = "model.onnx"
@@ -148,7 +146,7 @@ class BundleManifest(Artifact):
             if type(found[name]) is not kind and not (name in _OPTIONAL and found[name] is None):
                 raise damaged(f"{name} is {found[name]!r}, expected {kind.__name__}", name)
         sizes = {name: found[name] for name in _SIZES}
-        policy, files, index = found["policy"], found["files"], found["index"]
+        policy, index = found["policy"], found["index"]
         if min(sizes.values()) < 1 or sizes["k"] > sizes["num_items"]:
             raise damaged(f"{sizes} are impossible", "sizes")
         if type(policy.get("class")) is not str or not isinstance(policy.get("options", 0), dict | None):
@@ -162,25 +160,22 @@ class BundleManifest(Artifact):
         unfitted = [one for side in SIDES for one in features.of(side) if not one.is_fitted]
         if unfitted or not all(type(name) is str for name in found["behaviors"]):
             raise damaged("features or behaviors are none that were fitted", "features")
-        required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
-        required += [INDEX, VECTORS] * (index is not None)
-        required += [vocabulary_file(side, name) for side in SIDES for name in features.coded(side)]
-        required += [ITEM_ENCODERS] * (bool(features.item) and policy["class"] != _FACTORS)
-        if lacking := [name for name in required if name not in files]:
-            raise damaged(f"no checksum of {lacking[0]}", lacking[0])
-        _validate_files(files, path)
         feedback = FeedbackDefinition.from_json(found["feedback"], f"{path}: feedback")
         parts = {"features": features, "feedback": feedback, "behaviors": tuple(found["behaviors"])}
         return cls(**found | parts)
 
 
-def _validate_files(files: Mapping[str, Any], path: Path) -> None:
-    if strange := [name for name, checksum in files.items() if not is_inside(name) or type(checksum) is not str]:
-        raise _damaged(path, f"{strange[0]!r} is no file of a bundle", strange[0], "untrusted")
+def _damaged(path: Path, what: str, field: str) -> RecpoError:
+    return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code="damaged", field=field)
 
 
-def _damaged(path: Path, what: str, field: str, code: Literal["damaged", "untrusted"] = "damaged") -> RecpoError:
-    return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code=code, field=field)
+@contextmanager
+def readable(file: Path, *errors: type[Exception], remedy: str = REMEDY) -> Iterator[None]:
+    """Turns errors of a library that reads a file of a bundle into one that names the file."""
+    try:
+        yield
+    except errors as error:
+        raise RecpoError(f"{file} cannot be read ({error!r}): {remedy}", code="damaged", field=file.name) from error
 
 
 def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:

@@ -29,10 +29,8 @@ def runtime_of(run: Run) -> tuple[PolicyRuntime, HistoryReader]:
     """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
     policy = run.policy()
     features = kept_features(policy, run.root)
-    parts = features.behaviors, features.user, features.context
-    return PolicyRuntime(policy), HistoryReader(
-        run.items, run.feedback, policy.max_history, policy.reads_timestamps, *parts
-    )
+    reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
+    return PolicyRuntime(policy), reader
 
 
 def score(
@@ -72,19 +70,8 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         checkpoint: which of its checkpoints.
         measured: what ``evaluation_facts`` found, for the model card; None = nothing.
     """
-    return PolicyFacts(
-        run.feedback,
-        kept_features(policy, run.root),
-        run.configuration["policy"].get("init_args", {}),
-        bundle_origin(run, checkpoint),
-        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
-    )
-
-
-def bundle_origin(run: Run, checkpoint: str) -> dict[str, Any]:
-    """Where the policy of a bundle comes from (``BundleManifest.origin``)."""
     data = run.origin.get("data", {})
-    return {
+    origin = {
         "run": run.root.resolve().name,
         "checkpoint": checkpoint,
         "weights": run.weights_checksum(checkpoint),
@@ -92,6 +79,13 @@ def bundle_origin(run: Run, checkpoint: str) -> dict[str, Any]:
         "user_ids": data.get("user_ids"),
         "item_column": data.get("item_column"),
     }
+    return PolicyFacts(
+        run.feedback,
+        kept_features(policy, run.root),
+        run.configuration["policy"].get("init_args", {}),
+        origin,
+        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+    )
 
 
 def card_facts(
@@ -110,11 +104,11 @@ def card_facts(
         monitor: the metric that selected its best checkpoint.
         evaluation: what ``evaluation_facts`` found; None = nothing.
     """
-    data = configuration.get("data", {}).get("init_args", {})
+    data, base = configuration.get("data", {}).get("init_args", {}), configuration.get("init_from")
     said = {
         "objective": _name(configuration.get("objective")),
         "reward": _name(configuration.get("reward")),
-        "init_from": _directory(configuration.get("init_from")) or origin.get("tilted", {}).get("run"),
+        "init_from": Path(str(base)).name if base is not None else origin.get("tilted", {}).get("run"),
         "seed": configuration.get("seed"),
         "data seed": data.get("seed"),
         "monitor": monitor,
@@ -156,7 +150,3 @@ def evaluation_facts(document: Mapping[str, Any], run: str) -> dict[str, Any]:
 def _name(part: Any) -> str | None:
     path = part.get("class_path") if isinstance(part, Mapping) else None
     return None if path is None else str(path).rpartition(".")[2]
-
-
-def _directory(path: Any) -> str | None:
-    return None if path is None else Path(str(path)).name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.features import Categories, Category, Feature, FeatureArrays, Number, Vector, of_type
+from recpo.base.features import Categories, Feature, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.base.types import Features, Histories, Recommendations
 from recpo.policies.catalog_search import (
@@ -31,15 +31,8 @@ from recpo.policies.catalog_search import (
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.bundle import TOLERANCE, compare_lists
-from recpo.serving.encoded_histories import (
-    ALLOWED,
-    EXCLUDE,
-    EncodedHistories,
-    ProgramReads,
-    features_of,
-    program_inputs,
-)
+from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
+from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, EncodedHistories, ProgramReads, program_inputs
 from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
@@ -48,7 +41,7 @@ _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
 
 class ServingProgram(nn.Module):
-    """The function that is exported: a ranking of a server's inputs.
+    """The function that is exported: a ranking of a server's inputs, or the states that an index is asked with.
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
     reads behind these (``recpo.serving.encoded_histories``); ids are internal, rows are padded with 0 on the right, and
@@ -57,21 +50,22 @@ class ServingProgram(nn.Module):
 
     Args:
         ranker: a policy, or a ``CatalogSearch`` of one.
-        k: length of the lists.
-        reads: what it reads beyond items and feedback; None = times, if the ranker says so.
+        k: length of the lists; None = the program reads no ``exclude`` and gives the policy's states ``[B, d]``.
+        reads: what it reads beyond items and feedback.
     """
 
-    def __init__(self, ranker: Policy | CatalogSearch, k: int, reads: ProgramReads | None = None) -> None:
+    def __init__(self, ranker: Policy | CatalogSearch, k: int | None, reads: ProgramReads) -> None:
         super().__init__()
-        self.ranker = ranker
-        self.k = k
-        self.reads = ProgramReads(ranker.reads_timestamps) if reads is None else reads
-        self._names = [one.name for one in program_inputs(ranker.max_history, self.reads)]
+        self.ranker: Any = ranker
+        self.k, self.reads = k, reads
+        self.inputs = program_inputs(ranker.max_history, reads, exclude=k is not None)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor) -> Any:
         """See the class."""
-        given = dict(zip(self._names, tensors, strict=True))
-        histories = histories_of(given, self.reads, self.ranker.num_items)
+        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
+        histories = _histories_of(given, self.reads, self.ranker.num_items)
+        if self.k is None:
+            return self.ranker.last_states(histories)
         exclude = _within(given[EXCLUDE], self.ranker.num_items)
         exclude = exclude if self.reads.repeats else torch.cat([histories.item_ids, exclude], 1)
         if isinstance(self.ranker, CatalogSearch):
@@ -164,18 +158,20 @@ def _twin(module: nn.Module) -> Any:
     return twin
 
 
-def histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: int) -> Histories:
+def _histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: int) -> Histories:
     """What a policy reads, of the tensors of a program by name; an id or a level out of range counts as 0."""
     item_ids = _within(given["item_ids"], num_items)
 
     def features(side: str, of: tuple[Feature, ...], *lead: int) -> Features | None:
         if not of:
             return None
-
-        def nothing(kind: str) -> Tensor:
-            return item_ids.new_zeros(item_ids.shape[0], *lead, 0).to(getattr(torch, kind))
-
-        return Features(*features_of(side, of, given, nothing))
+        nothing = item_ids.new_zeros(item_ids.shape[0], *lead, 0)
+        return Features(
+            given.get(f"{side}_codes", nothing),
+            tuple(given[f"{side}_list_{one.name}"] for one in of_type(of, Categories)),
+            given.get(f"{side}_numbers", nothing.float()),
+            tuple(given[f"{side}_vector_{one.name}"] for one in of_type(of, Vector)),
+        )
 
     return Histories(
         item_ids,
@@ -198,8 +194,7 @@ ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
 _CHECKED_USERS = (1, 33)  # batch sizes that differ from the example's
 _COMPARED_USERS = 64
 _SHORT = 10
-_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of missing features
-_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
+_BEHAVIOR_SETS, _LONGEST_GAP_MS = 8, 10 * 86_400_000  # of random histories
 
 
 def verify_runtime(
@@ -219,7 +214,7 @@ def verify_runtime(
     Raises:
         RecpoError: they differ.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     reference = reference or PolicyRuntime(policy, reads=runtime.reads)
     for users in _CHECKED_USERS:
         inputs = random_inputs(policy, users, generator, runtime.reads)
@@ -255,9 +250,19 @@ def verify_rounded(
         RecpoError: the runtime computes something else, or rounding changes more than ``ROUNDING``.
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
-    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
-    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
-    agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
+    inputs = random_inputs(policy, _COMPARED_USERS, np.random.default_rng(1), runtime.reads)
+    found, scores = runtime.recommend(inputs, k)
+    expected, of_policy = PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
+    row, place, other = np.nonzero((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :])
+    gaps = np.abs(scores[row, place] - of_policy[row, other]) if len(row) else np.array([np.inf])
+    agreement = {
+        "users": _COMPARED_USERS,
+        f"overlap_{_SHORT}": overlap(found[:, :_SHORT], expected[:, :_SHORT]),
+        "overlap_k": overlap(found, expected),
+        "mean_difference": float(gaps.mean()),
+        "largest_difference": float(gaps.max()),
+        "tolerance": ROUNDING[precision],
+    }
     if not agreement["largest_difference"] <= ROUNDING[precision]:
         raise RecpoError(
             f"item_precision {precision}: log-probabilities differ from the policy's by up to "
@@ -277,110 +282,39 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def random_inputs(
-    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads | None = None
+    policy: Policy | CatalogSearch, users: int, generator: np.random.Generator, reads: ProgramReads
 ) -> EncodedHistories:
     """Histories of random items, the first empty and the last full, with three items to exclude each.
 
-    Behaviors and features are random too; a fifth of the values are missing, and some are unknown.
+    Behaviors and features are random too; a fifth of the values are missing, and some are unknown. A third of the items
+    may be listed; for the last user, all of them.
     """
-    reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
-    lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
+    lengths = generator.integers(policy.max_history + 1, size=users)
     lengths[-1], lengths[0] = policy.max_history, 0
-    real = torch.arange(policy.max_history) < lengths[:, None]
-    item_ids = torch.randint(1, policy.num_items + 1, real.shape, generator=generator) * real
-    feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
-    exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
-    gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
-    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if reads.timestamps else None
-    bits = torch.randint(_BEHAVIOR_SETS, real.shape, generator=generator) * real if reads.behaviors else None
-    answered = torch.arange(policy.max_history + 1) <= lengths[:, None]
-    return EncodedHistories(
-        item_ids.numpy(),
-        feedback.numpy(),
-        exclude.numpy(),
-        times,
-        None if bits is None else bits.numpy(),
-        random_features(reads.user, (users,), generator) if reads.user else None,
-        random_features(reads.context, tuple(answered.shape), generator).where(answered.numpy())
-        if reads.context
-        else None,
-        _random_masks(users, reads.mask, generator) if reads.mask else None,
-    )
+    real = np.arange(policy.max_history) < lengths[:, None]
+    answered = np.arange(policy.max_history + 1) <= lengths[:, None]
 
+    def drawn(first: int, end: int) -> np.ndarray:
+        numbers: np.ndarray = generator.integers(first, end, real.shape) * real
+        return numbers
 
-def _random_masks(users: int, places: int, generator: torch.Generator) -> np.ndarray:
-    """A third of the items may be listed; for the last user, all of them."""
-    kept: np.ndarray = (torch.rand(users, places, generator=generator) < 1 / 3).numpy()
-    kept[-1], kept[:, 0] = True, True
-    return kept
-
-
-def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:
-    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
-
-    def codes(sizes: Sequence[int | None]) -> Tensor:
-        drawn = [torch.randint(1, int(size or 2), shape, generator=generator) for size in sizes]
-        return torch.stack(drawn, -1) if drawn else torch.zeros(*shape, 0, dtype=torch.long)
-
-    def known(width: int) -> Tensor:
-        return torch.rand(*shape, width, generator=generator) > _MISSING
-
-    categories, numbers = of_type(features, Category), of_type(features, Number)
-    lists = [
-        (codes([one.num_codes] * one.length) * known(1)).sort(-1, descending=True).values
-        for one in of_type(features, Categories)
-    ]
-    vectors = [
-        torch.randn(*shape, one.width or 0, generator=generator).masked_fill(~known(1), torch.nan)
-        for one in of_type(features, Vector)
-    ]
-    numeric = torch.randn(*shape, len(numbers), generator=generator).masked_fill(~known(len(numbers)), torch.nan)
-    coded = codes([one.num_codes for one in categories]) * known(len(categories))
-    return FeatureArrays(
-        coded.numpy(), tuple(one.numpy() for one in lists), numeric.numpy(), tuple(one.numpy() for one in vectors)
-    )
-
-
-def _agreement(
-    found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], k: int
-) -> dict[str, float]:
-    same = (found[0][:, :, None] == expected[0][:, None, :]) & (expected[0] > 0)[:, None, :]
-    row, place, other = np.nonzero(same)
-    gaps = np.abs(found[1][row, place] - expected[1][row, other])
-    return {
-        f"overlap_{_SHORT}": overlap(found[0][:, :_SHORT], expected[0][:, :_SHORT]),
-        "overlap_k": overlap(found[0], expected[0]),
-        "mean_difference": float(gaps.mean()) if len(gaps) else float("inf"),
-        "largest_difference": float(gaps.max()) if len(gaps) else float("inf"),
-    }
+    item_ids, feedback = drawn(1, policy.num_items + 1), drawn(UNKNOWN, HIGHEST + 1)
+    exclude = generator.integers(policy.num_items + 1, size=(users, 3))
+    times = (FIRST_TIME_MS + drawn(0, _LONGEST_GAP_MS).cumsum(1)) * real if reads.timestamps else None
+    behaviors = drawn(0, _BEHAVIOR_SETS) if reads.behaviors else None
+    user = random_features(reads.user, (users,), generator) if reads.user else None
+    context = random_features(reads.context, answered.shape, generator).where(answered) if reads.context else None
+    allowed = None
+    if reads.mask:
+        allowed = generator.random((users, reads.mask)) < 1 / 3
+        allowed[-1], allowed[:, 0] = True, True
+    return EncodedHistories(item_ids, feedback, exclude, times, behaviors, user, context, allowed)
 
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured
 _ITEMS_PER_LIST: Final = 39  # what faiss wants at least to find the center of a list
 _POINTS_PER_LIST: Final = 64  # what a center is fitted to; faiss would take 256, for minutes at a million items
 _MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no faster than the whole catalog
-
-
-class StateProgram(nn.Module):
-    """``(item_ids [B, H], feedback [B, H], ...) -> states [B, d]``: what an index is asked with.
-
-    The inputs are those of a ``ServingProgram`` without ``exclude``.
-
-    Args:
-        policy: with an item matrix.
-        reads: what it reads beyond items and feedback.
-    """
-
-    def __init__(self, policy: Policy, reads: ProgramReads) -> None:
-        super().__init__()
-        self.policy: Any = policy
-        self.inputs, self.reads = program_inputs(policy.max_history, reads, exclude=False), reads
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """See the class."""
-        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
-        states: Tensor = self.policy.last_states(histories_of(given, self.reads, self.policy.num_items))
-        return states
 
 
 def validate_indexable(policy: Policy) -> None:
@@ -400,9 +334,7 @@ def validate_indexable(policy: Policy) -> None:
         )
 
 
-def build_index(
-    policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads | None = None
-) -> dict[str, Any]:
+def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads) -> dict[str, Any]:
     """Writes the index and the item vectors of a policy, and measures its recall on random histories.
 
     Args:
@@ -410,7 +342,7 @@ def build_index(
         k: length of the longest list.
         options: see there.
         root: the directory of the bundle.
-        reads: what the policy reads beyond items and feedback; None = times, if it says so.
+        reads: what the policy reads beyond items and feedback.
 
     Returns:
         The manifest's entry ``index``: ``kind``, ``lists``, ``probes``, ``oversampling``, ``users`` (random histories,
@@ -418,9 +350,11 @@ def build_index(
         the exact list that is found), ``target``.
 
     Raises:
-        RecpoError: faiss is missing, or more than a quarter of the lists would have to be probed.
+        RecpoError: faiss is missing, the policy has no index (``validate_indexable``), or more than a quarter of the
+            lists would have to be probed.
     """
-    faiss, reads = import_faiss(), ProgramReads(policy.reads_timestamps) if reads is None else reads
+    faiss = import_faiss()
+    validate_indexable(policy)
     vectors = item_matrix(policy)[0].contiguous().numpy()
     index = _trained(faiss, vectors[1:], options)
     candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)
@@ -456,7 +390,7 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
     Raises:
         RecpoError: they differ by more than 1e-4 of the largest one.
     """
-    inputs = random_inputs(policy, 33, torch.Generator().manual_seed(0), runtime.reads)
+    inputs = random_inputs(policy, 33, np.random.default_rng(0), runtime.reads)
     states, vectors = _states(policy, inputs, runtime.reads), item_matrix(policy)[0]
     found, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
     expected = (vectors[found] * states[:, None]).sum(-1).masked_fill(found == 0, -torch.inf)
@@ -476,7 +410,7 @@ class _Sample:
     """Random histories with their exact lists."""
 
     def __init__(self, policy: Policy, k: int, reads: ProgramReads, seed: int) -> None:
-        inputs = random_inputs(policy, _USERS, torch.Generator().manual_seed(seed), reads)
+        inputs = random_inputs(policy, _USERS, np.random.default_rng(seed), reads)
         self._k, self._states = k, _states(policy, inputs, reads)
         self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
         ids, best, _ = best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
@@ -504,6 +438,6 @@ def _trained(faiss: Any, vectors: np.ndarray, options: IndexOptions) -> Any:
 
 @torch.no_grad()
 def _states(policy: Policy, inputs: EncodedHistories, reads: ProgramReads) -> Tensor:
-    program = StateProgram(policy, reads)
+    program = ServingProgram(policy, None, reads)
     states: Tensor = program(*(torch.from_numpy(one.of(inputs)) for one in program.inputs))
     return states

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
 from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import ServingCounts, UserHistories
+from recpo.serving.encoded_histories import PerUser, ServingCounts, UserHistories
 from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
+from recpo.serving.manifest import readable
 from recpo.serving.runtimes import Runtime
 
 ATTRIBUTES: Final = "attributes.parquet"
@@ -78,29 +79,23 @@ class ItemFilters:
 
     Attributes:
         num_items: V.
-        attributes: by name.
+        attributes: by name; none for a run, and for a bundle that was exported without them.
     """
 
-    num_items: int
-    attributes: Mapping[str, _Attribute]
+    num_items: int = 0
+    attributes: Mapping[str, _Attribute] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, root: Path, items: IdMap) -> ItemFilters | None:
-        """Reads the attributes of a bundle whose files are already verified; None = it was exported without attributes.
+    def load(cls, root: Path, items: IdMap) -> ItemFilters:
+        """Reads the attributes of a bundle whose files are already verified.
 
         Raises:
             RecpoError: the file is damaged, or belongs to other items.
         """
         if not (root / ATTRIBUTES).is_file():
-            return None
-        try:
+            return cls()
+        with readable(root / ATTRIBUTES, OSError, pa.ArrowException):
             table = pq.read_table(root / ATTRIBUTES)
-        except (OSError, pa.ArrowException) as error:
-            raise RecpoError(
-                f"{root / ATTRIBUTES} cannot be read ({error}): export the bundle again",
-                code="damaged",
-                field=ATTRIBUTES,
-            ) from error
         if ITEM_ID not in table.column_names or len(table) != len(items):
             raise RecpoError(
                 f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again",
@@ -117,10 +112,17 @@ class ItemFilters:
         A value that no item has allows and denies nothing.
 
         Raises:
-            RecpoError: an unknown attribute, or values of another type.
+            RecpoError: an unknown attribute, values of another type, or there are no attributes.
         """
         if not allow and not deny:
             return None
+        if not self.attributes:
+            raise RecpoError(
+                f"{'allow' if allow else 'deny'}: this bundle has no attributes of its items: export it with "
+                "--attributes",
+                code="missing_option",
+                field="attributes",
+            )
         kept = np.ones(self.num_items + 1, bool)
         for name, wanted in (allow or {}).items():
             has = np.zeros_like(kept)
@@ -139,23 +141,6 @@ class ItemFilters:
                 field=where,
             )
         return self.attributes[name]
-
-
-def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | None) -> np.ndarray | None:
-    """See ``ItemFilters.allowed``.
-
-    Raises:
-        RecpoError: as there, or a filter is given and the bundle has no attributes.
-    """
-    if filters is not None:
-        return filters.allowed(allow, deny)
-    if allow or deny:
-        raise RecpoError(
-            f"{'allow' if allow else 'deny'}: this bundle has no attributes of its items: export it with --attributes",
-            code="missing_option",
-            field="attributes",
-        )
-    return None
 
 
 def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
@@ -240,7 +225,7 @@ def recommend_lists(
     known: IdMap,
     read: UserHistories,
     *,
-    k: int | None = None,
+    k: int,
     allowed: np.ndarray | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
@@ -250,27 +235,27 @@ def recommend_lists(
         runtime: ranks.
         known: the items of the catalog.
         read: the users to serve, from ``HistoryReader.read``.
-        k: list length; None = the longest that the runtime serves.
+        k: list length, see ``validate_k``.
         allowed: ``[V + 1]`` bool, which items may be listed (``ItemFilters``); None = every one.
         batch_size: users ranked at once.
-
-    Raises:
-        RecpoError: k or batch_size is not an integer in its range.
     """
-    k = validate_k(runtime.k if k is None else k, runtime.k)
-    items, scores = [], []
-    for _, inputs in read.batches(_validate_batch_size(batch_size)):
+    items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
+    for _, inputs in read.batches(batch_size):
         if allowed is not None:
             inputs = inputs._replace(allowed=np.tile(allowed, (len(inputs.item_ids), 1)))
         top_items, top_scores = runtime.recommend(inputs, k)
         items.append(top_items)
         scores.append(top_scores)
-    return _lists(
-        read,
-        known,
-        np.concatenate(items) if items else np.zeros((0, k), np.int64),
-        np.concatenate(scores) if scores else np.zeros((0, k), np.float32),
-    )
+    listed = np.concatenate(items)
+    filled = listed > 0
+    row, rank = np.nonzero(filled)
+    columns = {
+        USER_ID: read.users.take(pa.array(row)),
+        "rank": pa.array((rank + 1).astype(np.int32)),
+        ITEM_ID: known.to_external(listed[filled]),
+        "score": pa.array(np.concatenate(scores)[filled].astype(np.float32)),
+    }
+    return Served(pa.table(columns), replace(read.counts, short_lists=int((~filled).any(1).sum())))
 
 
 def score_candidates(
@@ -281,7 +266,6 @@ def score_candidates(
     *,
     user_features: Frame | None = None,
     context: Frame | None = None,
-    batch_size: int = BATCH_SIZE,
 ) -> Served:
     """Log-probabilities of given items after the users' whole histories.
 
@@ -293,7 +277,6 @@ def score_candidates(
             the catalog scores nan and counts as ``unknown_candidates``.
         user_features: features of users, see ``HistoryReader.read``.
         context: features of the requests, see ``HistoryReader.read``.
-        batch_size: users scored at once.
 
     Returns:
         One row per candidate, in the order given.
@@ -307,17 +290,12 @@ def score_candidates(
     read = reader.read(histories, users=owner.unique(), user_features=user_features, context=context)
     user = rows_of_users(owner, read.users, "candidates")
     order = np.argsort(user, kind="stable")
-    column = np.empty(len(user), np.int64)
-    counts = np.bincount(user, minlength=len(read.users))
-    ends = np.cumsum(counts)
-    column[order] = np.arange(len(user)) - np.repeat(ends - counts, counts)
-    scores = np.full(len(user), np.nan, np.float32)
-    for part, inputs in read.batches(_validate_batch_size(batch_size)):
-        rows = order[ends[part.start] - counts[part.start] : ends[part.stop - 1]]
-        padded = np.zeros((part.stop - part.start, int(counts[part].max())), np.int64)
-        padded[user[rows] - part.start, column[rows]] = items[rows]
-        scores[rows] = runtime.score(inputs, padded)[user[rows] - part.start, column[rows]]
-    result = pa.table({USER_ID: owner, ITEM_ID: table[ITEM_ID], "score": scores})
+    asked = PerUser.of(len(read.users), user[order], items=items[order], row=order + 1)
+    scores = np.full(len(user) + 1, np.nan, np.float32)  # of the rows from 1 on; the places that only pad have row 0
+    for part, inputs in read.batches(BATCH_SIZE):
+        padded = asked.padded(part.start, part.stop)
+        scores[padded["row"]] = runtime.score(inputs, padded["items"])
+    result = pa.table({USER_ID: owner, ITEM_ID: table[ITEM_ID], "score": scores[1:]})
     return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
 
 
@@ -346,32 +324,5 @@ def validate_k(k: object, longest: int) -> int:
     """Returns ``k``; raises ``RecpoError`` if it is not an integer from 1 to ``longest``."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}", code="wrong_type", field="k")
-    if not 1 <= k <= longest:
-        raise RecpoError(
-            f"k is {k}, expected 1 to {longest}; of a bundle, export one with a larger --k for more",
-            code="out_of_range",
-            field="k",
-        )
+    validate_range(1 <= int(k) <= longest, "k", f"must be 1 to {longest} (of a bundle: export with a larger --k)", k)
     return int(k)
-
-
-def _validate_batch_size(batch_size: object) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise RecpoError(
-            f"batch_size is {batch_size!r}, expected a whole number of at least 1",
-            code="out_of_range",
-            field="batch_size",
-        )
-    return batch_size
-
-
-def _lists(read: UserHistories, known: IdMap, items: np.ndarray, scores: np.ndarray) -> Served:
-    filled = items > 0
-    row, rank = np.nonzero(filled)
-    columns = {
-        USER_ID: read.users.take(pa.array(row)),
-        "rank": pa.array((rank + 1).astype(np.int32)),
-        ITEM_ID: known.to_external(items[filled]),
-        "score": pa.array(scores[filled].astype(np.float32)),
-    }
-    return Served(pa.table(columns), replace(read.counts, short_lists=int((~filled).any(1).sum())))

@@ -6,9 +6,8 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,13 +23,10 @@ from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
-from recpo.serving.export import refreshed_card
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
-
-_TABLE: Final = "items"
 
 
 class Refreshed(NamedTuple):
@@ -53,14 +49,8 @@ class Refreshed(NamedTuple):
     later: int = 0
 
 
-@dataclass(frozen=True)
-class EncodedItems:
-    """Features of the rows of a table of items that ``recpo prepare`` has encoded already.
-
-    Attributes:
-        fitted: what they were encoded with.
-        features: of the rows ``[N]``.
-    """
+class EncodedItems(NamedTuple):
+    """Encoded features of the rows of a table of items, and what they were encoded with."""
 
     fitted: FittedFeatures
     features: FeatureArrays
@@ -206,49 +196,43 @@ def refresh_bundle(
     origin = {**manifest.origin, "refreshed": {"bundle": root.resolve().name, "manifest": sha256(root / MANIFEST)}}
     manifest = replace(manifest, origin=origin)
     old = known.to_external(np.arange(1, len(known) + 1))
-    if not grows:
-        fresh = IdMap(old, retired, today.availability(known, 0))
-        _link_bundle(root, replace(manifest, versions=_versions(manifest)), fresh, items, out, overwrite)
-        return Refreshed(Bundle.open(out), len(known) - len(retired), len(retired), len(today.new), 0, _later(fresh))
-    ids = _new_ids(today, old.type, items)
+    ids = _new_ids(today, today.new if grows else today.new[:0], known.type, items)
     fresh = IdMap(pa.concat_arrays([old, ids]), retired, today.availability(known, len(ids)))
-    attributes = _grown_attributes(root, manifest, today, ids, items)
-    features = _new_features(root, manifest, today, encoded, items)
-    _write_grown(root, manifest, fresh, features, attributes, out, items, overwrite)
-    return Refreshed(Bundle.open(out), len(fresh) - len(retired), len(retired), 0, len(today.new), _later(fresh))
+    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=[root, items]) as working:
+        if grows:
+            attributes = _grown_attributes(root, manifest, today, ids, items)
+            new = _new_features(root, manifest, today, encoded, items)
+            _write_grown(root, manifest, fresh, new, attributes, working)
+        else:
+            _write_same(root, manifest, fresh, working)
+    left_out = len(today.new) - len(ids)
+    later = 0
+    if fresh.available is not None:
+        later = len(np.setdiff1d(np.flatnonzero(fresh.available[0] > milliseconds(None)) + 1, fresh.retired))
+    return Refreshed(Bundle.open(out), len(fresh) - len(retired), len(retired), left_out, len(ids), later)
 
 
-def _later(items: IdMap) -> int:
-    """Items that are not retired and become available after now."""
-    if items.available is None:
-        return 0
-    return len(np.setdiff1d(np.flatnonzero(items.available[0] > milliseconds(None)) + 1, items.retired))
-
-
-def _link_bundle(root: Path, manifest: BundleManifest, items: IdMap, table: Path, out: Path, overwrite: bool) -> None:
+def _write_same(root: Path, manifest: BundleManifest, items: IdMap, working: Path) -> None:
     """The same program and weights with other candidates."""
-    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=[root, table]) as working:
-        for name in manifest.files:
-            if name not in (ITEMS, GOLDEN):
-                _link(root / name, working / name)
-        items.save(working / ITEMS)
-        write_golden(Bundle(working, manifest, items, load_runtime(working, manifest, "onnx")), working / GOLDEN)
-        manifest.write(working)
+    for name in manifest.files:
+        if name not in (ITEMS, GOLDEN):
+            _link(root / name, working / name)
+    items.save(working / ITEMS)
+    write_golden(Bundle(working, manifest, items, load_runtime(working, manifest, "onnx")))
+    replace(manifest, versions={**manifest.versions, "recpo": __version__}).write(working)
 
 
 def _write_grown(
     root: Path,
     manifest: BundleManifest,
     items: IdMap,
-    features: tuple[FittedFeatures, FeatureArrays],
+    new: EncodedItems,
     attributes: pa.Table | None,
-    out: Path,
-    table: Path,
-    overwrite: bool,
+    working: Path,
 ) -> None:
     """The program of the policy with more items."""
     try:
-        from recpo.serving.export import versions, write_bundle
+        from recpo.serving.export import MODEL_CARD, refreshed_card, versions, write_engines
         from recpo.serving.saved_policy import grown_policy
     except ImportError as error:
         raise RecpoError(
@@ -256,24 +240,21 @@ def _write_grown(
             code="not_installed",
             field="torch",
         ) from error
-    policy = grown_policy(root, manifest, *features)
-    known = [name for name in manifest.files if name == ITEM_ENCODERS or name.startswith("vocabularies/")]
-
-    def link_features(working: Path) -> None:
-        for name in known:
+    for name in manifest.files:
+        if name == ITEM_ENCODERS or name.startswith("vocabularies/"):
             _link(root / name, working / name)
-        if attributes is not None:
-            pq.write_table(attributes, working / ATTRIBUTES)
-
+    if attributes is not None:
+        pq.write_table(attributes, working / ATTRIBUTES)
+    facts = manifest.index
+    index = None if facts is None else IndexOptions(facts["target"], facts["lists"], facts["oversampling"])
     grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
-    index = _index_options(manifest.index)
-    card = partial(refreshed_card, root=root)
-    publish = partial(output_directory, out, kind="bundle", overwrite=overwrite, inputs=[root, table])
-    write_bundle(policy, grown, items, link_features, card, publish, index=index)
+    grown = write_engines(grown_policy(root, manifest, *new), grown, items, working, index)
+    (working / MODEL_CARD).write_text(refreshed_card(grown, root), encoding="utf-8")
+    grown.write(working)
 
 
-def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:
-    ids = today.table[ITEM_ID].combine_chunks().take(pa.array(today.new))
+def _new_ids(today: _Today, rows: np.ndarray, kind: pa.DataType, file: Path) -> pa.Array:
+    ids = today.table[ITEM_ID].combine_chunks().take(pa.array(rows))
     if ids.null_count or len(ids.unique()) < len(ids):
         raise RecpoError(
             f"items: {file} has rows without an item_id, or several rows of an item: give one row for each",
@@ -323,8 +304,8 @@ def _grown_attributes(
 
 def _new_features(
     root: Path, manifest: BundleManifest, today: _Today, encoded: EncodedItems | None, file: Path
-) -> tuple[FittedFeatures, FeatureArrays]:
-    """What was fitted of the item features, and the features of the new items."""
+) -> EncodedItems:
+    """The features of the new items."""
     fitted = PolicyFeatures.load(root, manifest.features, remedy=REMEDY).item
     assert fitted is not None
     if encoded is not None:
@@ -335,7 +316,7 @@ def _new_features(
                 code="mismatch",
                 field="features",
             )
-        return fitted, encoded.features.rows(today.rows[today.new])
+        return EncodedItems(fitted, encoded.features.rows(today.rows[today.new]))
     if missing := [one.source for one in fitted.features if one.source not in today.table.column_names]:
         raise RecpoError(
             f"items: {file} names {len(today.new):,} new items and has no column {', '.join(missing)}, which the "
@@ -344,17 +325,7 @@ def _new_features(
             code="missing_column",
             field=missing[0],
         )
-    return fitted, fitted.read(today.table.take(pa.array(today.new)), _TABLE)
-
-
-def _index_options(facts: Mapping[str, Any] | None) -> IndexOptions | None:
-    if facts is None:
-        return None
-    return IndexOptions(facts["target"], facts["lists"], facts["oversampling"])
-
-
-def _versions(manifest: BundleManifest) -> dict[str, str]:
-    return {**manifest.versions, "recpo": __version__}
+    return EncodedItems(fitted, fitted.read(today.table.take(pa.array(today.new)), "items"))
 
 
 def _link(source: Path, target: Path) -> None:

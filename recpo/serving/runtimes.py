@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import HIGHEST
-from recpo.serving.encoded_histories import EncodedHistories, ProgramInput, ProgramReads, program_inputs
+from recpo.serving.encoded_histories import EncodedHistories, PerUser, ProgramInput, ProgramReads, program_inputs
+from recpo.serving.manifest import BundleManifest, readable
 
 if TYPE_CHECKING:
     from recpo.base.contracts import Policy
-    from recpo.serving.manifest import BundleManifest
 
 EngineName = Literal["onnx", "torch"]
 
@@ -91,48 +91,24 @@ class Runtime(ABC):
         )
 
     def _check(self, inputs: EncodedHistories) -> None:
-        users = len(inputs.item_ids)
-        history = (users, self.max_history)
-        _check_range("item_ids", inputs.item_ids, self.num_items, history)
-        _check_range("feedback", inputs.feedback, HIGHEST, history)
-        _check_range("exclude", inputs.exclude, self.num_items, (users, inputs.exclude.shape[-1]))
         for one in self._inputs:
             one.of(inputs)
+        _check_range("item_ids", inputs.item_ids, self.num_items)
+        _check_range("feedback", inputs.feedback, HIGHEST)
+        _check_range("exclude", inputs.exclude, self.num_items)
         if self.reads.timestamps and inputs.timestamps is not None:
-            _check_range("timestamps", inputs.timestamps, np.iinfo(np.int64).max, history)
+            _check_range("timestamps", inputs.timestamps, np.iinfo(np.int64).max)
 
 
 class OnnxRuntime(Runtime):
-    """A bundle's program in ONNX Runtime. It does not import torch.
+    """The program of a bundle in ONNX Runtime. It does not import torch.
 
     Args:
         path: ``model.onnx``.
         manifest: manifest of the bundle.
         threads: 0 = one per core.
-        provider: see ``OnnxSession``.
-
-    Raises:
-        RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
-    """
-
-    def __init__(self, path: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
-        super().__init__(manifest)
-        self._session = OnnxSession(path, self._inputs, {name: [self.k] for name in OUTPUTS}, threads, provider)
-
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        top_items, scores = self._session.run(inputs)
-        return top_items[:, :k], scores[:, :k]
-
-
-class OnnxSession:
-    """A program in ONNX Runtime.
-
-    Args:
-        path: ``model.onnx``.
-        inputs: the names and types of its inputs.
-        outputs: widths of its outputs by name, in order.
-        threads: 0 = one per core.
         provider: name of an execution provider of ONNX Runtime; the CPU runs operations that it does not support.
+        outputs: width of its outputs by name, in order; None = those of a program that lists items.
 
     Raises:
         RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
@@ -141,29 +117,33 @@ class OnnxSession:
     def __init__(
         self,
         path: Path,
-        inputs: Sequence[ProgramInput],
-        outputs: Mapping[str, list[int]],
+        manifest: BundleManifest,
+        *,
         threads: int = 0,
         provider: str = CPU_PROVIDER,
+        outputs: Mapping[str, int] | None = None,
     ) -> None:
         import onnxruntime
 
-        validate_provider(provider)
+        super().__init__(manifest)
+        self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=manifest.index is None)
+        outputs = outputs or dict.fromkeys(OUTPUTS, self.k)
+        self._outputs = list(outputs)
+        if provider not in (available := onnxruntime.get_available_providers()):
+            raise RecpoError(
+                f"provider is {provider!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, "
+                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
+                code="unknown_name",
+                field="provider",
+            )
         _validate_own_files(path)
-        self._inputs, self._outputs = inputs, list(outputs)
-        try:
+        with readable(path, Exception):  # ONNX Runtime's own exceptions have no common base class
             settings = onnxruntime.SessionOptions()
             settings.intra_op_num_threads = threads
             # spinning threads would take the cores away from the code that reads the next request
             settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
             providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
-        except Exception as error:  # ONNX Runtime's own exceptions, which have no common base class
-            raise RecpoError(
-                f"{path} cannot be loaded by ONNX Runtime ({error}): export the bundle again",
-                code="damaged",
-                field=path.name,
-            ) from error
         if provider not in self._session.get_providers():  # ONNX Runtime only warns
             raise RecpoError(
                 f"provider {provider} does not start here (its libraries or its device are missing): see the warning "
@@ -172,7 +152,7 @@ class OnnxSession:
                 field="provider",
             )
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
-        widths = {one.name: list(one.shape) for one in inputs} | dict(outputs)
+        widths = {one.name: list(one.shape) for one in self._inputs} | {name: [one] for name, one in outputs.items()}
         # the exporter chooses the name of a dynamic size
         expected = {
             name: found.get(name, []) if any(isinstance(size, str) for size in shape) else shape
@@ -186,10 +166,14 @@ class OnnxSession:
             )
 
     def run(self, inputs: EncodedHistories) -> list[np.ndarray]:
-        """The outputs, in their order."""
+        """The outputs of the program, in their order."""
         given = {one.name: one.of(inputs) for one in self._inputs}
         results: list[np.ndarray] = self._session.run(self._outputs, given)
         return results
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        top_items, scores = self.run(inputs)
+        return top_items[:, :k], scores[:, :k]
 
 
 class PolicyRuntime(Runtime):
@@ -278,62 +262,25 @@ def _without_mask(inputs: EncodedHistories) -> EncodedHistories:
     """The same inputs with the items that may not be listed added to the excluded items."""
     assert inputs.allowed is not None
     row, item = np.nonzero(~inputs.allowed)
-    counts = np.bincount(row, minlength=len(inputs.item_ids))
-    barred = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
-    barred[row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)] = item
+    barred = PerUser.of(len(inputs.item_ids), row, items=item).padded(0, len(inputs.item_ids))["items"]
     return inputs._replace(exclude=np.concatenate([inputs.exclude, barred], 1), allowed=None)
 
 
-def validate_engine(name: object) -> EngineName:
-    """Returns ``name``; raises ``RecpoError`` if there is no such engine."""
-    for known in get_args(EngineName):
-        if name == known:
-            return name  # type: ignore[return-value]  # it is one of them
-    raise RecpoError(
-        f"engine is {name!r}, expected one of: {', '.join(get_args(EngineName))}", code="unknown_name", field="engine"
-    )
-
-
-def validate_provider(name: object) -> None:
-    """Raises ``RecpoError`` if this ONNX Runtime has no execution provider of that name."""
-    import onnxruntime
-
-    available = onnxruntime.get_available_providers()
-    if name not in available:
-        raise RecpoError(
-            f"provider is {name!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, or "
-            "install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
-            code="unknown_name",
-            field="provider",
-        )
-
-
-def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, ...] | None = None) -> None:
-    if values.dtype != np.int64 or values.ndim != 2 or (shape is not None and values.shape != shape):
-        raise RecpoError(
-            f"{name}: expected int64 {list(shape or ('B', 'C'))}, got {values.dtype} {list(values.shape)}",
-            code="wrong_shape",
-            field=name,
-        )
-    if values.size and (values.min() < 0 or values.max() > largest):
-        raise RecpoError(
-            f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}", code="out_of_range", field=name
-        )
+def _check_range(name: str, values: np.ndarray, largest: int) -> None:
+    if values.size:
+        low, high = values.min(), values.max()
+        validate_range(0 <= low <= high <= largest, name, f"must be from 0 to {largest}", f"{low}..{high}")
 
 
 def _validate_own_files(path: Path) -> None:
     """Raises if the program would read weights from any file other than ``model.onnx.data`` beside it."""
     import onnx
 
-    try:
+    with readable(path, Exception):  # protobuf's own exceptions
         model = onnx.load(str(path), load_external_data=False)
         places = {
             entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"
         }
-    except Exception as error:  # protobuf's own exceptions
-        raise RecpoError(
-            f"{path} is no ONNX program ({error}): export the bundle again", code="damaged", field=path.name
-        ) from error
     if foreign := places - {f"{path.name}.data"}:
         raise RecpoError(
             f"{path} reads weights from {min(foreign)!r}, expected {path.name}.data beside it: recpo does not load it",

@@ -36,38 +36,30 @@ from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
-from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder
+from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.serving.encoded_histories import ProgramReads
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, REMEDY, WEIGHTS, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest, readable
 
-_OWN: dict[str, type[Policy]] = {
-    f"{own.__module__}.{own.__qualname__}": own
-    for own in (
-        CatalogSoftmaxPolicy,
-        SemanticIdPolicy,
-        TiltedPolicy,
-        RerankedPolicy,
-        PopularityPolicy,
-        FactorPolicy,
-        ImplicitPolicy,
-        EasePolicy,
-    )
-}
-# constructor arguments that are not options in a bundle: it stores them itself, and item features are precomputed
+# constructor arguments that are not options in a bundle: it stores them itself, item features are precomputed, and the
+# encoder gives the last four to its blocks
 _GIVEN = ("num_items", "codes", "item_features")
+_OF_ENCODER = ("dim", "heads", "max_history", "dropout")
 _BASE = "base"  # the option that is itself a policy
 _TILTED = (TiltedPolicy, RerankedPolicy)
 _FACTORS = "factors"  # the option that is itself a group of numbers
 _BLOCK = "block"  # the option that is a class, with options of its own
-_OWN_BLOCKS: dict[str, type[Block]] = {f"{own.__module__}.{own.__qualname__}": own for own in (SASRecBlock, HSTUBlock)}
-_OF_ENCODER = ("dim", "heads", "max_history", "dropout")  # what the encoder gives its blocks
-_ENTRIES = {  # the options that are entries themselves, and the classes that they may name
-    _BASE: tuple(name for name, own in _OWN.items() if not issubclass(own, _TILTED)),
-    _BLOCK: tuple(_OWN_BLOCKS),
-}
+
+
+def _name_of(own: type) -> str:
+    return f"{own.__module__}.{own.__qualname__}"
+
+
+_BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy)
+_OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}
+#: the options that are entries themselves, and the classes that they may name
+_ENTRIES = {_BASE: tuple(map(_name_of, _BASES)), _BLOCK: (_name_of(SASRecBlock), _name_of(HSTUBlock))}
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -85,32 +77,28 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
     Raises:
         RecpoError: an option that the class does not have, or of a wrong type.
     """
-    name = f"{type(policy).__module__}.{type(policy).__qualname__}"
+    name = _name_of(type(policy))
     if name not in _OWN or options is None:
         return {"class": name, "options": None}
-    kept = {key: value for key, value in options.items() if key not in _GIVEN}
+    parameters = inspect.signature(_OWN[name]).parameters.values()
+    kept = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
+    kept = {key: value for key, value in kept.items() if key not in _GIVEN}
     if isinstance(policy, _TILTED):
         base = kept.get(_BASE)
-        arguments = base.get("init_args", {}) if isinstance(base, Mapping) else None
-        kept[_BASE] = describe_policy(policy.base, arguments)
-        if kept[_BASE]["options"] is None:
-            return {"class": name, "options": None}
-    options = _defaults(_OWN[name]) | kept
+        kept[_BASE] = describe_policy(policy.base, base.get("init_args", {}) if isinstance(base, Mapping) else None)
     if isinstance(policy, FeaturePolicy):
-        options[_BLOCK] = _described_block(policy, options[_BLOCK])
-        if options[_BLOCK]["options"] is None:
-            return {"class": name, "options": None}
-    return {"class": name, "options": _validated(name, options)}
+        kept[_BLOCK] = _described_block(policy, kept[_BLOCK])
+    if any(kept[key]["options"] is None for key in _ENTRIES if key in kept):
+        return {"class": name, "options": None}
+    return {"class": name, "options": _validated(name, kept)}
 
 
 def _described_block(policy: FeaturePolicy, block: Any) -> dict[str, Any]:
     """The entry of a block: ``class``, and ``options``, which are None for a block that is not recpo's own."""
-    own = type(policy.encoder.blocks[0])
-    name, given = f"{own.__module__}.{own.__qualname__}", as_configuration(block)
+    name, given = _name_of(type(policy.encoder.blocks[0])), as_configuration(block)
     options = given.get("init_args") or {} if isinstance(given, dict) else {}
-    if name not in _OWN_BLOCKS:
-        return {"class": name, "options": None}
-    return {"class": name, "options": {key: value for key, value in options.items() if key not in _OF_ENCODER}}
+    known = {key: value for key, value in options.items() if key not in _OF_ENCODER}
+    return {"class": name, "options": known if name in _ENTRIES[_BLOCK] else None}
 
 
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
@@ -142,10 +130,9 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
         raise RecpoError(
             f"{root}: weights and options of {name} do not fit ({error}): export it again", code="damaged", field=name
         ) from error
-    reads = ProgramReads(policy.reads_timestamps, policy.reads_behaviors)
-    told = ProgramReads(manifest.reads.timestamps, manifest.reads.behaviors)
-    sides = (policy.reads_user, policy.reads_context) == (bool(manifest.reads.user), bool(manifest.reads.context))
-    if policy.max_history != manifest.max_history or reads != told or not sides:
+    reads = policy.reads_timestamps, policy.reads_behaviors, policy.reads_user, policy.reads_context
+    told = manifest.reads
+    if (policy.max_history, *reads) != (manifest.max_history, told.timestamps, *told.batches):
         raise RecpoError(
             f"{root}: options of {name} do not fit the manifest: export it again", code="mismatch", field=name
         )
@@ -159,7 +146,7 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
         RecpoError: see ``load_policy``.
     """
     name, options = manifest.policy["class"], manifest.options
-    if options is None or name not in _OWN:
+    if options is None or name not in _OWN or name in _ENTRIES[_BLOCK]:
         raise RecpoError(
             f"{root} has the ONNX program only: its policy, {name}, is not of recpo or was exported without its "
             "options; load it with engine=onnx",
@@ -173,11 +160,12 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
 
 def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int], Policy]:
     """A function that creates the policy of an entry from the number of items."""
-    own, arguments = _OWN[name], _validated(name, options)
+    own: Any = _OWN[name]
+    arguments = _validated(name, options)
     if own is SemanticIdPolicy:
         arguments["codes"] = root / CODES
     if _BLOCK in arguments:
-        arguments[_BLOCK] = partial(_OWN_BLOCKS[arguments[_BLOCK]["class"]], **arguments[_BLOCK]["options"])
+        arguments[_BLOCK] = partial(_OWN[arguments[_BLOCK]["class"]], **arguments[_BLOCK]["options"])
     if _FACTORS in arguments:
         arguments[_FACTORS] = GradeFactorsOptions(**arguments[_FACTORS])
     if _BASE in arguments:
@@ -186,14 +174,10 @@ def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int
     return partial(own, **arguments)
 
 
-def _defaults(own: type[Policy]) -> dict[str, Any]:
-    parameters = inspect.signature(own).parameters.values()
-    return {p.name: p.default for p in parameters if p.name not in _GIVEN and p.default is not p.empty}
-
-
 def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, each of the type that the constructor of ``name`` declares."""
-    hints = _declared(name)
+    """The options, each of the type that the constructor of one of recpo's own policies or blocks declares."""
+    without = (*_GIVEN, *(_OF_ENCODER if name in _ENTRIES[_BLOCK] else ()), "return")
+    hints = {key: kind for key, kind in get_type_hints(_OWN[name].__init__).items() if key not in without}
     for key, value in options.items():
         expected = _expected(key, value, hints)
         if expected is not None:
@@ -201,12 +185,6 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if key in _ENTRIES:
             _validated(value["class"], value["options"])
     return dict(options)
-
-
-def _declared(name: str) -> dict[str, Any]:
-    """The types of the options of one of recpo's own policies or blocks."""
-    own, without = (_OWN_BLOCKS[name], _OF_ENCODER) if name in _OWN_BLOCKS else (_OWN[name], _GIVEN)
-    return {key: kind for key, kind in get_type_hints(own.__init__).items() if key not in (*without, "return")}
 
 
 def _expected(key: str, value: object, hints: Mapping[str, Any]) -> str | None:
@@ -249,18 +227,15 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
     """
     weights = {
         f"{name}.{part}": value.detach().contiguous()
-        for name, table in _tables(policy)
-        if table.features is not None
-        for part, value in table.features.encoder.state_dict().items()
+        for name, features in _item_features(policy)
+        for part, value in features.encoder.state_dict().items()
     }
     write_tensors(root / ITEM_ENCODERS, weights)
     loaded = load_item_encoders(root, fitted)
     ids = torch.arange(1, min(policy.num_items + 1, BLOCK_ITEMS))
     with torch.no_grad():
-        for name, table in _tables(policy):
-            if table.features is None:
-                continue
-            gap = table.features.encoded_by(loaded[name], ids) - table.features(ids)
+        for name, features in _item_features(policy):
+            gap = features.encoded_by(loaded[name], ids) - features(ids)
             if not gap.abs().max() <= _TOLERANCE:
                 raise RecpoError(
                     f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})",
@@ -275,7 +250,7 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
     Raises:
         RecpoError: they are missing, damaged, or belong to other features.
     """
-    try:
+    with readable(root / ITEM_ENCODERS, SafetensorError, OSError, RuntimeError, KeyError, ValueError):
         weights = load_file(root / ITEM_ENCODERS)
         names = sorted({name.rpartition(".output.weight")[0] for name in weights} - {""})
         encoders = {}
@@ -284,12 +259,6 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
             dim, hidden = own["output.weight"].shape
             encoders[name] = FeatureEncoder(fitted.features, dim, hidden=hidden).eval()
             encoders[name].load_state_dict(own)
-    except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise RecpoError(
-            f"{root / ITEM_ENCODERS} does not fit its features ({error}): {REMEDY}",
-            code="damaged",
-            field=ITEM_ENCODERS,
-        ) from error
     return encoders
 
 
@@ -362,5 +331,7 @@ def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:
     return torch.cat([encoder(tensors.rows(block)) for block in blocks])
 
 
-def _tables(policy: Policy) -> Iterator[tuple[str, ItemTable]]:
-    return ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))
+def _item_features(policy: Policy) -> Iterator[tuple[str, ItemFeatures]]:
+    """What the item tables of a policy read of the items, by the names of the tables."""
+    tables = ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))
+    return ((name, table.features) for name, table in tables if table.features is not None)

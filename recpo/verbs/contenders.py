@@ -21,6 +21,7 @@ from torch import Tensor
 from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError, validate_range
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
 from recpo.evaluation.baselines import BaselineCache, fitted_model, item_scores
@@ -306,7 +307,8 @@ class ContenderRuntime(Runtime):
         self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
         user = data.fitted_features("user") if loaded.reads.user else None
         self.reads = ProgramReads(user=() if user is None else user.features)
-        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history, user=user)
+        features = PolicyFeatures(user=user)
+        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history, features=features)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         ids, feedback = torch.from_numpy(inputs.item_ids), torch.from_numpy(inputs.feedback)

@@ -53,7 +53,7 @@ class Server(NamedTuple):
 
     runtime: Runtime
     reader: HistoryReader
-    filters: recommending.ItemFilters | None = None
+    filters: recommending.ItemFilters = recommending.ItemFilters()
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     def _lists(self, server: Server, asked: Mapping[str, Any], events: Any, users: Any) -> recommending.Served:
         """The lists of some users, from all of their events and what else is ``asked`` of the reader."""
         k = recommending.validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
-        allowed = recommending.filtered(server.filters, self.allow, self.deny)
+        allowed = server.filters.allowed(self.allow, self.deny)
         server.reader.validate_columns(events, asked["user_features"], asked["context"])
         read = server.reader.read(events, users=users, **asked)
         return recommending.recommend_lists(

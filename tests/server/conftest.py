@@ -19,7 +19,7 @@ from recpo.log.id_map import IdMap
 from recpo.server.app import create_app
 from recpo.server.options import ServerOptions
 from recpo.server.service import Service
-from recpo.serving.bundle import GOLDEN, Bundle, write_golden
+from recpo.serving.bundle import Bundle, write_golden
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.manifest import ITEMS, BundleManifest
 from tests.serving.conftest import FEEDBACK, NUM_ITEMS, K, item_ids, make_policy
@@ -37,7 +37,7 @@ def bundles(tmp_path_factory):
     manifest = BundleManifest.read(root / "v2")
     IdMap(item_ids().to_external(range(NUM_ITEMS, 0, -1))).save(root / "v2" / ITEMS)  # the same program, other items
     reverse = Bundle(root / "v2", manifest, IdMap.load(root / "v2" / ITEMS), Bundle.open(root / "v1").runtime)
-    write_golden(reverse, root / "v2" / GOLDEN)
+    write_golden(reverse)
     manifest.write(root / "v2")
     return root / "v1", root / "v2"
 

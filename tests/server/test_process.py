@@ -119,7 +119,7 @@ def test_faults_of_the_start_are_one_message(bundles, tmp_path):
         return ended.stderr
 
     assert "no such directory" in message("--bundle", tmp_path / "absent")
-    assert "port is 70000" in message("--bundle", bundles[0], "--port", 70000)
+    assert "port must be at most 65535" in message("--bundle", bundles[0], "--port", 70000)
 
 
 def test_python_says_what_is_missing(bundles, monkeypatch):

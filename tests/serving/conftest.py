@@ -84,4 +84,4 @@ def served_by(bundle, histories, **options):
     """What ``Bundle.recommend`` makes a frame of: an Arrow table, and typed counts."""
     reading = {name: options.pop(name) for name in ("exclude", "users", "user_features", "context") if name in options}
     read = bundle.reader.read(histories, at=milliseconds(options.pop("at", None)), **reading)
-    return recommend_lists(bundle.runtime, bundle.items, read, **options)
+    return recommend_lists(bundle.runtime, bundle.items, read, **{"k": bundle.k} | options)

@@ -203,12 +203,6 @@ def test_an_unknown_engine_is_refused(bundle_path, engine):
         Bundle.open(bundle_path, engine=engine)
 
 
-@pytest.mark.parametrize("batch_size", [0, -3, 1.5, True])
-def test_an_impossible_batch_size_is_refused(bundle, batch_size):
-    with refused("out_of_range", "batch_size"):
-        served_by(bundle, history(external(3)), batch_size=batch_size)
-
-
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 @pytest.mark.parametrize(
     ("column", "value", "message"),
@@ -242,9 +236,8 @@ def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level
     items = np.zeros((1, MAX_HISTORY), np.int64)
     items[0, :2] = 3, 8
     none = np.zeros((1, 1), np.int64)
-    session = bundle.runtime._session
     strange, unknown, best = (
-        session.run(EncodedHistories(items, feedback, none))
+        bundle.runtime.run(EncodedHistories(items, feedback, none))
         for feedback in (np.full_like(items, level), np.zeros_like(items), np.where(items, 5, 0))
     )
     np.testing.assert_array_equal(strange[1], unknown[1])

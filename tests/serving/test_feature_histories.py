@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpo.base.feature_encoding import by_source, decoded
+from recpo.base.feature_encoding import PolicyFeatures, by_source, decoded
 from recpo.base.features import Reads
 from recpo.batches.held_out import HeldOutBatches, HeldOutHistories, Rank
 from recpo.serving.histories import HistoryReader
@@ -21,8 +21,9 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader(data):
-    parts = [data.fitted_features(side) for side in ("user", "context")]
-    return HistoryReader(data.item_ids(), data.feedback, LENGTH, False, data.behaviors, *parts)
+    parts = {side: data.fitted_features(side) for side in ("user", "context")}
+    features = PolicyFeatures(**parts, behaviors=data.behaviors)
+    return HistoryReader(data.item_ids(), data.feedback, LENGTH, features=features)
 
 
 def raw_history(data, period_start):

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.serving.encoded_histories import ServingCounts
@@ -243,7 +244,9 @@ def of_requests(generator, ids, times):
 )
 def test_requests_are_read_as_the_same_events_in_a_frame(ids, times, seed):
     of = NUMBERED if not isinstance(ids[0], str) else READER
-    reader = dataclasses.replace(of, behaviors=("likes", "shares"), reads_timestamps=bool(seed % 2))
+    reader = dataclasses.replace(
+        of, features=PolicyFeatures(behaviors=("likes", "shares")), reads_timestamps=bool(seed % 2)
+    )
     requests = of_requests(np.random.default_rng(seed), ids, times)
     rows = [{"user_id": user, **event} for user, (history, _) in enumerate(requests) for event in history]
     names = dict.fromkeys(["user_id", "item_id", "timestamp", *(name for row in rows for name in row)])

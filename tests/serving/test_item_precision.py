@@ -13,6 +13,7 @@ import torch
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
+from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.program import CatalogSearch, ServingProgram, overlap, random_inputs, ranker_of, verify_rounded
 from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
@@ -40,7 +41,7 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
     export.export_bundle(
         policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "b", BundleOptions(k=25)
     )
-    inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5))
+    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
     found, listed = (r.recommend(inputs, 25) for r in (Bundle.open(tmp_path / "b").runtime, PolicyRuntime(policy)))
     np.testing.assert_array_equal(found[0], listed[0])
     assert (np.diff(listed[1], axis=1) == 0).any(1).all()
@@ -67,7 +68,7 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     bundle = Bundle.open(tmp_path / "b")
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["item_precision"] == precision
-    inputs = random_inputs(policy, 20, torch.Generator().manual_seed(5))
+    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
     (found, scores), (listed, own) = (r.recommend(inputs, 60) for r in (bundle.runtime, PolicyRuntime(policy)))
     if precision == "float32":
         assert manifest["agreement"] is None
@@ -92,7 +93,7 @@ def test_what_rounding_may_cost_is_checked(parts):
     policy, _ = parts.policy("sasrec")
     with torch.no_grad():
         policy.item_table.weight.mul_(20)
-    program = ServingProgram(CatalogSearch(policy, "int8", 50), 20)
+    program = ServingProgram(CatalogSearch(policy, "int8", 50), 20, ProgramReads(policy.reads_timestamps))
     runtime = TorchProgramRuntime(program, PolicyRuntime(policy, 20))
     with refused("mismatch", "item_precision"):
         verify_rounded(runtime, program, policy, 20, "int8")
