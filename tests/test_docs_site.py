@@ -233,19 +233,27 @@ def run(command, directory):
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name)
-def test_python_blocks_run(path, tmp_path):
+@pytest.fixture
+def clone(tmp_path):
+    """What the pages read: the sample, and the configurations with trainings of one epoch."""
     for name in ("configs", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    code = GIVEN.get(path.name, "") + "\n".join(code for _, code in blocks(path, "python"))
-    run([sys.executable, "-c", code], tmp_path)
+    for config in (tmp_path / "configs").glob("*.yaml"):
+        text = config.read_text(encoding="utf-8")
+        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1", text), encoding="utf-8")
+    return tmp_path
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_quickstart_run(tmp_path):
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+@pytest.mark.parametrize("path", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name)
+def test_python_blocks_run(path, clone):
+    code = GIVEN.get(path.name, "") + "\n".join(code for _, code in blocks(path, "python"))
+    run([sys.executable, "-c", code], clone)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_quickstart_run(clone):
     commands = "\n".join(code for _, code in blocks(DOCS / "quickstart.md", "bash"))
-    run(["bash", "-euo", "pipefail", "-c", commands], tmp_path)
-    assert (tmp_path / "lists.parquet").is_file()
-    assert (tmp_path / "runs" / "evaluation" / "report.html").is_file()
+    run(["bash", "-euo", "pipefail", "-c", commands], clone)
+    assert (clone / "lists.parquet").is_file()
+    assert (clone / "runs" / "evaluation" / "report.html").is_file()

@@ -12,16 +12,9 @@ from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, baseline
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import PopularityPolicy, distinct_positives
-from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import EaseOptions, ImplicitOptions, positive_places
+from recpo.rewards.implicit import positive_places
 from recpo.verbs.contenders import SERVED, served_baseline
 from tests.refusals import refused
-
-OPTIONS = BaselineOptions(
-    factorization=FactorOptions(method="als", ranks=(4,), ridges=(1.0,)),
-    implicit_als=ImplicitOptions(ranks=(4,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
-    ease=EaseOptions(ridges=(10.0,)),
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +30,9 @@ def held_out(data):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_policy_lists_what_the_baseline_lists(name, data, held_out):
-    served = served_baseline(name, data, OPTIONS)
+    served = served_baseline(name, data)
     histories, past = held_out.feedback.histories, held_out.exclude
-    theirs = baseline(name, data, OPTIONS).load().recommender.recommend(histories, 10, past)
+    theirs = baseline(name, data, BaselineOptions()).load().recommender.recommend(histories, 10, past)
     ours = served.policy.recommend(histories, 10, past)
     same = (ours.item_ids == theirs.item_ids).float().mean()
     assert same > 0.999, name  # ties aside, which rounding may break
@@ -48,7 +41,7 @@ def test_a_policy_lists_what_the_baseline_lists(name, data, held_out):
 
 @pytest.mark.parametrize("name", ["item_rate", "implicit_als"])
 def test_probabilities_add_up_and_are_those_of_lists_and_slates(name, data, held_out):
-    policy = served_baseline(name, data, OPTIONS).policy
+    policy = served_baseline(name, data).policy
     histories = held_out.feedback.histories
     every = policy.recommend(histories, data.num_items)
     assert every.scores.exp().sum(1).allclose(torch.ones(len(every.scores)))
@@ -58,7 +51,7 @@ def test_probabilities_add_up_and_are_those_of_lists_and_slates(name, data, held
 
 
 def test_a_prefix_is_scored_as_a_history_of_its_own(data, held_out):
-    policy = served_baseline("implicit_als", data, OPTIONS).policy
+    policy = served_baseline("implicit_als", data).policy
     histories = held_out.feedback.histories.rows(torch.arange(3)).up_to(torch.tensor([6, 6, 6]))
     items = torch.arange(1, 5).expand(3, -1)
     visible = torch.tensor([[0, 2, 2, 6]] * 3)
