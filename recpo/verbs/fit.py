@@ -248,7 +248,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     def _contenders(self, road: Road) -> list[str]:
         """Fits, trains, tilts and searches; returns the names of all contenders."""
         names: list[str] = list(road.baselines)
-        wanted = [fit_road.PRETRAIN]
+        wanted, spare = [fit_road.PRETRAIN], [fit_road.GSPO] if road.graded else []
         counts = road.data.feedback_counts["train"]
         if road.graded:
             road.fit_factors()
@@ -263,7 +263,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         if road.graded:  # who chose what, and the grades
             names += self._tilted(road, _IMPLICIT)
         road.show_list()
-        road.decide_effort(wanted)
+        road.decide_effort(wanted, spare)
         for name in road.plan.recipes:
             if not road.train(name, fit_road.RECIPES[name]):
                 continue

@@ -56,6 +56,7 @@ GBPO: Final = "gbpo"
 VALUE_DPO: Final = "value_dpo"
 VALUE_DPO_LIKELIHOOD: Final = "value_dpo_likelihood"
 MPO_MODEL: Final = "mpo_reward_model"
+GSPO: Final = "gspo"
 #: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
 REWARD_MODEL: Final = "reward_model"
 
@@ -138,6 +139,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         PRETRAIN,
         changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
     ),
+    GSPO: Recipe(("on_policy", "gspo"), "mpo", PRETRAIN, FACTORS),
     REWARD_MODEL: Recipe(("features_reward_model",), None),
 }
 
@@ -354,7 +356,7 @@ class Road:
 
     # the length of training
 
-    def decide_effort(self, wanted: Sequence[str]) -> None:
+    def decide_effort(self, wanted: Sequence[str], spare: Sequence[str] = ()) -> None:
         """Decides which recipes are trained, and for which share of their recommended steps.
 
         A few steps of pre-training and MPO are timed. All wanted recipes are trained if half of their steps fit into
@@ -363,25 +365,27 @@ class Road:
 
         Args:
             wanted: names of recipes, the most promising first; pre-training is the first.
+            spare: recipes that promise no more than these; they are trained if all fit at their full length.
         """
         if self.plan.effort is not None:
             return
         self.say("timing a few training steps")
-        costs = self._costs(wanted)
-        budget = _TRAINING_SHARE * self.left
+        named = [*wanted, *spare]
+        costs, budget = self._costs(named), _TRAINING_SHARE * self.left
+        wanted = named if sum(costs[name] for name in named) <= budget else wanted
         for kept in range(len(wanted), min(_LEAST_RECIPES, len(wanted)) - 1, -1):
             total = sum(costs[name] for name in wanted[:kept])
             fitting = [effort for effort in _EFFORTS if effort * total <= budget]
             if fitting and fitting[0] >= _ENOUGH:
                 break
         self.plan.effort = fitting[0] if fitting else _EFFORTS[-1]
-        self.plan.recipes, self.plan.left_out = list(wanted[:kept]), list(wanted[kept:])
+        self.plan.recipes, self.plan.left_out = named[:kept], named[kept:]
         self.save()
         told = f"; left out: {', '.join(self.plan.left_out)}" if self.plan.left_out else ""
         self.say(f"training {', '.join(self.plan.recipes)}, each for {self.plan.effort:.3g} of its full length{told}")
 
     def _costs(self, wanted: Sequence[str]) -> dict[str, float]:
-        """Predicted seconds of every recipe at its full length."""
+        """Predicted seconds of every recipe at its full length; a step that is not timed costs one of pre-training."""
         probes, seconds = self.root / "probe", {}
         shutil.rmtree(probes, ignore_errors=True)
         for name in (PRETRAIN, MPO, MPO_MODEL):

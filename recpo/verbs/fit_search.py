@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recpo.evaluation.decision import leaderboard
-from recpo.verbs.fit_road import GBPO, MPO, MPO_MODEL, PRETRAIN, RECIPES, VALUE_DPO, VALUE_DPO_LIKELIHOOD, Road
+from recpo.verbs.fit_road import GBPO, GSPO, MPO, MPO_MODEL, PRETRAIN, RECIPES, VALUE_DPO, VALUE_DPO_LIKELIHOOD, Road
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -44,6 +44,10 @@ SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
     MPO_MODEL: (
         Dimension("objective.init_args.temperature", 0.05, 0.02, 0.3),
         Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    GSPO: (
+        Dimension("optimizer.init_args.lr", 0.003, 0.001, 0.01),
+        Dimension("objective.init_args.kl_coef", 0.5, 0.1, 1.0),
     ),
     GBPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),

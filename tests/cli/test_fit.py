@@ -307,6 +307,15 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
     assert reward["init_args"] == {"run": str(rich.root / "runs" / "reward_model"), "calibrated": False}
 
 
+@pytest.mark.parametrize(("gspo", "recipes"), [(6.0, ["pretrain", "mpo", "gspo"]), (7.0, ["pretrain", "mpo"])])
+def test_what_promises_no_more_is_trained_if_all_fit(prepared, tmp_path, monkeypatch, gspo, recipes):
+    road = road_of(prepared, tmp_path)
+    monkeypatch.setattr(Road, "_costs", lambda self, wanted: {"pretrain": 10.0, "mpo": 20.0 - 0.1, "gspo": gspo})
+    road.decide_effort(["pretrain", "mpo"], ["gspo"])
+    assert (road.plan.recipes, road.plan.effort) == (recipes, 1.0)
+    assert recipes + road.plan.left_out == ["pretrain", "mpo", "gspo"]
+
+
 def test_a_plan_survives_its_file(tmp_path):
     plan = Plan(spent=3.5, effort=0.25, recipes=["pretrain"], trials=None, failed={"mpo": "collapsed"})
     plan.save(tmp_path)
