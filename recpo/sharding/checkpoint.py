@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
-from recpo.training.checkpoints import META, load_plain, saved_tensors
+from recpo.training.checkpoints import META, SHAPES, load_plain, saved_tensors
 from recpo.training.optimizers import JointOptimizer
 
 _LARGE = 64 << 20  # bytes
@@ -46,7 +46,7 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
     """
     tensors = dict(tensors)
     states = _strip(rest.get(_STATES, []), _STATES, tensors)
-    skeleton = rest | {_STATES: states}
+    skeleton = rest | {_STATES: states, SHAPES: {name: list(tensor.size()) for name, tensor in tensors.items()}}
     if dist.get_rank() == 0:
         with output_directory(path, kind="checkpoint", overwrite=True) as partial:
             dist.broadcast_object_list([str(partial)], src=0)
@@ -97,6 +97,7 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
             field=str(path),
         )
     dcp.load(wanted, storage_reader=reader)
+    del skeleton[SHAPES]
     rest: dict[str, Any] = _fill(skeleton, wanted)
     return rest
 

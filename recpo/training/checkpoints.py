@@ -26,6 +26,8 @@ META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""
 RUN = "run"
 """Entry of a checkpoint: the run that wrote it (``run_directory.identity``)."""
+SHAPES = "shapes"
+"""Entry of ``meta.pt``: the shape of every tensor, by name, so that no lost file goes unnoticed."""
 _REMEDY = "copy it again, or train again with --overwrite true"
 
 
@@ -41,15 +43,11 @@ class SavedTensor:
     Args:
         name: its name in the files.
         blocks: the blocks that form the tensor.
-
-    Attributes:
         shape: shape of the complete tensor.
     """
 
-    def __init__(self, name: str, blocks: list[_Block]) -> None:
-        self._name, self._blocks = name, blocks
-        ends = ([o + s for o, s in zip(block.offset, block.shape, strict=True)] for block in blocks)
-        self.shape = torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
+    def __init__(self, name: str, blocks: list[_Block], shape: torch.Size) -> None:
+        self._name, self._blocks, self.shape = name, blocks, shape
 
     def __getitem__(self, rows: slice) -> Tensor:
         """The rows of a range with step 1, like indexing a tensor."""
@@ -89,23 +87,24 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
         raise RecpoError(
             f"{checkpoint} is missing: the run kept no such checkpoint", code="missing_file", field=checkpoint.name
         )
-    blocks: dict[str, list[_Block]] = defaultdict(list)
+    content, blocks = load_plain(checkpoint / META), defaultdict[str, list[_Block]](list)
     with _damage(checkpoint):
+        shapes = {name: torch.Size(shape) for name, shape in content[SHAPES].items()}
         for path in sorted(checkpoint.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
                 for name in file.keys():  # noqa: SIM118  it is no dictionary
                     shape = tuple(file.get_slice(name).get_shape())
                     blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
-        tensors = {name: SavedTensor(name, parts) for name, parts in blocks.items()}
-    holes = sorted(name for name, parts in blocks.items() if _numbers(parts) != tensors[name].shape.numel())
+    holes = sorted(name for name, shape in shapes.items() if _num_elements(blocks[name]) != shape.numel())
     if holes:
         raise RecpoError(
             f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it",
             code="damaged",
             field=checkpoint.name,
         )
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer_states.")}
+    weights = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer_states.")}
+    return {name: SavedTensor(name, blocks[name], shape) for name, shape in weights.items()}
 
 
 def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
@@ -182,5 +181,5 @@ def _damage(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def _numbers(blocks: list[_Block]) -> int:
+def _num_elements(blocks: list[_Block]) -> int:
     return sum(prod(block.shape) for block in blocks)

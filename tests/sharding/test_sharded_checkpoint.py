@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import Code
 from recpo.policies.item_table import ItemTable, tables_on_meta
-from recpo.training.checkpoints import META, SavedTensor, saved_tensors
+from recpo.training.checkpoints import META, SHAPES, SavedTensor, saved_tensors
 from recpo.training.optimizers import build_optimizer
 from recpo.training.run import load_weights
 from tests.refusals import refused
@@ -274,7 +274,7 @@ def refuse(path: Path, rows: int, code: Code) -> None:
 
 
 def copy(path: Path, target: Path) -> Path:
-    target.mkdir()
+    target.mkdir(parents=True)
     for file in path.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
     return target
@@ -294,13 +294,16 @@ def test_a_checkpoint_of_another_model_is_refused_with_names(alone: None, saved:
 def test_a_checkpoint_that_lost_a_file_is_refused(alone: None, saved: Any, tmp_path: Path) -> None:
     from recpo.sharding import checkpoint
 
-    path = copy(saved[0], tmp_path / "lost.ckpt")
-    sorted(path.glob("*.safetensors"))[0].unlink()
     net, own = sharded("row_wise")
-    with refused("damaged", "lost.ckpt"):
-        checkpoint.load(net.state_dict(), [own], path)
-    with refused("damaged", "lost.ckpt"):
-        saved_tensors(path)
+    names = [file.name for file in saved[0].glob("*.safetensors")]
+    assert len(names) > 1
+    for name in names:
+        path = copy(saved[0], tmp_path / name / "lost.ckpt")
+        (path / name).unlink()
+        with refused("damaged", "lost.ckpt"):
+            checkpoint.load(net.state_dict(), [own], path)
+        with refused("damaged", "lost.ckpt"):
+            saved_tensors(path)
 
 
 class Attack:
@@ -321,7 +324,8 @@ def test_nothing_is_unpickled(alone: None, saved: Any, tmp_path: Path) -> None:
     net, own = sharded("row_wise")
     with refused("damaged", "meta.pt"):
         checkpoint.load(net.state_dict(), [own], path)
-    load_weights(Net(), path, "")  # does not look at it
+    with refused("damaged", "meta.pt"):
+        load_weights(Net(), path, "")
     assert not (tmp_path / "harm").exists()
 
 
@@ -351,7 +355,7 @@ def test_slices_are_those_of_the_whole_tensor(
         block = tensor[tuple(slice(*span) for span in place)].contiguous()
         info = {"x": {"saved_offsets": [begin for begin, _ in place]}}
         save_file({"x": block}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)})
-    (folder / META).touch()
+    torch.save({SHAPES: {"x": list(shape)}}, folder / META)
     found = saved_tensors(folder)["x"]
     assert isinstance(found, SavedTensor)
     assert found.shape == shape
