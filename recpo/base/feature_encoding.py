@@ -379,7 +379,8 @@ def by_source(fitted: FittedFeatures, columns: dict[str, pa.Array]) -> dict[str,
 
 def _values(vocabulary: Vocabulary, codes: np.ndarray) -> pa.Array:
     """Values of the vocabulary ``[N]``; null where missing."""
-    with_unknown = pa.concat_arrays([pa.array([_strange(vocabulary)], vocabulary.values.type), vocabulary.values])
+    unknown = _strange(vocabulary) if (codes == UNKNOWN).any() else None
+    with_unknown = pa.concat_arrays([pa.array([unknown], vocabulary.values.type), vocabulary.values])
     return with_unknown.take(pa.array(codes - FIRST_CODE + 1, mask=codes == MISSING))
 
 

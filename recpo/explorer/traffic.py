@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import duckdb
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.sequences import clustered_mean
@@ -62,7 +60,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         over_time: by hour, or by day if the log is longer than three days, oldest first.
-        by_variant: one group per variant; all exposures together if the log has no variants.
+        by_variant: one group per variant, and one of the exposures without any; without variants, one of all exposures.
         unit: ``hour`` or ``day``.
         value_of: what ``value`` is a mean of.
     """
@@ -88,29 +86,32 @@ def traffic(log: Path, data: Prepared) -> Traffic:
         message = f"{log} has no published exposures (*.parquet): wait until the outcome window of the first is over"
         raise RecpoError(message, code="empty", field="server_log")
     try:
-        names = set(pq.read_schema(files[0]).names)
-        if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
-            message = f"{files[0]} has no column {missing[0]!r}: name the directory that `recpo serve --log` writes"
-            raise RecpoError(message, code="missing_column", field="server_log")
-        database = duckdb.connect()
-        value, value_of = _value(names)
-        variant = f"log.{VARIANT}" if VARIANT in names else "NULL::VARCHAR"
-        database.execute(_EXPOSURES.format(value=value, variant=variant), [files, str(data.root / "items.parquet")])
-        first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
-        unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
-        over_time = _groups(database, f"timestamp // {length} * {length}")
-        variants = _groups(database, "coalesce(variant, 'all exposures')")
-    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        with duckdb.connect() as database:
+            names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
+            if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
+                message = f"{log} has no column {missing[0]!r}: name the directory that `recpo serve --log` writes"
+                raise RecpoError(message, code="missing_column", field="server_log")
+            value, value_of = _value(names)
+            variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
+            is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
+            exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
+            database.execute(exposures, [files, str(data.root / "items.parquet")])
+            first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
+            unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
+            over_time = _groups(database, f"timestamp // {length} * {length}")
+            variants = _groups(database, "variant")
+    except (duckdb.Error, OSError) as error:
         message = f"{log} cannot be read as a log of exposures ({str(error).splitlines()[0]})"
         raise RecpoError(message, code="damaged", field="server_log") from error
     return Traffic([one._replace(name=_time(int(one.name), unit)) for one in over_time], variants, unit, value_of)
 
 
+_FLAGS: Final = ("is_random", "dislike")
+_COLUMNS: Final = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
 _EXPOSURES: Final = """
 CREATE TEMP TABLE exposures AS
 SELECT log.timestamp, log.user_id, log.request_id, {variant} AS variant, {value} AS value,
-       coalesce(log.is_random, false) AS is_random, coalesce(log.dislike, false) AS dislike,
-       known.item_id IS NULL AS is_unknown
+       {is_random} AS is_random, {dislike} AS dislike, known.item_id IS NULL AS is_unknown
 FROM read_parquet(?, union_by_name = true) AS log
 LEFT JOIN (SELECT item_id FROM read_parquet(?)) AS known ON known.item_id = log.item_id
 """
@@ -122,9 +123,10 @@ short AS (
     SELECT name, shortest, avg((length < longest)::DOUBLE) AS share
     FROM lists JOIN longest USING (name) GROUP BY ALL
 )
-SELECT grouped.name, count(DISTINCT request_id), count(*), count(DISTINCT user_id), avg(is_random::DOUBLE),
-       avg((value IS NOT NULL)::DOUBLE), avg(dislike::DOUBLE), any_value(shortest), any_value(share),
-       avg(is_unknown::DOUBLE)
+SELECT grouped.name::VARCHAR AS name, count(DISTINCT request_id) AS requests, count(*) AS exposures,
+       count(DISTINCT user_id) AS users, avg(is_random::DOUBLE) AS explored,
+       avg((value IS NOT NULL)::DOUBLE) AS answered, avg(dislike::DOUBLE) AS disliked,
+       any_value(shortest) AS shortest, any_value(share) AS short_lists, avg(is_unknown::DOUBLE) AS unknown_items
 FROM grouped JOIN short USING (name)
 GROUP BY grouped.name ORDER BY grouped.name
 """
@@ -137,11 +139,11 @@ WHERE value IS NOT NULL GROUP BY name, user_id
 def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
     users = database.execute(_USERS.format(group=group)).df()
     means = {str(name): clustered_mean(own["total"], own["n"]) for name, own in users.groupby("name")}
-    rows = database.execute(_GROUPS.format(group=group)).fetchall()
     groups = []
-    for name, *counts in rows:
-        mean = means.get(str(name), clustered_mean([], []))
-        groups.append(Rates._make((str(name), *counts[:6], known(mean.mean), known(mean.half_width), *counts[6:])))
+    row: Any
+    for row in database.execute(_GROUPS.format(group=group)).df().itertuples(index=False):
+        mean = means.get(row.name, clustered_mean([], []))
+        groups.append(Rates(**row._asdict(), value=known(mean.mean), half_width=known(mean.half_width)))
     return groups
 
 

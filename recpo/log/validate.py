@@ -208,7 +208,7 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> Iterator[Check
         column = CONTEXT + feature.name
         if column not in raw.columns:
             continue
-        value, fix = raw[column], "a request of which it is not known has the value missing"
+        value, fix = raw[column], "missing values are read as unknown"
         absent = value.isnull()
         if value.type().is_floating():
             absent |= value.isnan()
@@ -320,5 +320,5 @@ def label_faults(label: Label, log: Log) -> list[Fault]:
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
         "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
-    problem = f"label {name} needs {' and '.join(lacking)}, which the log has not"
+    problem = f"label {name} needs {' and '.join(lacking)}, which the log does not have"
     return [Fault(log.name, None, problem, fix, code="missing_column")]

@@ -57,6 +57,23 @@ def test_a_long_log_is_shown_by_day_and_labels_are_its_value(server_log, data, t
     assert one.value == pytest.approx(log["label"].mean())
 
 
+def test_files_of_a_log_that_got_variants_and_outcomes_later_are_read_together(server_log, data, tmp_path):
+    log = pd.read_parquet(server_log / "1.parquet")
+    before = log.drop(columns=["variant", "watch_time", "duration", "dislike", "is_random"])
+    before.assign(request_id="before-" + before["request_id"].astype(str)).to_parquet(
+        tmp_path / "0.parquet", index=False
+    )
+    log.to_parquet(tmp_path / "1.parquet", index=False)
+    found = traffic(tmp_path, data)
+    counts = log["variant"].value_counts()
+    expected = {**counts, "no variant": len(log)}
+    assert {one.name: one.exposures for one in found.by_variant} == expected
+    assert found.value_of == "watched share of an item, at most 1"
+    before.to_parquet(tmp_path / "1.parquet", index=False)
+    (one,) = traffic(tmp_path, data).by_variant
+    assert (one.name, one.disliked, one.explored, one.value) == ("all exposures", 0.0, 0.0, None)
+
+
 def test_one_user_has_no_interval_and_no_outcome_has_no_value(server_log, data, tmp_path):
     log = pd.read_parquet(server_log / "1.parquet").head(4).assign(user_id=1, watch_time=np.nan)
     log.to_parquet(tmp_path / "log.parquet", index=False)
