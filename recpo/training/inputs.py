@@ -324,8 +324,7 @@ class InputBuilder:
         """Positions that must be scored. For candidates, all of them, because they measure the divergence."""
         if batch.plan is not None and batch.plan.scored is not None:
             return batch.plan.scored.needed
-        inert = self._objective.zero_advantage_is_inert and not self._anchored and self.rollouts is None
-        return needed_positions(batch, advantages if inert else None)
+        return needed_positions(batch, advantages if self._options.skips_zero_advantages else None)
 
     def _logp(
         self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None

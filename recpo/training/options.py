@@ -285,6 +285,11 @@ class LearningOptions:
     validation_reward: RewardFunction | None = None
     seed: int = 0
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether logged positions whose advantage is 0 are not scored: neither the loss nor the anchor reads them."""
+        return self.objective.zero_advantage_is_inert and not self.anchor_coef and self.rollout is None
+
     def __post_init__(self) -> None:
         _validate_at_least("", self, snapshot_every=1, validation_k=1)
         validate_seed(self.seed)

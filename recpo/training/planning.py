@@ -50,8 +50,7 @@ class StepPlanner:
         self._readable = None if encoder is None or not encoder.skips_padding else encoder.attention_length
         self._advantage = estimator if from_batch else None
         whitens = estimator is not None and estimator.whiten
-        # whether positions with advantage 0 are not scored
-        self._inert = objective.zero_advantage_is_inert and not options.anchor_coef and not whitens
+        self._skips_zeros = options.skips_zero_advantages and not whitens  # a whitened 0 is none
         self._plans_contexts = options.rollout is not None
         self._reward = reward if self._plans_positions and is_rewarded else None
         self._reads_propensities = options.old_policy == "logged"
@@ -76,7 +75,7 @@ class StepPlanner:
         if not self._plans_positions:
             return BatchPlan(among=self._among(batch, histories))
         advantages = self._advantages(batch)
-        needed = needed_positions(batch, advantages if self._inert else None)
+        needed = needed_positions(batch, advantages if self._skips_zeros else None)
         if self._reads_propensities:
             validate_propensities(batch, needed)
         if self._readable is not None:
