@@ -42,6 +42,7 @@ FOREIGN = {
     "ops": {"torch", "math", "typing", "collections", "__future__", "functools", "contextlib"},
     "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
 }
+SERVER = {*SHARED, "log", "lists", "serving", "server"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -75,6 +76,8 @@ def test_a_module_imports_only_what_its_layer_may(path):
             )
         elif own in FOREIGN:
             assert root in FOREIGN[own], f"{path}: {own} may not import {name}"
+        if root in ("scipy", "sklearn"):
+            assert own not in SERVER, f"{path}: the environment of a server has no {root} (requirements/serve.lock)"
         if root == "torchrec":
             assert own == "sharding", f"{path}: only sharding.py imports torchrec"
         if root in ("lightning", "pytorch_lightning") and own not in (

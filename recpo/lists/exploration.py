@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import gammaincc, gammainccinv, gammaincinv
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.ranges import ClosedUnitInterval, PositiveInt, validate_ranges
@@ -169,7 +169,7 @@ def _integrated(logits: FloatArray, k: int, columns: IntArray) -> FloatArray:
         w = np.take_along_axis(weights, columns, 1)[:, :, None]
         t = times.t[:, None, :]
         survival = _fewer_than_k_others(weights, times.t, k, columns)
-        reference = gammaincc(k, times.rate[:, None] * times.t)  # P(N < k) of a Poisson number N
+        reference = _poisson_cdf(times.rate[:, None] * times.t, k)
         rest = (w * t * np.exp(-w * t) * (survival - reference[:, None, :])).sum(2) * times.step[:, None]
         found = -np.expm1(-k * np.log1p(w[:, :, 0] / times.rate[:, None])) + rest
     return np.clip(found, 0.0, 1.0)
@@ -192,12 +192,11 @@ class _Times(NamedTuple):
 def _times(weights: FloatArray, later: FloatArray, k: int) -> _Times:
     """Points that leave out no more than ``_TAIL`` at each end.
 
-    Before the first point fewer than k have arrived: because few are expected, or because one of the items from the
-    k-th on would have to, whose weights sum to ``later [B]``. After the last one at least k have: because many are
-    expected, or because each of the k first (of weight 1 or more) has. A Poisson number with the same expectation
-    exceeds both bounds more often (Hoeffding 1956; Anderson and Samuels 1967), and its quantiles are known.
+    Before the first point fewer than k have arrived: by Chernoff's bound for the expected number of arrivals, or
+    because one of the items from the k-th on would have to, whose weights sum to ``later [B]``. After the last one at
+    least k have: by Chernoff's bound, or because each of the k first (of weight 1 or more) has.
     """
-    few, many = gammaincinv(k, _TAIL), gammainccinv(k, _TAIL)
+    few, many = _chernoff(k)
     earliest, latest = np.log(_TAIL / later), math.log(math.log(k / _TAIL))
     low = np.repeat(earliest[:, None], 3, 1)
     high = np.full_like(low, latest)
@@ -221,6 +220,29 @@ def _spacing(k: int) -> float:
     ``2 |Gamma(k + 2 pi i / h)| / Gamma(k)``; unequal weights and few items make it wider and smoother.
     """
     return 2 * math.pi / (12 + 5.5 * math.sqrt(k))
+
+
+@lru_cache(maxsize=256)
+def _chernoff(k: int) -> tuple[float, float]:
+    """Expected arrivals with which k or more, and fewer than k, arrive with a probability of at most ``_TAIL``."""
+
+    def log_bound(count: float, mean: float) -> float:
+        return (count * (1 + math.log(mean / count)) if count else 0.0) - mean
+
+    few, many = (1e-12, float(k)), (float(max(k - 1, 1e-12)), 10.0 * k + 100)
+    for _ in range(60):
+        middle = (few[0] + few[1]) / 2
+        few = (middle, few[1]) if log_bound(k, middle) < math.log(_TAIL) else (few[0], middle)
+        middle = (many[0] + many[1]) / 2
+        many = (many[0], middle) if log_bound(k - 1, middle) < math.log(_TAIL) else (middle, many[1])
+    return few[0], many[1]
+
+
+def _poisson_cdf(mean: FloatArray, k: int) -> FloatArray:
+    """``P(N <= k - 1)`` of Poisson numbers with the means ``[B, Q]``; a server has no SciPy."""
+    n = np.arange(k)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, k)))])
+    return np.asarray(np.exp(n * np.log(mean)[..., None] - log_factorial - mean[..., None]).sum(-1))
 
 
 def _fewer_than_k_others(weights: FloatArray, t: FloatArray, k: int, columns: IntArray) -> FloatArray:

@@ -217,7 +217,9 @@ def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(bound,
     policy = TiltedPolicy(OLD, base=lambda _: base, factors=numbers, temperature=0.2).eval()
     model, factors = policy.factors, torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))
     model.set_schema(FeatureSchema(item=FEATURES))
-    model.assign(factors, factors[:, 0], factors.square(), torch.eye(4).expand(OLD, 4, 4), noise=0.1)
+    tensors = {"item_factors": factors, "item_bias": factors[:, 0], "factor_variance": factors.square()}
+    tensors |= {"item_covariance": torch.eye(4).expand(OLD, 4, 4), "history_prior": torch.zeros(OLD, 4)}
+    model.assign(tensors, 0.1)
     model.item_prior.copy_(torch.randn(model.item_prior.shape, generator=torch.Generator().manual_seed(1)))
     model.prior_variance.copy_(torch.tensor([0.1, 0.2, 0.3]))
     described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
