@@ -1,6 +1,4 @@
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,22 +100,6 @@ def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
     assert refused.returncode == 1
     assert "--out s3:/bucket/log: a local path is expected" in refused.stderr
     assert not (tmp_path / "s3:").exists()
-
-
-@pytest.mark.slow
-def test_spark_from_the_command_line(tmp_path):
-    pytest.importorskip("pyspark")
-    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
-        pytest.skip("Spark needs Java, and there is none")
-    options = ["--engine", "spark", "--memory_limit", "1GB", "--spark_conf", '{"spark.sql.shuffle.partitions": 2}']
-    options += ["--work", f"file://{tmp_path}/work"]
-    for name, chosen in (("duckdb", []), ("spark", options)):
-        done = recpo("--log", SAMPLE, "--out", tmp_path / name, *chosen)
-        assert done.returncode == 0, done.stderr
-    manifests = [(tmp_path / name / "manifest.json").read_bytes() for name in ("duckdb", "spark")]
-    assert manifests[0] == manifests[1]
-    Prepared.open(tmp_path / "spark").verify()
-    assert not list((tmp_path / "work").iterdir())
 
 
 @pytest.mark.slow

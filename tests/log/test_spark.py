@@ -275,6 +275,9 @@ def standalone_cluster(folder):
             process.wait()
 
 
+SMALL_JOBS = ("--spark_conf", '{"spark.sql.shuffle.partitions": 2}')
+
+
 @pytest.mark.slow
 def test_a_standalone_cluster_of_two_workers_prepares_the_same_bytes(tmp_path):
     from recpo.log.spark_engine import _has_java
@@ -282,7 +285,10 @@ def test_a_standalone_cluster_of_two_workers_prepares_the_same_bytes(tmp_path):
     if not _has_java():
         pytest.skip("Spark needs Java, and there is none")
     with standalone_cluster(tmp_path) as (master, workers):
-        for engine, more in (("duckdb", []), ("spark", ["--spark_master", master, "--work", tmp_path / "work"])):
+        for engine, more in (
+            ("duckdb", []),
+            ("spark", [*SMALL_JOBS, "--spark_master", master, "--work", tmp_path / "work"]),
+        ):
             words = [
                 "prepare",
                 "--log",
@@ -300,6 +306,7 @@ def test_a_standalone_cluster_of_two_workers_prepares_the_same_bytes(tmp_path):
             assert done.returncode == 0, done.stderr
         assert all("Launch command" in log.read_text() for log in workers)  # both had an executor
     assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):

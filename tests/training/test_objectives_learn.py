@@ -259,7 +259,7 @@ BYSTANDERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:1])
 @pytest.mark.parametrize("name", BYSTANDERS)
 def test_objectives_that_do_not_aim_at_the_true_value_gain_less_than_one_that_does(
     small_world, pretrained, gain_over_the_catalog, name, seed
