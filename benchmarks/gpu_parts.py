@@ -119,7 +119,7 @@ def training(device: str, small: bool) -> Iterator[Line]:
     }
     for name, (objective, more) in objectives.items():
         options = LearningOptions(objective=objective, **more)
-        planned = move_data_to_device(StepPlanner.of(policy, options)(batch), torch.device(device))
+        planned = move_data_to_device(StepPlanner(policy, options)(batch), torch.device(device))
         inputs = InputBuilder(Networks.of(policy, options), options)
         optimizer = AdamW(policy.parameters(), lr=1e-4, fused=True)
         for dtype in (torch.float32, torch.bfloat16):

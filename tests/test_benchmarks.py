@@ -400,7 +400,7 @@ def test_decisions_judges_the_choice_by_the_truth(tmp_path):
         assert (line["regret_error"] == 0) == (line["best"] == line["choice"])
         assert line["baseline"] in {"popularity", "item_rate", "implicit_als", "ease", "factorization"}
         assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
-        assert line["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood"]
+        assert line["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood", "gspo"]
         assert line["metric"] == "true_reward@10"
     written = (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8")
     assert lines_of("decisions.py", *flags) == lines

@@ -138,9 +138,9 @@ class RolloutOptions:
 
     def __post_init__(self) -> None:
         _validate_at_least("rollout", self, group_size=2, batches=1, epochs=1, resamples=0)
-        fits = self.temperature > 0 and 0 < self.top_p <= 1 and 0 <= self.logged_share <= 1
-        rule = "needs a temperature above 0, top_p in (0, 1] and logged_share in [0, 1]"
-        validate_range(fits, "rollout", rule, (self.temperature, self.top_p, self.logged_share))
+        validate_range(self.temperature > 0, "rollout.temperature", "must be above 0", self.temperature)
+        validate_range(0 < self.top_p <= 1, "rollout.top_p", "must lie in (0, 1]", self.top_p)
+        validate_range(0 <= self.logged_share <= 1, "rollout.logged_share", "must lie in [0, 1]", self.logged_share)
         validate_range(
             self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "must be above 0, or null", self.max_kl
         )
@@ -217,9 +217,8 @@ class KLTarget:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        fits = self.target > 0 and self.horizon >= 1
-        rule = "needs a target above 0 and a horizon of at least 1"
-        validate_range(fits, "adaptive_kl", rule, (self.target, self.horizon))
+        validate_range(self.target > 0, "adaptive_kl.target", "must be above 0", self.target)
+        validate_range(self.horizon >= 1, "adaptive_kl.horizon", "must be at least 1", self.horizon)
 
 
 @dataclass(frozen=True, kw_only=True)

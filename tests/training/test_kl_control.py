@@ -31,9 +31,10 @@ def test_resumes_where_it_stopped():
 
 
 def test_refuses_what_cannot_be_held():
-    for target in (KLTarget, lambda target: KLTarget(1.0, horizon=int(target))):
-        with refused("out_of_range", "adaptive_kl"):
-            target(0.0)
+    with refused("out_of_range", "adaptive_kl.target"):
+        KLTarget(0.0)
+    with refused("out_of_range", "adaptive_kl.horizon"):
+        KLTarget(1.0, horizon=0)
 
 
 def test_the_coefficient_of_the_rewards_follows_the_draws():

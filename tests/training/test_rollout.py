@@ -199,9 +199,9 @@ def test_an_empty_row_gets_no_candidates(policy, batch):
     [
         ({"group_size": 1}, ("out_of_range", "rollout.group_size")),
         ({"batches": 0}, ("out_of_range", "rollout.batches")),
-        ({"temperature": 0.0}, ("out_of_range", "rollout")),
-        ({"top_p": 1.5}, ("out_of_range", "rollout")),
-        ({"logged_share": -0.1}, ("out_of_range", "rollout")),
+        ({"temperature": 0.0}, ("out_of_range", "rollout.temperature")),
+        ({"top_p": 1.5}, ("out_of_range", "rollout.top_p")),
+        ({"logged_share": -0.1}, ("out_of_range", "rollout.logged_share")),
         ({"max_kl": 0.0}, ("out_of_range", "rollout.max_kl")),
         ({"candidates": "beam", "resamples": 1}, ("conflicting_options", "rollout.resamples")),
     ],
