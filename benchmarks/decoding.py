@@ -37,7 +37,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.types import Histories
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
@@ -105,7 +105,7 @@ def resident_mb() -> float:
 
 def generating_policy(trie: nn.Module, dim: int) -> SemanticIdPolicy:
     """A policy over the trie's items; without item vectors none of its parameters depends on how many there are."""
-    few = SemanticCodes(random_codes(256).numpy(), SIZES, "synthetic")
+    few = Codes(random_codes(256).numpy(), SIZES, "synthetic")
     with tempfile.TemporaryDirectory() as root:
         few.save(Path(root), pa.array(range(few.num_items)), {})
         policy = SemanticIdPolicy(few.num_items, codes=Path(root), dim=dim, id_vectors=False, beam_width=K)

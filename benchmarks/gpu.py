@@ -39,7 +39,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.types import Histories
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.policies.catalog_search import top_k
@@ -198,10 +198,10 @@ def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
     ]
 
 
-def codes_of(items: int) -> SemanticCodes:
+def codes_of(items: int) -> Codes:
     """Different random tuples."""
     keys = np.random.default_rng(0).choice(np.prod(CODEBOOKS), items, replace=False)
-    return SemanticCodes(np.stack(np.unravel_index(keys, CODEBOOKS), 1), CODEBOOKS, "synthetic")
+    return Codes(np.stack(np.unravel_index(keys, CODEBOOKS), 1), CODEBOOKS, "synthetic")
 
 
 def decoding_parts(device: str, items: int, dim: int, contexts: int, k: int) -> list[Part]:

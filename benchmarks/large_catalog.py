@@ -72,7 +72,7 @@ def prepare(work: Path, out: Path, items: int, *others: str) -> None:
 
 def write_codes(prepared: Path, out: Path) -> None:
     """Three codes per item, spread over the tuples: what an item is like does not matter to the cost."""
-    from recpo.artifacts.semantic_codes import SemanticCodes
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.log.prepared import Prepared
 
     data = Prepared.open(prepared)
@@ -83,7 +83,7 @@ def write_codes(prepared: Path, out: Path) -> None:
     codes = np.stack(np.unravel_index(tuples, (size,) * 3), 1)
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
-    SemanticCodes(codes, (size,) * 3, data.catalog_checksum).save(out, items, {})
+    Codes(codes, (size,) * 3, data.catalog_checksum).save(out, items, {})
 
 
 def config(prepared: Path, policy: dict[str, Any], batch_size: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ FILES = (CODES, MANIFEST, CODEBOOKS)
 
 
 @dataclass(frozen=True)
-class SemanticCodes(Artifact):
+class Codes(Artifact):
     """The code tuples of a catalog. No two items share a tuple. A directory of them is accepted wherever its path is.
 
     Attributes:
@@ -78,7 +78,7 @@ class SemanticCodes(Artifact):
             )
 
     def __fspath__(self) -> str:
-        return str(self.root)
+        return str(self._directory)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -87,8 +87,13 @@ class SemanticCodes(Artifact):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per item: ``item_index`` (1..V), ``item_id`` (external), ``code_0``, ``code_1`` and so on."""
-        assert self.root is not None
-        return to_pandas(pq.read_table(self.root / CODES))
+        return to_pandas(pq.read_table(self._directory / CODES))
+
+    @property
+    def _directory(self) -> Path:
+        if self.root is None:
+            raise RecpoError("these codes are in memory only: open their directory", code="missing_file", field="codes")
+        return self.root
 
     @property
     def num_items(self) -> int:
@@ -96,7 +101,7 @@ class SemanticCodes(Artifact):
         return len(self.codes)
 
     @classmethod
-    def open(cls, root: Path | str) -> SemanticCodes:
+    def open(cls, root: Path | str) -> Codes:
         """Reads a directory written by ``recpo tokenize``.
 
         Raises:
@@ -130,7 +135,3 @@ class SemanticCodes(Artifact):
             "catalog_checksum": self.catalog_checksum,
         }
         self.write_facts(root, manifest | description)
-
-
-Codes = SemanticCodes
-"""The public name."""

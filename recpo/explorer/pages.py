@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment
 
 from recpo import __version__
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import environment
 from recpo.evaluation.html_report.svg import Figure
@@ -93,7 +93,7 @@ class Pages:
     people: People
     decision: Mapping[str, Any] | None
     traffic: Callable[[], Traffic] | None
-    codes: SemanticCodes | None
+    codes: Codes | None
     source: str
     address: Address = lambda kind, key: f"/{kind}/{key}"
     _templates: Environment = field(default_factory=lambda: _environment(), repr=False)
@@ -395,7 +395,7 @@ class Pages:
         )
 
 
-def _trie(codes: SemanticCodes, index: int) -> list[tuple[list[int], int, list[int]]]:
+def _trie(codes: Codes, index: int) -> list[tuple[list[int], int, list[int]]]:
     """For each level of the trie above an item: its prefix, the number of items below it, and the first of them."""
     own = codes.codes[index - 1]
     inside = np.ones(codes.num_items, bool)

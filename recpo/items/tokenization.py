@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import CODES, MANIFEST, SemanticCodes
+from recpo.artifacts.semantic_codes import CODES, MANIFEST, Codes
 from recpo.base.errors import RecpoError
 from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, rank_within, settle, squared_distances, subtract
 from recpo.items.sources import CodesFromFile, EarlierCodes, VectorSource
@@ -318,7 +318,7 @@ def _frozen(
 ) -> Tokenization:
     """Codes by the codebooks of an earlier catalog. Its items, matched by external id, keep their codes."""
     _validate_no_options(quantizer, "codebooks bring the options of k-means along")
-    earlier, codebooks = SemanticCodes.open(root), Codebooks.load(root)
+    earlier, codebooks = Codes.open(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
     if collisions is not None and (collisions == "extra") != has_extra:
         raise RecpoError(
@@ -340,7 +340,7 @@ def _frozen(
     return result._replace(codes=unique, facts=facts | {"collisions": "nearest"})
 
 
-def _carried_over(earlier: SemanticCodes, root: Path, items: IdMap) -> tuple[Tensor, int]:
+def _carried_over(earlier: Codes, root: Path, items: IdMap) -> tuple[Tensor, int]:
     """Earlier codes ``[V, T]``, -1 for new items, and the number of items that are no longer in the catalog."""
     index = items.to_internal(pq.read_table(root / CODES, columns=["item_id"]).column(0))
     given = np.full((len(items), earlier.codes.shape[1]), -1)

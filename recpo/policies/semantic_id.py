@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
@@ -290,9 +290,9 @@ class _CodeByCode:
         return [(picked(key), picked(value)) for key, value in cache]
 
 
-def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
+def _codes_of_catalog(codes: Path, num_items: int) -> Codes:
     """The codes in a directory, one tuple for each item of the catalog."""
-    table = SemanticCodes.open(codes)
+    table = Codes.open(codes)
     if table.num_items != num_items:
         raise RecpoError(
             f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "

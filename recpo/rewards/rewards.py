@@ -377,7 +377,7 @@ class FactorReward(RewardFunction):
         return model.user_factors[batch.user_ids]
 
 
-class _OfRewards(RewardFunction):
+class _CombinedReward(RewardFunction):
     """A reward computed from others, which are its option ``_parts``."""
 
     _parts: ClassVar[str]
@@ -437,7 +437,7 @@ class _OfRewards(RewardFunction):
 
 
 @dataclass(frozen=True)
-class EnsembleReward(_OfRewards):
+class EnsembleReward(_CombinedReward):
     """``mean - lower_bound * standard deviation`` over the members, such as models of different seeds.
 
     If members that were fitted the same way disagree, the log has little information. A lower bound keeps a policy away
@@ -471,7 +471,7 @@ class EnsembleReward(_OfRewards):
 
 
 @dataclass(frozen=True)
-class WeightedSum(_OfRewards):
+class WeightedSum(_CombinedReward):
     """``sum_i weight_i reward_i`` over the rewards that are known.
 
     A candidate that some rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0. A

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recpo.artifacts.class_paths import as_configuration
 from recpo.artifacts.documents import write_tensors
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
@@ -107,9 +107,7 @@ def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
     policy = policy.base if isinstance(policy, _TILTED) else policy
     if isinstance(policy, SemanticIdPolicy):
         ids = torch.arange(1, policy.num_items + 1, device=policy.trie.device)
-        codes = SemanticCodes(
-            policy.tokens(ids).cpu().numpy(), policy.trie.codebook_sizes, policy.catalog_checksum or ""
-        )
+        codes = Codes(policy.tokens(ids).cpu().numpy(), policy.trie.codebook_sizes, policy.catalog_checksum or "")
         (root / CODES).mkdir()
         codes.save(root / CODES, items.to_external(ids.cpu().numpy()), {})
 

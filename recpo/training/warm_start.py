@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
@@ -261,7 +261,7 @@ class WarmStart:
     def _validate_codes(self, policy: Policy) -> None:
         if not isinstance(policy, SemanticIdPolicy) or not self._growth.grows:
             return
-        before = SemanticCodes.open(self._base.root / CODES).codes
+        before = Codes.open(self._base.root / CODES).codes
         now = policy.tokens(torch.arange(1, len(before) + 1)).cpu().numpy()
         if not np.array_equal(before, now):
             raise RecpoError(

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
@@ -104,7 +104,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         decision = source if isinstance(source, Decision) else None
         data = source if isinstance(source, Prepared) else Prepared.open(source.root / _PREPARED)
         catalog = Catalog(data, self)
-        codes = None if self.codes is None else SemanticCodes.open(self.codes)
+        codes = None if self.codes is None else Codes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:
             message = f"{self.codes} has the codes of other items than {data.root}: tokenize these prepared data"
             raise RecpoError(message, code="mismatch", field="codes")

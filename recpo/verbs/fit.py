@@ -160,7 +160,6 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         """Runs the missing steps, decides, evaluates, exports and reports."""
         root = Path(self.out)
         with self._directory(root):
-            self.write_resolved(root / RESOLVED)
             road = Road(root, self)
             understood, truth = self._prepare(road)
             names = self._contenders(road)
@@ -203,6 +202,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             overwrite=self.overwrite,
             inputs=[given.root if isinstance(given, Prepared | Simulation) else given],
         ):
+            if again:
+                self.write_resolved(root / RESOLVED)  # the minutes may be more
             try:
                 yield
             except RecpoError:

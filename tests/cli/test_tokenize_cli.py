@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.cli.main import main
 from recpo.items.residual_kmeans import Codebooks
 from recpo.log.id_map import IdMap
@@ -52,7 +52,7 @@ def test_from_a_log_to_codes_in_a_separate_process(prepared, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "error / variance" in done.stdout
     assert "items;" in done.stdout
-    codes = SemanticCodes.open(tmp_path / "codes")
+    codes = Codes.open(tmp_path / "codes")
     data = Prepared.open(prepared)
     assert codes.num_items == data.num_items
     assert codes.codebook_sizes == (8, 8)
@@ -87,7 +87,7 @@ def test_vectors_of_a_file(prepared, tmp_path):
     assert tokenize(prepared, tmp_path / "codes", *from_file(file), *SMALL, "--normalize", "none") == 0
     manifest = json.loads((tmp_path / "codes/manifest.json").read_text())
     assert manifest["rows_of_other_items"] == 1
-    codes, books = SemanticCodes.open(tmp_path / "codes"), Codebooks.load(tmp_path / "codes")
+    codes, books = Codes.open(tmp_path / "codes"), Codebooks.load(tmp_path / "codes")
     given = dict(zip(*(pq.read_table(file)[name].to_pylist() for name in ("item_id", "vector")), strict=True))
     wanted = books.encode(torch.tensor([given[item] for item in ids])).numpy()
     assert int((wanted != codes.codes).any(1).sum()) == manifest["report"]["moved"]
@@ -98,13 +98,13 @@ def test_vectors_of_a_file(prepared, tmp_path):
     columns = "[" + ",".join(f"v{number}" for number in range(6)) + "]"
     options = from_file(tmp_path / "columns.parquet", "--vectors.vector", columns)
     assert tokenize(prepared, tmp_path / "other", *options, *SMALL, "--normalize", "none") == 0
-    assert np.array_equal(SemanticCodes.open(tmp_path / "other").codes, codes.codes)
+    assert np.array_equal(Codes.open(tmp_path / "other").codes, codes.codes)
 
 
 def test_an_extra_code_and_balanced_codes(prepared, tmp_path):
     few = ["--levels", "1", "--codebook_size", "4", "--collisions", "extra", "--capacity_slack", "1"]
     assert tokenize(prepared, tmp_path / "codes", *few) == 0
-    codes = SemanticCodes.open(tmp_path / "codes")
+    codes = Codes.open(tmp_path / "codes")
     largest = -(-codes.num_items // 4)
     assert codes.codebook_sizes == (4, largest)
     assert np.bincount(codes.codes[:, 0]).max() == largest
@@ -144,7 +144,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys, monkeypatch):
     books = Codebooks.load(tmp_path / "codes")
     wanted = books.encode(books.normalize(table)).numpy()
     moved = json.loads((tmp_path / "codes/manifest.json").read_text())["report"]["moved"]
-    assert int((wanted != SemanticCodes.open(tmp_path / "codes").codes).any(1).sum()) == moved
+    assert int((wanted != Codes.open(tmp_path / "codes").codes).any(1).sum()) == moved
     other = json.loads((run / "run.json").read_text()) | {"catalog_checksum": "other"}
     (run / "run.json").write_text(json.dumps(resealed(other)))
     monkeypatch.setattr(IdMap, "equals", lambda *_: False)
@@ -164,13 +164,13 @@ def test_codes_of_a_file(prepared, tmp_path):
     numbers = np.arange(len(ids))
     source = write_codes(tmp_path / "f.parquet", ids, a=[f"<a_{n // 9}>" for n in numbers], b=numbers % 9 // 2)
     assert tokenize(prepared, tmp_path / "extra", *source) == 0
-    codes = SemanticCodes.open(tmp_path / "extra")
+    codes = Codes.open(tmp_path / "extra")
     assert codes.codebook_sizes == ((len(ids) - 1) // 9 + 1, 5, 2)
     assert np.array_equal(codes.codes[:, 0], numbers // 9)
     assert not (tmp_path / "extra/codebooks.safetensors").exists()
     sized = ["--collisions", "first_free", "--vectors.codebook_size", 16]
     assert tokenize(prepared, tmp_path / "free", *source, *sized) == 0
-    codes = SemanticCodes.open(tmp_path / "free")
+    codes = Codes.open(tmp_path / "free")
     assert codes.codebook_sizes == (16, 16)
     assert np.array_equal(codes.codes[:, 0], numbers // 9)
 
@@ -182,7 +182,7 @@ def test_the_shipped_configuration_on_a_small_catalog(prepared, tmp_path):
     file = write_codes(tmp_path / "f.parquet", ids, **columns)[3]
     options = ["tokenize", "--config", config, "--vectors.init_args.file", file, "--prepared", prepared]
     assert main([*map(str, options), "--out", str(tmp_path / "codes")]) == 0
-    codes = SemanticCodes.open(tmp_path / "codes")
+    codes = Codes.open(tmp_path / "codes")
     assert codes.codebook_sizes == (256,) * 4
     assert np.array_equal(codes.codes[::2, 3], np.arange(0, len(ids), 2) // 2)
 
@@ -248,7 +248,7 @@ def test_old_items_keep_their_codes_and_new_ones_get_free_ones(grown, tmp_path, 
     first = [*options, *SMALL, "--normalize", "standardize", "--collisions", collisions]
     assert tokenize(grown / "old", tmp_path / "old", *first) == 0
     assert tokenize(grown / "new", tmp_path / "new", *options, "--extends", tmp_path / "old") == 0
-    old, new = SemanticCodes.open(tmp_path / "old"), SemanticCodes.open(tmp_path / "new")  # loading checks uniqueness
+    old, new = Codes.open(tmp_path / "old"), Codes.open(tmp_path / "new")  # loading checks uniqueness
     given = dict(zip(old_ids, old.codes.tolist(), strict=True))
     found = dict(zip(new_ids, new.codes.tolist(), strict=True))
     assert all(found[item] == given[item] for item in given.keys() & found.keys())

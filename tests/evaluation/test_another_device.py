@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.optim import Adam
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, Contender, Loaded, baseline
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
@@ -52,7 +52,7 @@ def results(prepared, world, tmp_path_factory):
     (root / "codes").mkdir()
     items = np.arange(Prepared.open(prepared).num_items)
     table = np.stack([items // 8, items % 8], 1)
-    SemanticCodes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
+    Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
     command = [sys.executable, "-m", "tests.evaluation.test_another_device"]
     command += [prepared, root / "codes", world / "truth", root]
     done = subprocess.run(

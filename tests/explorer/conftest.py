@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.explorer.pages import Pages
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
 from recpo.explorer.survey import Survey
@@ -78,7 +78,7 @@ def server_log(world, tmp_path_factory):
 def codes(data):
     """Two levels: tens and ones of the item index."""
     index = range(1, data.num_items + 1)
-    return SemanticCodes(
+    return Codes(
         pd.DataFrame({"tens": [one // 10 for one in index], "ones": [one % 10 for one in index]}).to_numpy(),
         (data.num_items // 10 + 1, 10),
         data.catalog_checksum,

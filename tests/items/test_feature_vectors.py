@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.items.residual_kmeans import Codebooks
 from recpo.items.sources import VectorsFromFeatures
 from tests.log.conftest import DAY_MS, START_MS
@@ -49,7 +49,7 @@ def test_new_items_get_the_codes_of_their_vectors(nights, tmp_path):
     source = VectorsFromFeatures(missing="mean")
     first = recpo.tokenize(monday, tmp_path / "monday", vectors=source, **SMALL)
     second = recpo.tokenize(tuesday, tmp_path / "tuesday", vectors=source, extends=first)
-    before, now = (SemanticCodes.open(codes.root).codes for codes in (first, second))
+    before, now = (Codes.open(codes.root).codes for codes in (first, second))
     assert monday.num_items < tuesday.num_items
     assert np.array_equal(now[: monday.num_items], before)
     ids = tuesday.item_ids().to_external(range(1, tuesday.num_items + 1)).to_numpy()

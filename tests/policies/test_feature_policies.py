@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import StatePolicy
 from recpo.base.features import FeatureSchema
 from recpo.base.types import FeedbackBatch, Histories, Slates
@@ -30,7 +30,7 @@ ALL = READS | {"item_features": ItemFeatureOptions(hidden=8)}
 def codes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("codes")
     table = np.stack(np.unravel_index(np.random.default_rng(0).permutation(64)[:ITEMS], (4, 4, 4)), 1)
-    SemanticCodes(table.astype(np.int64), (4, 4, 4), "").save(root, np.arange(ITEMS), {})
+    Codes(table.astype(np.int64), (4, 4, 4), "").save(root, np.arange(ITEMS), {})
     return root
 
 

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies.blocks import HSTUBlock
@@ -29,7 +29,7 @@ def save_codes(root: Path, num_items: int = V, sizes: tuple[int, ...] = SIZES, s
     tuples = np.random.default_rng(seed).permutation(int(np.prod(sizes)))[:num_items]
     codes = np.stack(np.unravel_index(tuples, sizes), 1)
     root.mkdir(parents=True)
-    SemanticCodes(codes, sizes, "checksum").save(root, pa.array(range(num_items)), {})
+    Codes(codes, sizes, "checksum").save(root, pa.array(range(num_items)), {})
     return root
 
 
@@ -265,7 +265,7 @@ def test_a_codebook_sample_without_an_item_has_id_zero(codes):
 
 def test_tokens_are_the_codes(codes):
     made = policy(codes)
-    assert torch.equal(made.tokens(torch.tensor([1, V])), torch.from_numpy(SemanticCodes.open(codes).codes[[0, V - 1]]))
+    assert torch.equal(made.tokens(torch.tensor([1, V])), torch.from_numpy(Codes.open(codes).codes[[0, V - 1]]))
 
 
 def test_a_checkpoint_of_other_codes_is_refused(codes, tmp_path):

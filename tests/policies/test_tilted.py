@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
@@ -45,7 +45,7 @@ def base(**options: Any) -> CatalogSoftmaxPolicy:
 
 def semantic_base(root: Any, **options: Any) -> SemanticIdPolicy:
     tuples = np.random.default_rng(0).permutation(4 * 5 * 3)[:V]
-    codes = SemanticCodes(np.stack(np.unravel_index(tuples, (4, 5, 3)), 1), (4, 5, 3), "checksum")
+    codes = Codes(np.stack(np.unravel_index(tuples, (4, 5, 3)), 1), (4, 5, 3), "checksum")
     codes.save(root, pa.array(range(V)), {})
     torch.manual_seed(1)
     made = SemanticIdPolicy(V, codes=root, dim=16, max_history=READS, beam_width=V, **options)

@@ -500,10 +500,10 @@ def _checkpoint(root: Path) -> str:
 
 
 def _codes(root: Path) -> str:
-    from recpo.artifacts.semantic_codes import SemanticCodes
+    from recpo.artifacts.semantic_codes import Codes
     from recpo.items.residual_kmeans import Codebooks
 
-    codes = SemanticCodes.open(root / "codes")
+    codes = Codes.open(root / "codes")
     books = Codebooks.load(root / "codes")
     rows = codes.to_pandas().to_csv()
     return _text(codes.codes.tobytes(), rows, codes.manifest, books.centroids.numpy().tobytes())

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
@@ -30,7 +30,7 @@ def make_policy(kind, root=None):
     options = {"dim": 16, "max_history": MAX_HISTORY}
     if kind == "semantic":
         tuples = np.random.default_rng(0).permutation(np.prod(CODEBOOKS))[:NUM_ITEMS]
-        codes = SemanticCodes(np.stack(np.unravel_index(tuples, CODEBOOKS), 1), CODEBOOKS, "checksum")
+        codes = Codes(np.stack(np.unravel_index(tuples, CODEBOOKS), 1), CODEBOOKS, "checksum")
         codes.save(root, pa.array(range(NUM_ITEMS)), {})
         options |= {"codes": str(root), "beam_width": NUM_ITEMS}
         policy = SemanticIdPolicy(NUM_ITEMS, **options).eval()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feature_encoding import PolicyFeatures, of_side
 from recpo.base.features import Categories, Category, FeatureSchema, Number, Vector
 from recpo.base.feedback import FeedbackDefinition
@@ -201,7 +201,7 @@ def test_other_policies_are_given_the_same(kind, tmp_path):
     options = dict(OPTIONS)
     if kind == "semantic":
         codes = np.stack(np.unravel_index(np.arange(ITEMS), (4, 4, 4)), 1)
-        SemanticCodes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})
+        Codes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})
         options |= {"codes": str(tmp_path), "beam_width": ITEMS}
     made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
     policy = made(ITEMS, **options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.batches.slates import SequenceLayout
 from recpo.log.prepared import Prepared
 from recpo.objectives import GBPO, Likelihood
@@ -178,7 +178,7 @@ def codes(prepared, tmp_path_factory):
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
     table = np.stack(np.unravel_index(np.arange(data.num_items), (8, 8)), 1)
-    SemanticCodes(table, (8, 8), data.catalog_checksum).save(out, items, {})
+    Codes(table, (8, 8), data.catalog_checksum).save(out, items, {})
     return out
 
 

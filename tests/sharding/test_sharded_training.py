@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import Run, checkpoint_path
 from tests.sharding.ranks import Ranks
@@ -107,7 +107,7 @@ def codes(prepared, tmp_path_factory):
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
     # a codebook of more than 256 codes: its trie has 16-bit numbers, which no process group can send
-    SemanticCodes(table, (8, 300), data.catalog_checksum).save(out, items, {})
+    Codes(table, (8, 300), data.catalog_checksum).save(out, items, {})
     return out
 
 

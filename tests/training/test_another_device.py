@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.log.prepared import Prepared
 from recpo.verbs.factorize import factorize
 from tests.training.fake_device import OF_CODES
@@ -35,7 +35,7 @@ def results(prepared, tmp_path_factory):
     items = range(Prepared.open(prepared).num_items)
     codes = pa.table({"first": [item // 8 for item in items], "second": [item % 8 for item in items]})
     table = codes.to_pandas().to_numpy()
-    SemanticCodes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
+    Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
     command = [sys.executable, "-m", "tests.training.fake_device", prepared, root / "factors", root / "codes"]
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=300

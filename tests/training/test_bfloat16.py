@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from tests.training.single_steps import Step, policy_of
 
 #: One of each kind: what is read beside log-probabilities, and how it is weighed.
@@ -31,7 +31,7 @@ DRAWS = {"grpo_rollout"}
 def policies(data, tmp_path_factory):
     codes, items = tmp_path_factory.mktemp("codes"), np.arange(data.num_items)
     table = np.stack([items // 8, items % 8], 1)
-    SemanticCodes(table, (data.num_items // 8 + 1, 8), "any").save(codes, pa.array(items), {})
+    Codes(table, (data.num_items // 8 + 1, 8), "any").save(codes, pa.array(items), {})
     return {"catalog": policy_of(data.num_items), "semantic": policy_of(data.num_items, codes)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from tests.training.single_steps import Step, policy_of
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def test_a_step_is_one_graph_for_batches_of_all_sizes(data, prepared, tmp_path, 
     codes, items = None, np.arange(data.num_items)
     if family == "semantic":
         codes, table = tmp_path, np.stack([items // 8, items % 8], 1)
-        SemanticCodes(table, (data.num_items // 8 + 1, 8), "any").save(codes, pa.array(items), {})
+        Codes(table, (data.num_items // 8 + 1, 8), "any").save(codes, pa.array(items), {})
     step = Step.of(name, prepared, policy_of(data.num_items, codes))
     batches = [batch for batch, _ in zip(step.data.train_dataloader(), range(BATCHES), strict=False)]
     sizes = {(batch.plan.scored.positions.shape, batch.histories.places.places.shape) for batch in batches}

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.artifacts.semantic_codes import SemanticCodes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import RewardFunction
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
@@ -36,7 +36,7 @@ def codes(tmp_path_factory):
     root.mkdir()
     tuples = np.random.default_rng(0).permutation(int(np.prod(SIZES)))[:60]
     table = np.stack(np.unravel_index(tuples, SIZES), 1)
-    SemanticCodes(table, SIZES, "checksum").save(root, pa.array(range(60)), {})
+    Codes(table, SIZES, "checksum").save(root, pa.array(range(60)), {})
     return root
 
 
