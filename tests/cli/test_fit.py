@@ -59,7 +59,7 @@ def test_a_fit_decides_reports_and_serves(fitted, world):
     assert temperatures["mpo"] == 0.035
     assert temperatures["pretrain"] != temperatures["pretrain"]  # nan: it follows no reward
     assert all(temperatures[name] > 0 for name in temperatures if name.startswith("tilted-"))
-    assert decision.facts["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood"]
+    assert decision.facts["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood", "gspo"]
 
 
 @pytest.mark.slow
