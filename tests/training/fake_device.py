@@ -171,7 +171,8 @@ def policies_of(num_items, codes):
     """Both families."""
     torch.manual_seed(0)
     common = {"num_items": num_items, "dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.1}
-    return {"catalog": CatalogSoftmaxPolicy(**common), "semantic": SemanticIdPolicy(codes=codes, **common)}
+    semantic = SemanticIdPolicy(codes=codes, decoder_layers=1, **common)
+    return {"catalog": CatalogSoftmaxPolicy(**common), "semantic": semantic}
 
 
 def place_of(error):
