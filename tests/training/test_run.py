@@ -458,9 +458,7 @@ def test_making_a_module_changes_nothing_of_the_policy(prepared):
     module = PreferenceModule(policy, options)
     assert all(weight.requires_grad for weight in policy.parameters())
     weights = [weight.clone() for weight in policy.parameters()]
-    TrainerOptions(**QUICK, limit_train_batches=2, enable_checkpointing=False).build(prepared.parent / "run").fit(
-        module, datamodule=data
-    )
+    TrainerOptions(**QUICK, enable_checkpointing=False).build(prepared.parent / "run").fit(module, datamodule=data)
     assert all(weight.requires_grad for weight in policy.parameters())
     assert all(torch.equal(one, two) for one, two in zip(weights, policy.parameters(), strict=True))
 
