@@ -156,6 +156,11 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     return content
 
 
+def parse_own_yaml(text: str) -> Any:
+    """Parses YAML that this process has written itself, an order of magnitude faster than ``yaml.safe_load``."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def _count(value: Any, counted: dict[int, int]) -> int:
     """Number of values in ``value``, where an anchor counts as often as it is used."""
     if not isinstance(value, dict | list):

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.documents import describe_os_error, validate_configuration_files
+from recpo.artifacts.documents import describe_os_error, parse_own_yaml, validate_configuration_files
 from recpo.base.contracts import Objective, Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.train_batches import Phases
@@ -115,6 +116,12 @@ def train_parser() -> ArgumentParser:
     return parser
 
 
+@cache
+def _parser() -> ArgumentParser:
+    """The parser of this module: reading the signatures again takes as long as parsing."""
+    return train_parser()
+
+
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parses the flags of ``recpo train`` and fills in missing ones.
 
@@ -127,7 +134,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         RecpoError: the run of ``init_from`` cannot be opened.
     """
     validate_configuration_files(arguments)
-    parser, arguments = train_parser(), _readable_nulls(arguments)
+    parser, arguments = _parser(), _readable_nulls(arguments)
     given = parser.parse_args(arguments, defaults=False)
     if given.get("init_from") is not None:
         with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
@@ -177,7 +184,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         RecpoError: a value is refused.
     """
     try:
-        values = train_parser().instantiate(configuration)
+        values = _parser().instantiate(configuration)
         return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
     except RecpoError:
         raise
@@ -192,8 +199,8 @@ def resolved(configuration: Namespace) -> str:
     kept = configuration.clone()
     for name in _UNRECORDED:
         kept.pop(name, None)
-    text: str = train_parser().dump(kept, skip_unset=False, skip_validation=True)
-    recorded = yaml.safe_load(text)
+    text: str = _parser().dump(kept, skip_unset=False, skip_validation=True)
+    recorded = parse_own_yaml(text)
     kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
     return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
 
@@ -231,7 +238,7 @@ def run_configuration(
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
-    validate_class_names(yaml.safe_load(text), _named_packages(text), out / RESOLVED)  # or nobody could open the run
+    validate_class_names(parse_own_yaml(text), _named_packages(text), out / RESOLVED)  # or nobody could open the run
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -308,7 +315,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> 
             code="unsupported",
             field="init_training",
         )
-    same = not options.trainer.shards_tables and same_training(base, growth, yaml.safe_load(resolved(configuration)))
+    same = not options.trainer.shards_tables and same_training(base, growth, parse_own_yaml(resolved(configuration)))
     return WarmStart(base, growth, same if asked is None else asked)
 
 
@@ -442,4 +449,4 @@ def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
 
 def _named_packages(text: str) -> list[str]:
     """Packages that the options of this process name. Training with a class implies trust in it."""
-    return sorted({given.name.partition(".")[0] for given in class_names(yaml.safe_load(text)) if "." in given.name})
+    return sorted({given.name.partition(".")[0] for given in class_names(parse_own_yaml(text)) if "." in given.name})

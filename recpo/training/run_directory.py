@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import read_json, read_yaml
+from recpo.artifacts.documents import parse_own_yaml, read_json, read_yaml
 from recpo.artifacts.outputs import PARTIAL, directory_in_place
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -63,7 +62,7 @@ _OF_THE_SAME_STEP = (
 
 def origin(text: str, options: TrainOptions, base: Path | None, world_size: int) -> dict[str, Any]:
     """The inputs of a run with checksums, and the number of contexts in an optimizer step."""
-    configuration = yaml.safe_load(text)
+    configuration = parse_own_yaml(text)
     data = options.data.prepared
     content: dict[str, Any] = {
         "prepared": {
@@ -93,7 +92,7 @@ def identity(text: str, now: dict[str, Any]) -> str:
         text: every option, as YAML.
         now: the inputs of the run.
     """
-    options = dict(_leaves(yaml.safe_load(text)))
+    options = dict(_leaves(parse_own_yaml(text)))
     ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
     kept = {key: value for key, value in options.items() if not _is_part_of(key, ignored)}
     return _sha256_of([kept, now["prepared"]["manifest_sha256"], sorted(now.get("reward_runs", {}).values())])
@@ -182,7 +181,7 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
     allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
     if then["contexts_per_step"] == now["contexts_per_step"]:
         allowed += _OF_THE_SAME_STEP
-    kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), yaml.safe_load(text)))
+    kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), parse_own_yaml(text)))
     changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
     others = [key for key in changed if not _is_part_of(key, allowed)]
     if others:
@@ -223,7 +222,7 @@ def _plain(configuration: Any) -> Any:
 
 def _validate_no_input(out: Path, text: str) -> None:
     """Raises if the directory to be replaced contains, or is, an input of the run."""
-    configuration, place = yaml.safe_load(text), out.resolve()
+    configuration, place = parse_own_yaml(text), out.resolve()
     inputs = [configuration.get("init_from"), *_reward_runs(configuration), codes_of(text)]
     prepared = configuration["data"]["init_args"]["prepared"]
     inputs += [prepared] if "://" not in str(prepared) else []
@@ -327,7 +326,7 @@ def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
 
 def codes_of(text: str) -> Path | None:
     """Directory of the item codes that the policy of a configuration names."""
-    codes = yaml.safe_load(text)["policy"].get("init_args", {}).get("codes")
+    codes = parse_own_yaml(text)["policy"].get("init_args", {}).get("codes")
     return None if codes is None else Path(codes)
 
 

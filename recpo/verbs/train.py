@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts.class_paths import as_configuration
+from recpo.artifacts.documents import parse_own_yaml
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
@@ -52,7 +52,7 @@ class Train(Verb[Run]):
 
     def recorded(self) -> dict[str, Any]:
         """Every option, including defaults, as ``resolved.yaml`` of the run has it."""
-        options: dict[str, Any] = yaml.safe_load(resolved(self.configuration))
+        options: dict[str, Any] = parse_own_yaml(resolved(self.configuration))
         return options
 
 

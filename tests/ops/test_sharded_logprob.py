@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,12 +20,6 @@ from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Case(NamedTuple):
@@ -148,33 +141,19 @@ def cases(world_size: int) -> st.SearchStrategy[Case]:
 
 @settings(max_examples=40)
 @given(case=cases(2))
-def test_any_cut_gives_values_and_gradients_of_the_whole_table(ranks: Ranks, case: Case) -> None:
-    ranks.run(check_softmax, case)
+def test_any_cut_gives_values_and_gradients_of_the_whole_table(two: Ranks, case: Case) -> None:
+    two.run(check_softmax, case)
 
 
-def test_four_ranks_also_in_two_groups_and_with_fewer_rows_than_ranks() -> None:
-    with Ranks(4) as four:
-
-        @settings(max_examples=60)
-        @given(case=cases(4))
-        def any_cut(case: Case) -> None:
-            four.run(check_softmax, case)
-            four.run(check_lookup, case.cut, case.states, case.seed)
-
-        any_cut()
-        four.run(check_softmax, Case((0, 1, 1, 2, 3), (3, 0, 2, 1)))
-        four.run(check_softmax, Case((0, 11, 30), (3, 4)), True)
-
-
-def test_no_states_anywhere_and_all_rows_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(check_softmax, Case((0, 3, 9), (0, 0)))
-    ranks.run(check_softmax, Case((0, 0, 9), (4, 0), 3))
-    ranks.run(check_softmax, Case((0, 9, 9), (0, 4), 1))
+def test_no_states_anywhere_and_all_rows_on_one_rank(two: Ranks) -> None:
+    two.run(check_softmax, Case((0, 3, 9), (0, 0)))
+    two.run(check_softmax, Case((0, 0, 9), (4, 0), 3))
+    two.run(check_softmax, Case((0, 9, 9), (0, 4), 1))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-def test_float32_in_blocks_of_the_usual_size(ranks: Ranks, keep_bytes: int) -> None:
-    ranks.run(
+def test_float32_in_blocks_of_the_usual_size(two: Ranks, keep_bytes: int) -> None:
+    two.run(
         check_softmax,
         Case((0, 9000, 20_001), (150, 90), 2, dim=16, keep_bytes=keep_bytes, block_rows=8192, dtype=torch.float32),
     )
@@ -204,8 +183,8 @@ def test_a_table_has_one_item_at_least() -> None:
             check_states(torch.zeros(states), torch.zeros(rows), items)
 
 
-def test_survives_extreme_logits(ranks: Ranks) -> None:
-    ranks.run(check_extremes)
+def test_survives_extreme_logits(two: Ranks) -> None:
+    two.run(check_extremes)
 
 
 def check_precision() -> None:
@@ -227,8 +206,8 @@ def check_precision() -> None:
     torch.testing.assert_close(half, linear_logprob(own.states.bfloat16(), table.bfloat16(), own.targets))
 
 
-def test_autocast_and_bfloat16_inputs_are_summed_in_float32(ranks: Ranks) -> None:
-    ranks.run(check_precision)
+def test_autocast_and_bfloat16_inputs_are_summed_in_float32(two: Ranks) -> None:
+    two.run(check_precision)
 
 
 def check_either_gradient_alone() -> None:
@@ -245,8 +224,8 @@ def check_either_gradient_alone() -> None:
         assert not loss_over_ranks(case, both[1], own).requires_grad
 
 
-def test_either_gradient_alone(ranks: Ranks) -> None:
-    ranks.run(check_either_gradient_alone)
+def test_either_gradient_alone(two: Ranks) -> None:
+    two.run(check_either_gradient_alone)
 
 
 def check_lookup(cut: tuple[int, ...], counts: tuple[int, ...], seed: int, device: str = "cpu") -> None:
@@ -270,9 +249,9 @@ def check_lookup(cut: tuple[int, ...], counts: tuple[int, ...], seed: int, devic
 @settings(max_examples=30)
 @given(st.integers(2, 12), st.integers(0, 12), st.tuples(*[st.integers(0, 20)] * 2), st.integers(0, 1000))
 def test_lookup_is_an_embedding_of_the_whole_table(
-    ranks: Ranks, rows: int, cut: int, counts: tuple[int, int], seed: int
+    two: Ranks, rows: int, cut: int, counts: tuple[int, int], seed: int
 ) -> None:
-    ranks.run(check_lookup, (0, min(cut, rows), rows), counts, seed)
+    two.run(check_lookup, (0, min(cut, rows), rows), counts, seed)
 
 
 def check_with_ddp() -> None:
@@ -300,8 +279,8 @@ def check_with_ddp() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_are_the_mean_that_ddp_leaves(ranks: Ranks) -> None:
-    ranks.run(check_with_ddp)
+def test_gradients_are_the_mean_that_ddp_leaves(two: Ranks) -> None:
+    two.run(check_with_ddp)
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -329,8 +308,8 @@ def largest_tensor() -> int:
     return largest.numel
 
 
-def test_never_makes_an_n_by_v_tensor(ranks: Ranks) -> None:
-    for numel in ranks.run(largest_tensor):
+def test_never_makes_an_n_by_v_tensor(two: Ranks) -> None:
+    for numel in two.run(largest_tensor):
         assert numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 15_000 * 4 / 5
 
 
@@ -354,8 +333,8 @@ def check_faults() -> None:
         sharded_logprob(torch.zeros(1, 2), shard, torch.tensor([1, 2]))
 
 
-def test_a_mistake_of_one_rank_is_an_error_of_all(ranks: Ranks) -> None:
-    ranks.run(check_faults)
+def test_a_mistake_of_one_rank_is_an_error_of_all(two: Ranks) -> None:
+    two.run(check_faults)
 
 
 @pytest.mark.gpu

@@ -84,16 +84,6 @@ def test_a_bundle_of_a_baseline_lists_and_scores_like_it(name, data, held_out, t
     assert lists[["user_id", "item_id"]].equals(again[["user_id", "item_id"]])
 
 
-@pytest.mark.slow
-def test_factors_are_exported_with_their_bound_and_prior(data, tmp_path):
-    factors = recpo.factorize(data, ranks=(3,), consumption=(8,), lower_bound=1.0, out=tmp_path / "factors")
-    assert factors.history_prior.any()
-    bundle = recpo.export(tmp_path / "factors", prepared=data, out=tmp_path / "bundle", k=5)
-    histories = pd.read_parquet(data.root / "histories.parquet")
-    again = recpo.recommend(factors, histories, k=5, prepared=data)
-    assert bundle.recommend(histories, k=5)[["user_id", "item_id"]].equals(again[["user_id", "item_id"]])
-
-
 def test_a_baseline_needs_its_data_and_a_yardstick_is_not_served(data, tmp_path):
     with refused("missing_option", "prepared"):
         recpo.export("popularity", out=tmp_path / "bundle")

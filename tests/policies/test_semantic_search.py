@@ -271,9 +271,9 @@ class _Search(nn.Module):
 def test_exported_programs_find_the_same(tmp_path: Path) -> None:
     import onnxruntime
 
-    world = World(60, (7, 20, 300), scale=2)
+    world = World(60, (140, 300), scale=2)
     # masks from bits and from lists of children
-    assert [world.trie.get_buffer(f"_bitmap_{level}") is None for level in range(3)] == [False, False, True]
+    assert [world.trie.get_buffer(f"_bitmap_{level}") is None for level in range(2)] == [False, True]
     module = _Search(world).eval()
 
     def inputs(rows: int, seen: int) -> tuple[Tensor, Tensor]:

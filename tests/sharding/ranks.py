@@ -1,8 +1,8 @@
-"""Processes of a group that run test functions: started once per test file.
+"""Processes of a group that run test functions. The files of a folder share theirs: every process imports for seconds.
 
-    @pytest.fixture(scope="module")
-    def ranks():
-        with Ranks(2) as ranks:
+    @pytest.fixture(scope="session")
+    def two():
+        with shared(2) as ranks:
             yield ranks
 
     def sum_of_ranks(summand):                      # at the top level of the test file: the processes import it
@@ -10,8 +10,8 @@
         dist.all_reduce(total)
         return total
 
-    def test_sum(ranks):
-        assert ranks.run(sum_of_ranks, 10) == [21, 21]
+    def test_sum(two):
+        assert two.run(sum_of_ranks, 10) == [21, 21]
 
 What a function is given and returns is pickled. An error of any rank is raised here with that rank's traceback. If
 another still waits for it then, all processes are ended, and the next function starts new ones.
@@ -103,6 +103,12 @@ class Ranks:
         if late:
             raise TimeoutError(f"{call[1]} takes ranks {late} over {timeout} s")
         return [answer.result() for answer in answers]
+
+
+@cache
+def shared(world_size: int) -> Ranks:
+    """The group of this size that the folders of tests have in common."""
+    return Ranks(world_size)
 
 
 def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:

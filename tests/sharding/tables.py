@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +21,20 @@ def as_torchrun() -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+@contextmanager
+def only_rank() -> Iterator[None]:
+    """This process is the only rank of a group meanwhile."""
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            os.environ.clear()  # of what as_torchrun sets
+            os.environ.update(environment)
 
 
 def shard(module: nn.Module, *arguments: Any, device: str = "cpu") -> nn.Module:

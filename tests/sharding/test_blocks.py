@@ -66,14 +66,3 @@ def check(rows: int, blocks: list[TableBlock]) -> None:
 @given(layouts(2))
 def test_any_blocks_are_one_tensor(two: Ranks, layout: Any) -> None:
     two.run(check, *layout)
-
-
-@pytest.mark.slow
-def test_any_blocks_are_one_tensor_on_four_ranks() -> None:
-    with Ranks(4) as four:
-
-        @given(layouts(4))
-        def any_blocks(layout: Any) -> None:
-            four.run(check, *layout)
-
-        any_blocks()

@@ -6,7 +6,7 @@ what was asked for in truth (different ids, states, targets).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from recpo.sharding.blocks import row_blocks, row_wise_placement
 from recpo.sharding.memory import Workload, softmax_placement
 from recpo.sharding.planning import plan_tables
 from recpo.verbs.train import train
-from tests.sharding.ranks import Ranks
 from tests.sharding.tables import as_torchrun
 
 DIM, BATCH, HISTORY = 32, 16, 12
@@ -167,12 +166,6 @@ def observe(prepared: Path, out: Path, policy: dict[str, Any], strategy: dict[st
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, timeout=240) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def codes(prepared, tmp_path_factory):
     data, out = Prepared.open(prepared), tmp_path_factory.mktemp("codes") / "codes"
     out.mkdir()
@@ -196,11 +189,11 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path, name):
+def test_a_run_takes_and_sends_what_was_planned(two, prepared, codes, tmp_path, name):
     options, sharding, optimizer, old = CASES[name]
     policy = {"codes": codes} if options is None else options
     strategy = {"sharding": sharding, "optimizer": optimizer}
-    seen = [Observed(**one) for one in ranks.run(observe, prepared, tmp_path / "run", policy, strategy, old)]
+    seen = [Observed(**one) for one in two.run(observe, prepared, tmp_path / "run", policy, strategy, old)]
     workload = Workload(
         60,
         ranks=2,

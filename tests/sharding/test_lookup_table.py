@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ pytestmark = pytest.mark.slow
 
 ROWS, DIM = 23, 8
 KINDS = ["row_wise", "table_wise", "column_wise"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def options(optimizer: Any = "sgd", lr: float = 0.5) -> Any:
@@ -222,14 +215,6 @@ def test_the_softmax_is_that_of_the_whole_table_before_and_after_a_step(two: Ran
     two.run(check_scores, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])  # 8 columns make 2 blocks of 4
-def test_four_ranks_do_the_same(four: Ranks, kind: str) -> None:
-    four.run(check_vectors, kind)
-    four.run(check_gradients, kind, 3)
-    four.run(check_idle_rank, kind)
-    four.run(check_scores, kind)
-
-
 def check_more_ranks_than_rows() -> None:
     from recpo.sharding.lookup_tables import LookupTable
 
@@ -248,10 +233,6 @@ def check_more_ranks_than_rows() -> None:
     assert state.size() == (3, 4)
     assert len(state.local_shards()) == (dist.get_rank() < 3)
     torch.testing.assert_close(table(ids).detach(), F.embedding(ids, whole.weight.detach() - step))
-
-
-def test_there_may_be_more_ranks_than_rows(four: Ranks) -> None:
-    four.run(check_more_ranks_than_rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from recpo.sharding import planning
 from recpo.sharding.blocks import GIB, Placement, TableBlock, TableSpec, block_bytes, sharding_by_table
 from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 from tests.refusals import refused
-from tests.sharding.ranks import Ranks
 
 ITEMS = TableSpec("policy.item_table", 1_000_001, 64, 6400)
 CODES = TableSpec("policy.code_table", 769, 64, 600)
@@ -38,12 +35,6 @@ def placed(specs, sharding="auto", **options):
 
 def bytes_of(rows, optimizer, **options):
     return sum(block_bytes(rows, 64, optimizer, **options).values())
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_rows_are_cut_into_blocks_of_the_same_height_but_the_last_ones():
@@ -227,16 +218,16 @@ def looked_up(sharding):
 
 
 @pytest.mark.slow
-def test_all_ranks_get_the_plan_of_the_first(ranks):
-    first, second = ranks.run(plan_together, None)
+def test_all_ranks_get_the_plan_of_the_first(two):
+    first, second = two.run(plan_together, None)
     assert first == second
 
 
-def test_all_ranks_hear_of_what_went_wrong_on_the_first(ranks):
-    first, second = ranks.run(fault_of, 1 << 20)
+def test_all_ranks_hear_of_what_went_wrong_on_the_first(two):
+    first, second = two.run(fault_of, 1 << 20)
     assert first == second
     assert first[0] == "resources"
-    first, second = ranks.run(fault_of, None, True)
+    first, second = two.run(fault_of, None, True)
     assert first == second
     assert first[0] == "failed"
     assert "ZeroDivisionError: division by zero" in first[1]
@@ -246,8 +237,8 @@ def test_all_ranks_hear_of_what_went_wrong_on_the_first(ranks):
     ("sharding", "shapes"),
     [("row_wise", [[6, 8], [5, 8]]), ("column_wise", [[11, 4], [11, 4]]), ("table_wise", None)],
 )
-def test_torchrec_shards_as_planned(ranks, sharding, shapes):
-    (right, first), (too, second) = ranks.run(looked_up, sharding)
+def test_torchrec_shards_as_planned(two, sharding, shapes):
+    (right, first), (too, second) = two.run(looked_up, sharding)
     assert right
     assert too
     if shapes is not None:

@@ -120,11 +120,3 @@ def test_refusals_and_frozen_tables(two: Ranks) -> None:
 def test_one_rank_does_the_same(alone: None) -> None:
     check_steps(9)
     check_search(9)
-
-
-@pytest.mark.slow
-def test_there_may_be_more_ranks_than_rows() -> None:
-    with Ranks(4) as four:
-        for rows in (2, 3, 9, 23):
-            for check in (check_steps, check_search, check_refusal, check_frozen):
-                four.run(check, rows)

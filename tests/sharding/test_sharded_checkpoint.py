@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +139,6 @@ def test_two_ranks_continue_in_any_layout(two: Ranks, saved: Any, kind: str) -> 
 def test_one_rank_continues(alone: None, saved: Any, kind: str) -> None:
     path, expected = saved
     load_run(path, kind, "adagrad", expected)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_four_ranks_continue_and_then_two_again(two: Ranks, four: Ranks, tmp_path: Path, optimizer: str) -> None:
-    columns = "table_wise" if optimizer == "rowwise_adagrad" else "column_wise"
-    for first, other, layouts in ((two, four, ("row_wise", "table_wise")), (four, two, ("row_wise", columns))):
-        path = tmp_path / f"{first.world_size}.ckpt"
-        expected = first.run(save_run, path, layouts[1] if first is two else "row_wise", optimizer)[0]
-        for kind in (*layouts, "data_parallel"):
-            other.run(load_run, path, kind, optimizer, expected)
 
 
 def test_the_names_are_those_of_the_module_that_is_not_sharded(saved: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,20 +9,13 @@ from unittest.mock import patch
 import pytest
 
 from tests.sharding.ranks import Ranks
+from tests.sharding.tables import only_rank
 from tests.sharding.test_sharded_training import SAMPLED, SMALL, assert_same, train, weights
 
 pytestmark = pytest.mark.slow
 
 SHORT = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2}
 KINDS = ["PairwiseReward", "PointwiseReward", "PointwiseReward that reads only", "QLearning"]
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=240) for size in (1, 2)}
-    yield made
-    for group in made.values():
-        group.__exit__()
 
 
 def options_of(kind: str) -> dict[str, Any]:
@@ -68,17 +60,16 @@ def train_beside(out: Path, prepared: Path, kind: str, sharding: str, policy: An
     return list(CUT)
 
 
-@pytest.mark.parametrize(
-    ("policy", "kind"), [("full", kind) for kind in KINDS] + [("sampled", kind) for kind in KINDS if "Reward" in kind]
-)
+@pytest.mark.parametrize(("policy", "kind"), [*(("full", kind) for kind in KINDS), ("sampled", "PointwiseReward")])
 def test_critics_and_reward_models_train_as_on_one_rank(
-    groups: dict[int, Ranks], prepared: Path, tmp_path: Path, kind: str, policy: str
+    two: Ranks, prepared: Path, tmp_path: Path, kind: str, policy: str
 ) -> None:
     how = SMALL | (SAMPLED if policy == "sampled" else {"tie_weights": False})
     # an output table of the policy learns nothing from scores and Q-values
     unused = policy == "full"
-    groups[1].run(train_beside, tmp_path / "one", prepared, kind, "data_parallel", how, unused)
-    cut = groups[2].run(train_beside, tmp_path / "two", prepared, kind, "row_wise", how, unused)[0]
+    with only_rank():
+        train_beside(tmp_path / "one", prepared, kind, "data_parallel", how, unused)
+    cut = two.run(train_beside, tmp_path / "two", prepared, kind, "row_wise", how, unused)[0]
     assert_same(tmp_path / "one", tmp_path / "two", 5e-5)
     # a reward model's own vectors are looked up; Q-learning searches its table for the best item, which needs all of it
     assert ("critic.score.item_table" in cut) == ("Reward" in kind)
@@ -87,14 +78,12 @@ def test_critics_and_reward_models_train_as_on_one_rank(
 
 
 @pytest.mark.parametrize("policy", ["full", "sampled"])
-def test_mixed_precision_stays_close_to_single(
-    groups: dict[int, Ranks], prepared: Path, tmp_path: Path, policy: str
-) -> None:
+def test_mixed_precision_stays_close_to_single(two: Ranks, prepared: Path, tmp_path: Path, policy: str) -> None:
     how = SMALL | (SAMPLED if policy == "sampled" else {"tie_weights": False})
     strategy = {"sharding": "row_wise", "optimizer": "sgd"}
     for precision in ("32-true", "bf16-mixed"):
         options = {"trainer": {**SHORT, "precision": precision}, "lr": 0.1}
-        groups[2].run(train, tmp_path / precision, prepared, how, strategy, options)
+        two.run(train, tmp_path / precision, prepared, how, strategy, options)
     exact, mixed = weights(tmp_path / "32-true"), weights(tmp_path / "bf16-mixed")
     for name, value in exact.items():
         assert mixed[name].dtype == value.dtype, name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -28,12 +26,6 @@ DRAWS = [
     SamplingOptions(1.3, 0.6),
     SamplingOptions(1.3, 0.6, replacement=False),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def problem(cut: Cut, contexts: Cut, seed: int, ties: bool = False) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -86,9 +78,9 @@ def cuts(world_size: int) -> st.SearchStrategy[Cut]:
     st.sampled_from([(), (0,), (0, 1)]),
 )  # fmt: skip
 def test_top_k_is_that_of_the_whole_table(
-    ranks: Ranks, cut: Cut, contexts: Cut, k: int, seed: int, ties: bool, exclude_on: Cut
+    two: Ranks, cut: Cut, contexts: Cut, k: int, seed: int, ties: bool, exclude_on: Cut
 ) -> None:
-    ranks.run(check_top_k, cut, contexts, k, seed, ties, exclude_on)
+    two.run(check_top_k, cut, contexts, k, seed, ties, exclude_on)
 
 
 def check_draws(cut: Cut, contexts: Cut, group_size: int, seed: int) -> None:
@@ -117,24 +109,8 @@ def check_draws(cut: Cut, contexts: Cut, group_size: int, seed: int) -> None:
 
 @settings(max_examples=20)
 @given(cuts(2), st.tuples(*[st.integers(0, 5)] * 2), st.integers(1, 12), st.integers(0, 1000))
-def test_draws_are_those_from_the_whole_table(
-    ranks: Ranks, cut: Cut, contexts: Cut, group_size: int, seed: int
-) -> None:
-    ranks.run(check_draws, cut, contexts, group_size, seed)
-
-
-def test_four_ranks_search_and_draw_alike() -> None:
-    with Ranks(4) as four:
-
-        @settings(max_examples=50)
-        @given(cuts(4), st.tuples(*[st.integers(0, 4)] * 4), st.integers(1, 12), st.integers(0, 1000), st.booleans())
-        def any_cut(cut: Cut, contexts: Cut, k: int, seed: int, ties: bool) -> None:
-            four.run(check_top_k, cut, contexts, k, seed, ties, (1, 3))
-            four.run(check_draws, cut, contexts, k, seed)
-
-        any_cut()
-        four.run(check_top_k, (0, 1, 1, 2, 3), (2, 0, 1, 3), 5, 0, False, (0, 1, 2, 3))
-        four.run(check_draws, (0, 1, 1, 2, 3), (2, 0, 1, 3), 5, 0)
+def test_draws_are_those_from_the_whole_table(two: Ranks, cut: Cut, contexts: Cut, group_size: int, seed: int) -> None:
+    two.run(check_draws, cut, contexts, group_size, seed)
 
 
 def many_draws(cut: Cut, contexts: int, group_size: int, options: SamplingOptions) -> tuple[np.ndarray, ...]:
@@ -148,16 +124,16 @@ def many_draws(cut: Cut, contexts: int, group_size: int, options: SamplingOption
 
 
 @pytest.mark.parametrize("cut", [(0, 6, 13), (0, 13, 13)])
-def test_draws_with_replacement_follow_the_distribution(ranks: Ranks, cut: Cut) -> None:
-    for ids, logp, p in ranks.run(many_draws, cut, 2, 10_000, SamplingOptions(1.3)):
+def test_draws_with_replacement_follow_the_distribution(two: Ranks, cut: Cut) -> None:
+    for ids, logp, p in two.run(many_draws, cut, 2, 10_000, SamplingOptions(1.3)):
         observed = np.bincount(ids[0], minlength=13)
         np.testing.assert_allclose(np.exp(logp), p[ids - 1], rtol=1e-5)
         assert observed[0] == 0
         assert stats.chisquare(observed[1:], 10_000 * p).pvalue > 1e-3
 
 
-def test_draws_without_replacement_follow_the_sequential_law(ranks: Ranks) -> None:
-    for ids, logp, p in ranks.run(many_draws, (0, 7, 13), 20_000, 2, SamplingOptions(1.3, replacement=False)):
+def test_draws_without_replacement_follow_the_sequential_law(two: Ranks) -> None:
+    for ids, logp, p in two.run(many_draws, (0, 7, 13), 20_000, 2, SamplingOptions(1.3, replacement=False)):
         np.testing.assert_allclose(np.exp(logp), p[ids - 1], rtol=1e-4)
         # the second is a draw from what the first has left: p_i p_j / (1 - p_i)
         pairs = p[:, None] * p / (1 - p)[:, None] * (1 - np.eye(12))
@@ -178,5 +154,5 @@ def check_refusals() -> None:
         row_tables.top_k(torch.zeros(1, 2), shard._replace(first=0), 1, None)
 
 
-def test_refuses_what_describes_no_distribution_and_no_table(ranks: Ranks) -> None:
-    ranks.run(check_refusals)
+def test_refuses_what_describes_no_distribution_and_no_table(two: Ranks) -> None:
+    two.run(check_refusals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from recpo.artifacts.semantic_codes import Codes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import Run, checkpoint_path
-from tests.sharding.ranks import Ranks
-from tests.sharding.tables import as_torchrun
+from tests.sharding.tables import as_torchrun, only_rank
 
 SMALL = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12, "dropout": 0.0}
 SAMPLED = {"normalizer": "sampled", "num_negatives": 20}
@@ -31,6 +30,7 @@ POLICIES = {
 EPS = 1e-10
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.01}
 KINDS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+BATCHES = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2}
 
 
 def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | None, options: dict[str, Any]) -> None:
@@ -54,8 +54,7 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
         sharded = {"class_path": "recpo.sharding.ShardedStrategy", "init_args": arguments}
         how = {"strategy": sharded, "devices": dist.get_world_size()}
     lr, layout = options.pop("lr", 0.5), options.pop("layout", None) or SequenceLayout(history_length=12)
-    trainer = {"max_epochs": 2, "limit_train_batches": 8, "limit_val_batches": 2, "num_sanity_val_steps": 0}
-    trainer |= {"enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = {**BATCHES, "num_sanity_val_steps": 0, "enable_progress_bar": False, "accelerator": "cpu"}
     data = {"data.layout": layout, "data.batch_size": 32 // (dist.get_world_size() if strategy else 1)}
     kind = "SemanticIdPolicy" if "codes" in policy else "CatalogSoftmaxPolicy"
     verb(
@@ -88,13 +87,10 @@ def assert_same(first: Path, second: Path, atol: float = 2e-5) -> None:
             assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def groups():
-    """Groups of 1, 2 and 4 processes."""
-    made = {size: Ranks(size, timeout=240) for size in (1, 2, 4)}
-    yield made
-    for group in made.values():
-        group.__exit__()
+def train_alone(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    """A sharded run of one rank."""
+    with only_rank():
+        train(out, prepared, policy, strategy, options)
 
 
 @pytest.fixture(scope="module")
@@ -117,74 +113,75 @@ def options_of(name: str, codes: Path) -> dict[str, Any]:
     return SMALL | POLICIES[name]
 
 
-def started(tmp_path_factory: Any, prepared: Path, policy: dict[str, Any]) -> Path:
-    """A plain run that others start from."""
-    out = tmp_path_factory.mktemp("start") / "run"
-    train(out, prepared, policy, None, {"trainer": {"max_epochs": 1}})
-    return out
+@pytest.fixture(scope="module")
+def started(codes, prepared, tmp_path_factory):
+    """A plain run of every policy, by name, that others start from."""
+
+    @cache
+    def run(name: str) -> Path:
+        out = tmp_path_factory.mktemp("start") / "run"
+        train(out, prepared, options_of(name, codes), None, {"trainer": {"max_epochs": 1, "limit_train_batches": 1}})
+        return out
+
+    return run
 
 
-@pytest.mark.parametrize("name", ["full", "semantic", "semantic, codes only", "sampled, own output table, popularity"])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("full", ["row_wise", "data_parallel"]),  # a softmax is cut into rows by the others, too
+        ("semantic", ["row_wise"]),  # and by other kinds, as "sampled": see below
+        ("semantic, codes only", ["row_wise"]),
+        ("sampled, own output table, popularity", ["row_wise"]),
+    ],
+)
 @pytest.mark.slow
-def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tmp_path, tmp_path_factory, name):
+def test_two_ranks_train_what_a_plain_process_trains(two, codes, prepared, started, tmp_path, name, kinds):
     policy = options_of(name, codes)
-    start = started(tmp_path_factory, prepared, policy)
-    train(tmp_path / "plain", prepared, policy, None, {"init_from": start})
-    for kind in KINDS if name in ("full", "semantic") else ["row_wise"]:  # "sampled" by every kind: see below
+    train(tmp_path / "plain", prepared, policy, None, {"init_from": started(name)})
+    for kind in kinds:
         strategy = {"sharding": kind, "optimizer": "sgd"}
-        groups[2].run(train, tmp_path / kind, prepared, policy, strategy, {"init_from": start})
+        two.run(train, tmp_path / kind, prepared, policy, strategy, {"init_from": started(name)})
         assert_same(tmp_path / "plain", tmp_path / kind)
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("sampled", "adam"), ("sampled", "rowwise_adagrad"), ("semantic", "adagrad")]
+    ("name", "optimizer", "kinds"),
+    [
+        ("sampled", "adam", KINDS),
+        ("sampled", "rowwise_adagrad", ["row_wise", "table_wise"]),  # by columns: refused
+        ("semantic", "adagrad", ["row_wise", "column_wise", "data_parallel"]),
+    ],
 )
 @pytest.mark.slow
-def test_ranks_and_sharding_do_not_matter_to_any_optimizer(groups, codes, prepared, tmp_path, name, optimizer):
+def test_ranks_and_sharding_do_not_matter_to_any_optimizer(two, codes, prepared, tmp_path, name, optimizer, kinds):
     policy = options_of(name, codes)
-    whole = {"sharding": "data_parallel", "optimizer": optimizer}
-    groups[1].run(train, tmp_path / "one", prepared, policy, whole, {})
-    for kind, ranks in [*((kind, 2) for kind in KINDS), ("row_wise", 4)]:
-        if (kind, optimizer) == ("column_wise", "rowwise_adagrad"):
-            continue  # refused: accumulators would be per block
-        out = tmp_path / f"{kind}-{ranks}"
-        groups[ranks].run(train, out, prepared, policy, {"sharding": kind, "optimizer": optimizer}, {})
-        assert_same(tmp_path / "one", out)
+    train_alone(tmp_path / "one", prepared, policy, {"sharding": "data_parallel", "optimizer": optimizer}, {})
+    for kind in kinds:
+        two.run(train, tmp_path / kind, prepared, policy, {"sharding": kind, "optimizer": optimizer}, {})
+        assert_same(tmp_path / "one", tmp_path / kind)
 
 
 @pytest.mark.parametrize(("optimizer", "peer"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.SparseAdam)])
 @pytest.mark.slow
-def test_tables_learn_as_with_the_sparse_optimizers_of_torch(
-    groups, prepared, tmp_path, tmp_path_factory, optimizer, peer
-):
-    policy = SMALL | SAMPLED
-    start = started(tmp_path_factory, prepared, policy)
+def test_tables_learn_as_with_the_sparse_optimizers_of_torch(two, prepared, started, tmp_path, optimizer, peer):
+    policy, start = SMALL | SAMPLED, started("sampled")
     plain = {"init_from": start, "sparse_optimizer": partial(peer, lr=RATES[optimizer], eps=EPS)}
     train(tmp_path / "plain", prepared, policy | {"sparse": True}, None, plain)
     strategy = {"sharding": "row_wise", "optimizer": optimizer}
-    groups[2].run(train, tmp_path / "sharded", prepared, policy, strategy, {"init_from": start})
+    two.run(train, tmp_path / "sharded", prepared, policy, strategy, {"init_from": start})
     # SparseAdam adds eps before it corrects the bias of the denominator: gradients near eps tell the difference
     assert_same(tmp_path / "plain", tmp_path / "sharded", 2e-5 if optimizer == "adagrad" else 3e-4)
 
 
-CLIPPED = {"trainer": {"gradient_clip_val": 0.05, "max_epochs": 2}}
-
-
 @pytest.mark.parametrize("name", ["full, own output table", "sampled", "semantic"])
 @pytest.mark.slow
-def test_clipping_and_accumulation_mean_what_they_mean_on_one_process(
-    groups, codes, prepared, tmp_path, tmp_path_factory, name
-):
-    policy = options_of(name, codes)
-    start = {"init_from": started(tmp_path_factory, prepared, policy)}
-    strategy = {"sharding": "row_wise", "optimizer": "sgd"}
-    train(tmp_path / "plain", prepared, policy, None, CLIPPED | start)
-    groups[2].run(train, tmp_path / "clipped", prepared, policy, strategy, CLIPPED | start)
-    assert_same(tmp_path / "plain", tmp_path / "clipped")
-    accumulated = {"trainer": CLIPPED["trainer"] | {"accumulate_grad_batches": 2}} | start
-    train(tmp_path / "plain-2", prepared, policy, None, accumulated)
-    groups[2].run(train, tmp_path / "accumulated", prepared, policy, strategy, accumulated)
-    assert_same(tmp_path / "plain-2", tmp_path / "accumulated")
+def test_clipping_and_accumulation_mean_what_they_mean_on_one_process(two, codes, prepared, started, tmp_path, name):
+    policy, start = options_of(name, codes), started(name)
+    options = {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, "init_from": start}
+    train(tmp_path / "plain", prepared, policy, None, options)
+    two.run(train, tmp_path / "sharded", prepared, policy, {"sharding": "row_wise", "optimizer": "sgd"}, options)
+    assert_same(tmp_path / "plain", tmp_path / "sharded")
 
 
 def aligned(kind: str) -> dict[str, Any]:
@@ -204,32 +201,33 @@ def aligned(kind: str) -> dict[str, Any]:
         options = {"objective": objective, "advantage": advantage, "reward": LoggedReward()}
         return options | {"old_policy": "snapshot", "snapshot_every": 3}
     options = {"objective": GRPO(kl_coef=0.1), "advantage": GroupNormalizedAdvantage(), "reward": HitReward()}
-    rollout = RolloutOptions(batches=3, epochs=2, resamples=1)
+    rollout = RolloutOptions(batches=1, epochs=2, resamples=1)
     layout = ImpressionLayout(history_length=12, slate_length=6)
     return options | {"layout": layout, "rollout": rollout, "old_policy": "snapshot"}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("full, own output table", "SoftmaxDPO"), ("semantic", "PPO")])
+@pytest.mark.parametrize(
+    ("name", "kind", "sharding"),
+    [("full, own output table", "SoftmaxDPO", "table_wise"), ("semantic", "PPO", "row_wise")],
+)
 @pytest.mark.slow
-def test_frozen_copies_are_sharded_like_what_they_copy(groups, codes, prepared, tmp_path, tmp_path_factory, name, kind):
+def test_frozen_copies_are_sharded_like_what_they_copy(two, codes, prepared, started, tmp_path, name, kind, sharding):
     policy = options_of(name, codes)
     # rounding errors grow with every step, where the encoder's ReLU has its kinks
-    options = aligned(kind) | {"lr": 0.05} | {"init_from": started(tmp_path_factory, prepared, policy)}
-    for ranks, sharding in ((1, "data_parallel"), (2, "row_wise"), (2, "table_wise")):
-        strategy = {"sharding": sharding, "optimizer": "sgd"}
-        groups[ranks].run(train, tmp_path / sharding, prepared, policy, strategy, options)
-        assert_same(tmp_path / "data_parallel", tmp_path / sharding, 5e-5)
+    options = aligned(kind) | {"lr": 0.05, "init_from": started(name), "trainer": {"max_epochs": 1}}
+    train_alone(tmp_path / "one", prepared, policy, {"sharding": "data_parallel", "optimizer": "sgd"}, options)
+    two.run(train, tmp_path / "two", prepared, policy, {"sharding": sharding, "optimizer": "sgd"}, options)
+    assert_same(tmp_path / "one", tmp_path / "two", 5e-5)
 
 
-@pytest.mark.parametrize("name", ["semantic"])
 @pytest.mark.slow
-def test_ranks_learn_from_their_own_candidates(groups, codes, prepared, tmp_path, tmp_path_factory, name):
+def test_ranks_learn_from_their_own_candidates(two, codes, prepared, started, tmp_path):
     """Each rank draws its own, so nothing equals one process; but a run repeats itself, and copies follow."""
-    policy = options_of(name, codes)
-    options = aligned("GRPO") | {"init_from": started(tmp_path_factory, prepared, policy), "lr": 0.05}
+    policy = options_of("semantic", codes)
+    options = aligned("GRPO") | {"init_from": started("semantic"), "lr": 0.05, "trainer": {"max_epochs": 1}}
     strategy = {"sharding": "row_wise", "optimizer": "rowwise_adagrad"}
     for out in ("first", "second"):
-        groups[2].run(train, tmp_path / out, prepared, policy, strategy, options)
+        two.run(train, tmp_path / out, prepared, policy, strategy, options)
     assert_same(tmp_path / "first", tmp_path / "second")
     before, after = weights(options["init_from"]), weights(tmp_path / "first")
     table = "policy.item_table.weight"

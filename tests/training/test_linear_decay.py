@@ -77,7 +77,7 @@ def test_training_sets_the_length(prepared, tmp_path):
         policy=small,
         out=tmp_path / "run",
         lr_scheduler={"class_path": "recpo.LinearDecay", "init_args": {"final": 0.1}},
-        trainer={"max_epochs": 2, "enable_progress_bar": False},
+        trainer={"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1, "enable_progress_bar": False},
     )
     state = torch.load(run.root / "checkpoints" / "last.ckpt", weights_only=True)
     assert state["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.001)

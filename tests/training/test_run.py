@@ -36,7 +36,7 @@ from tests.conftest import resealed
 from tests.refusals import refused
 
 SIZES = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
-QUICK = {"max_epochs": 1, "accelerator": "cpu", "num_sanity_val_steps": 0, "logger": False}
+QUICK = {"max_epochs": 1, "limit_train_batches": 4, "accelerator": "cpu", "num_sanity_val_steps": 0, "logger": False}
 OPTIONS = {
     "policy": partial(CatalogSoftmaxPolicy, **SIZES),
     "trainer": QUICK,
@@ -458,9 +458,7 @@ def test_making_a_module_changes_nothing_of_the_policy(prepared):
     module = PreferenceModule(policy, options)
     assert all(weight.requires_grad for weight in policy.parameters())
     weights = [weight.clone() for weight in policy.parameters()]
-    TrainerOptions(**QUICK, limit_train_batches=2, enable_checkpointing=False).build(prepared.parent / "run").fit(
-        module, datamodule=data
-    )
+    TrainerOptions(**QUICK, enable_checkpointing=False).build(prepared.parent / "run").fit(module, datamodule=data)
     assert all(weight.requires_grad for weight in policy.parameters())
     assert all(torch.equal(one, two) for one, two in zip(weights, policy.parameters(), strict=True))
 
@@ -475,14 +473,10 @@ def test_trainer_options_build_as_often_as_asked(tmp_path):
 
 @pytest.mark.slow
 def test_training_without_an_end_takes_ten_epochs_and_says_so(prepared, tmp_path):
-    options = {name: value for name, value in OPTIONS.items() if name != "trainer"}
-    run = train(prepared, out=tmp_path / "run", **options)
+    run = train(prepared, out=tmp_path / "run", **{**OPTIONS, "trainer": {"limit_train_batches": 1}})
     assert run.configuration["trainer"]["init_args"]["max_epochs"] == 10
     assert torch.load(run.checkpoint("last"), weights_only=True)["epoch"] == 9
     assert Run.open(run.root).monitor == "val/NDCG@10"
-    again = train(prepared, config=run.root / "resolved.yaml", out=tmp_path / "again")
-    one, two = (torch.load(each.checkpoint("last"), weights_only=True)["state_dict"] for each in (run, again))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize(
