@@ -167,7 +167,7 @@ LEARNERS = {
     "gbpo_logged": (GBPO(), SEQUENCES, {**TERNARY, "old_policy": "logged"}),
     "dpo": (DPO(beta=0.5), lists(dislikes=1, skipped=2), {}),
     "dpo_ipo": (DPO(variant="ipo"), lists(dislikes=1, skipped=2), {}),
-    "simpo": (DPO(variant="simpo", beta=2.0, margin=1.0), lists(dislikes=1, skipped=2), {"rate": 1e-3}),
+    "simpo": (DPO(variant="simpo", beta=2.0, margin=1.0), lists(dislikes=1, skipped=2), {"rate": 1.25e-3}),
     "dmpo": (DPO(variant="dmpo", beta=0.5), lists(dislikes=1, skipped=2), {}),
     "dpo_grades": (DPO(beta=0.5, grade_gap_coef=0.5), lists(dislikes=1, skipped=2), {}),
     "softmax_dpo": (SoftmaxDPO(), MIXED, {}),
@@ -206,7 +206,7 @@ LEARNERS = {
 def test_the_true_value_rises_by_more_than_its_noise(small_world, pretrained, name):
     objective, layout, module = LEARNERS[name]
     policy, before = pretrained(SEED)
-    fit(small_world, policy, objective, layout, SEED, **{"rate": 2e-3, "steps": 40, **module})
+    fit(small_world, policy, objective, layout, SEED, **{"rate": 2.5e-3, "steps": 30, **module})
     difference = true_value(small_world, of_policy(policy)) - before
     assert difference.mean() > noise_of(difference)
 
