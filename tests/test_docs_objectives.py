@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -70,13 +70,18 @@ def test_the_entry_shows_its_picture(name):
 
 
 @pytest.mark.slow
-def test_the_script_draws_the_pictures(tmp_path):
+def test_the_script_draws_the_pictures(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    script = [sys.executable, str(DOCS / "plot_objectives.py")]
-    subprocess.run([*script, "--out", str(tmp_path), "--only", "gbpo", "margin_listwise_dpo"], check=True)
+    script = str(DOCS / "plot_objectives.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", str(tmp_path), "--only", "gbpo", "margin_listwise_dpo"])
+    runpy.run_path(script, run_name="__main__")
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert drawn == ["gbpo.svg", "margin_listwise_dpo.svg"]
-    offered = subprocess.run([*script, "--help"], check=True, capture_output=True, text=True).stdout
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    offered = capsys.readouterr().out
     committed = {path.stem for path in (DOCS / "images").iterdir()}
     assert committed <= set(re.findall(r"\w+", offered))
     assert {re.sub("_", "", name) for name in committed} == {name.lower() for name in CLASSES}

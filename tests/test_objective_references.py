@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from recpo.objectives import advantages as torch_advantages, gae
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
@@ -84,6 +84,7 @@ TOKEN_LOSSES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
+@settings(max_examples=20)
 @given(seed=SEEDS)
 def test_token_losses(name, dtype, seed):
     function, reference, options, reference_options = TOKEN_LOSSES[name]

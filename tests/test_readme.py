@@ -1,8 +1,8 @@
 """The commands in the documents exist and run."""
 
 import json
-import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -16,6 +16,7 @@ import yaml
 from recpo.cli.main import VERBS
 from recpo.cli.output import terminal_options
 from recpo.cli.parser import joined_lists, parser_of, verb_class
+from tests.commands import run_commands
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -163,36 +164,32 @@ def _write_own_log(directory):
     log[["uid", "video", "ts", "played_ms", "length_ms", "thumbs_down"]].to_parquet(directory / "logs" / "0.parquet")
 
 
-def _environment():
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # models this small gain nothing from more threads, and lose on a busy machine
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+def _one_epoch(directory):
+    """Shortens the trainings of the configurations there."""
+    for config in (directory / "configs").glob("*.yaml"):
+        text = config.read_text(encoding="utf-8")
+        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1", text), encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_the_python_road_of_the_readme_runs(clone):
+def test_the_python_road_of_the_readme_runs(clone, capsys):
     """From a data frame to recommendations and back, in at most 15 lines."""
     _write_own_log(clone)
+    _one_epoch(clone)
     road = _block("python")
     assert len([line for line in road.splitlines() if line and not line.startswith("import")]) <= 15
     show = "\nprint('rows', len(recpo.recommend(run, recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
-    done = subprocess.run(
-        [sys.executable, "-c", road + show], env=_environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rows 800 frame DataFrame" in done.stdout
+    (clone / "road.py").write_text(road + show, encoding="utf-8")
+    runpy.run_path(str(clone / "road.py"), run_name="__main__")
+    assert "rows 800 frame DataFrame" in capsys.readouterr().out
     assert (clone / "runs/comparison/report.html").is_file()
 
 
 @pytest.mark.slow
 def test_the_road_of_the_readme_runs(clone):
     _write_own_log(clone)
-    commands, serving = _block("bash"), _block("python", "docs/serving.md")
-    tools = _environment()
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands], env=tools, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    _one_epoch(clone)
+    run_commands(_block("bash"))
     document = json.loads((clone / "runs/evaluation/metrics.json").read_text())
     assert {"popularity", "factorization", "pretrain", "mpo"} <= {
         contender["name"] for contender in document["contenders"]
@@ -200,8 +197,7 @@ def test_the_road_of_the_readme_runs(clone):
     assert (clone / "runs/evaluation/report.html").is_file()
     assert pq.read_table(clone / "runs/lists.parquet").num_rows == 80 * 10
     unavailable = "import sys; sys.modules.update(torch=None, lightning=None, torchrec=None)\n"
-    served = subprocess.run(
-        [sys.executable, "-c", unavailable + serving], env=tools, capture_output=True, text=True, check=False
-    )
+    serving = unavailable + _block("python", "docs/serving.md")
+    served = subprocess.run([sys.executable, "-c", serving], capture_output=True, text=True, check=False)
     assert served.returncode == 0, served.stderr
     assert "'users': 2" in served.stdout

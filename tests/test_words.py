@@ -63,6 +63,8 @@ def test_the_text_is_spelled_as_in_the_us():
         if path == Path(__file__):
             continue
         text = path.read_text(encoding="utf-8").replace("aria-labelledby", "").lower()
+        if not any(map(BRITISH.search, set(re.findall(r"\w+", text)))):  # far fewer than the words of the text
+            continue
         for found in BRITISH.finditer(text):
             wrong.append(f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}: {found.group()}")
     assert not wrong, "\n".join(wrong)
