@@ -355,17 +355,16 @@ def _points(operations: int, number: int, choose: random.Random) -> list[int]:
     return sorted(choose.sample(range(1, operations + 1), number))
 
 
-def campaign(root: Path, configs: Path, names: Sequence[str], number: int, seed: int, faults: bool) -> int:
+def campaign(trials: Sequence[Trial], number: int, seed: int, faults: bool) -> int:
     """Runs ``number`` trials over the verbs; prints every one and returns how many failed."""
     choose, failed, done = random.Random(seed), 0, Counter[str]()
-    (root / "base").mkdir(parents=True, exist_ok=True)
-    make_inputs(root / "base", configs, names)
-    weights = {name: _SHARES.get(name, 20) for name in names}
-    for name in names:
-        trial = Trial(name, root, configs)
+    weights = {trial.name: _SHARES.get(trial.name, 20) for trial in trials}
+    turn = int(faults)
+    for trial in trials:
+        name = trial.name
         share = max(1, round(number * weights[name] / sum(weights.values())))
-        for turn, at in enumerate(_points(trial.operations, share, choose)):
-            old = bool(turn % 2)
+        for at in _points(trial.operations, share, choose):
+            old, turn = bool(turn % 2), turn + 1
             what, error = choose.choice(FAULTS)
             attempt: Callable[[], str] = (
                 (lambda t=trial, a=at, w=what, e=error, o=old: t.fault(a, w, e, o))  # type: ignore[misc]
@@ -410,11 +409,14 @@ def main() -> int:
             return subprocess.run(command, env=environment, check=False).returncode
         import_everything()
         names = given.verbs or list(verbs(root, root, configs))
+        (root / "base").mkdir(parents=True, exist_ok=True)
+        make_inputs(root / "base", configs, names)
+        trials = [Trial(name, root, configs) for name in names]
         failed = 0
         if given.kills:
-            failed += campaign(root, configs, names, given.kills, given.seed, faults=False)
+            failed += campaign(trials, given.kills, given.seed, faults=False)
         if given.faults:
-            failed += campaign(root, configs, names, given.faults, given.seed, faults=True)
+            failed += campaign(trials, given.faults, given.seed, faults=True)
     return int(failed > 0)
 
 

@@ -11,16 +11,26 @@ import yaml
 import recpo
 from recpo.cli.main import main
 from recpo.evaluation.evaluation import Evaluation
-from tests.cli.conftest import road  # noqa: F401  a fixture
+from tests.cli.conftest import SMALL
 from tests.refusals import refused
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def made(world, prepared, tmp_path_factory, request):
+    """Paths by name: a simulation, prepared data, a run and a bundle."""
+    root, config = tmp_path_factory.mktemp("made"), str(request.config.rootpath / "configs" / "pretrain.yaml")
+    out = ["--data.prepared", str(prepared), "--out", str(root / "run-0")]
+    assert main(["train", "--config", config, *out, *SMALL]) == 0
+    recpo.export("popularity", prepared=prepared, out=root / "bundle")
+    return {"log": world, "prepared": prepared, "run-0": root / "run-0", "bundle": root / "bundle"}
+
+
 @pytest.fixture
-def place(road, tmp_path):  # noqa: F811
-    """Paths by name: what the road wrote, and a directory of the test's own."""
-    return {name: str(road / name) for name in ("prepared", "run-0", "bundle", "log")} | {"tmp": str(tmp_path)}
+def place(made, tmp_path):
+    """These paths, and a directory of the test's own."""
+    return {name: str(path) for name, path in made.items()} | {"tmp": str(tmp_path)}
 
 
 def evaluate(place, *options):
@@ -115,7 +125,7 @@ def test_damaged_runs(place, tmp_path, capsys, file, content):
     said(capsys)
 
 
-@pytest.mark.parametrize("name", ["[/x]", "[bold]", "a\\", ":smile:", "[red]x[/red]"])
+@pytest.mark.parametrize("name", ["[/x]", "[red]x[/red]", "a\\:smile:"])
 def test_names_and_paths_are_never_markup(place, tmp_path, capsys, name):
     run = shutil.copytree(place["run-0"], tmp_path / name)
     out = tmp_path / f"out {name}"

@@ -1,4 +1,4 @@
-"""Two commands write the same output at the same time: one succeeds, the other one reports an error."""
+"""A process and this one write the same output at the same time: one succeeds, the other one reports an error."""
 
 import signal
 import subprocess
@@ -8,6 +8,7 @@ import time
 import pytest
 
 from recpo.artifacts.checksums import kind_of
+from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 
 SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]
@@ -35,12 +36,21 @@ def wait_for(condition, process):
         time.sleep(0.01)
 
 
+def here(capfd, *options):
+    """Status and message of a command in this process."""
+    capfd.readouterr()
+    status = main(list(map(str, options)))  # a traceback would be an exception here
+    return status, capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", ["false", "true"])
-def test_two_preparations(world, tmp_path, overwrite):
+def test_two_preparations(world, tmp_path, capfd, overwrite):
     out = tmp_path / "prepared"
-    both = [begin("prepare", "--log", world / "log", "--out", out, "--overwrite", overwrite) for _ in range(2)]
-    results = [ended(process) for process in both]
+    words = ["prepare", "--log", world / "log", "--out", out, "--overwrite", overwrite]
+    other = begin(*words)
+    wait_for(lambda: any(tmp_path.iterdir()), other)  # it has begun to write
+    results = [here(capfd, *words), ended(other)]
     refused = [said for status, said in results if status == 1]
     assert [status for status, _ in results].count(0) >= 1
     for said in refused:  # while the other one wrote, or after it
@@ -52,15 +62,16 @@ def test_two_preparations(world, tmp_path, overwrite):
 
 
 @pytest.mark.slow
-def test_two_trainings_and_two_resumptions(prepared, tmp_path, request):
+def test_two_trainings_and_two_resumptions(prepared, tmp_path, request, capfd):
     config, out = request.config.rootpath / "configs" / "pretrain.yaml", tmp_path / "run"
     train = ["train", "--config", config, "--data.prepared", prepared, "--out", out, *SMALL, "--checkpoint_every", "5"]
+    train += ["--trainer.max_epochs", "100000"]
     for options in ([], ["--resume", "true"]):
-        first = begin(*train, "--trainer.max_epochs", "100000", *options)
+        first = begin(*train, *options)
         written = (out / "checkpoints" / "last.ckpt").stat().st_mtime_ns if options else 0
         wait_for(lambda w=written: (out / "checkpoints/last.ckpt").exists() and _age(out) > w, first)
         for more in (["--overwrite", "true"], ["--resume", "true"]):
-            status, said = ended(begin(*train, "--trainer.max_epochs", "100000", *more))
+            status, said = here(capfd, *train, *more)
             assert (status, TAKEN in said) == (1, True), said
         assert first.poll() is None
         first.send_signal(signal.SIGTERM)
