@@ -45,15 +45,6 @@ def test_a_broken_core_library_fails_and_a_broken_extra_does_not(monkeypatch, ca
     assert "torch must work" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_doctor_finds_this_environment_whole():
-    done = subprocess.run(
-        [sys.executable, "-m", "recpo.cli.main", "doctor"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "onnxruntime" in done.stdout
-
-
 @pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_wait_passively_unless_the_user_says_otherwise(monkeypatch, given, expected):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from html.parser import HTMLParser
 
 import numpy as np
@@ -84,7 +84,7 @@ def lists_of(road, run, k):
 
 @pytest.fixture(scope="module")
 def evaluated(road, tmp_path_factory):
-    """Everybody at once, in a process of its own: the directory and what was printed."""
+    """Everybody at once: the directory and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
     pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
     compared = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
@@ -99,10 +99,9 @@ def evaluated(road, tmp_path_factory):
     options += ["--baseline_options.factorization.ranks", "[2]", "--baseline_options.factorization.ridges", "[4.0]"]
     features = str(road / "log" / "truth" / "items.parquet")
     options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
-    command = [sys.executable, "-m", "recpo.cli.main", "evaluate", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return out, done.stdout
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["evaluate", *options]) == 0
+    return out, printed.getvalue()
 
 
 def document_in(out):

@@ -1,12 +1,18 @@
-"""``recpo fit``: from a log to a bundle, a decision and a report; stopped and continued; on logs of positives alone."""
+"""``recpo fit``: from a log to a bundle, a decision and a report; stopped and continued; on logs of positives alone.
+
+The first fit is that of ``recpo demo``, which simulates its log.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 import shutil
 import sys
+from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow.dataset as ds
@@ -28,18 +34,41 @@ from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
 
-MINUTES = 0.2  # what must be done takes longer; training is as short as it gets
+MINUTES = 0.01  # what must be done takes longer: training is as short as it gets, and there is no search
 
 
 @pytest.fixture(scope="module")
-def fitted(world, tmp_path_factory):
-    out = tmp_path_factory.mktemp("fit") / "fit"
-    assert main(["fit", str(world), "--out", str(out), "--minutes", str(MINUTES), "--progress", "false"]) == 0
-    return out
+def demo(tmp_path_factory):
+    """A short demo: its command, what it printed, its log and its fit."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    sizes = {"users": 60, "items": 40, "events": 3000, "minutes": MINUTES}
+    command = ["demo", f"--out={out}", *(f"--{name}={size}" for name, size in sizes.items())]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(command) == 0
+    return SimpleNamespace(command=command, printed=printed.getvalue(), log=out / "log", fit=out / "fit")
+
+
+@pytest.fixture(scope="module")
+def fitted(demo):
+    return demo.fit
 
 
 @pytest.mark.slow
-def test_a_fit_decides_reports_and_serves(fitted, world):
+def test_a_demo_shows_every_step_and_what_ships(demo, capsys):
+    for verb in ("simulate", "fit", "prepare", "factorize", "train", "evaluate", "export"):
+        assert f"recpo {verb} " in demo.printed
+    decision = recpo.load(demo.fit)
+    assert f"ship {decision.chosen}" in demo.printed
+    assert "recommendations" in demo.printed
+    values = {row["name"]: row["test"] for row in decision.facts["leaderboard"]}
+    oracle = decision.facts["oracle"]["true_reward@10"]["mean"]
+    assert values["popularity"]["true_reward@10"]["mean"] < oracle
+    assert main(demo.command) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fit_decides_reports_and_serves(fitted):
     root, decision = fitted, recpo.load(fitted)
     assert isinstance(decision, recpo.Decision)
     table = decision.to_pandas()
@@ -86,8 +115,8 @@ def test_the_preparation_is_that_of_its_file(fitted, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(fitted, world, tmp_path):
-    root, out = fitted, tmp_path / "fit"
+def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_path):
+    root, log, out = demo.fit, demo.log, tmp_path / "fit"
 
     class StoppedError(Exception):
         pass
@@ -101,29 +130,31 @@ def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(fitted, world
 
     options = {"minutes": MINUTES, "out": out}
     with pytest.raises(StoppedError):
-        recpo.fit(str(world), on_step=stop_at("timing"), **options)
+        recpo.fit(str(log), on_step=stop_at("timing"), **options)
     with refused("wrong_file", "decision.json"):
         recpo.load(out)
     plan, whole = Plan.open(out), Plan.open(root)  # what depended on the clock is that of the other fit
     plan.effort, plan.recipes, plan.left_out, plan.trials = whole.effort, whole.recipes, whole.left_out, whole.trials
     plan.save(out)
     with pytest.raises(StoppedError):
-        recpo.fit(str(world), resume=True, on_step=stop_at("recpo tilt"), **options)
+        recpo.fit(str(log), resume=True, on_step=stop_at("recpo tilt"), **options)
     trained = (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns
     with refused("conflicting_options", "seed"):
-        recpo.fit(str(world), resume=True, seed=1, **options)
-    again = recpo.fit(str(world), resume=True, **options)
+        recpo.fit(str(log), resume=True, seed=1, **options)
+    words = ["--out", str(out), "--minutes", str(MINUTES), "--resume", "true", "--progress", "false"]
+    assert main(["fit", str(log), *words]) == 0
+    again = recpo.load(out)
     assert (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns == trained
     first = recpo.load(root)
     assert (again.chosen, again.reason) == (first.chosen, first.reason)
     assert again.to_pandas()[["name", "value"]].equals(first.to_pandas()[["name", "value"]])
     with refused("exists"):
-        recpo.fit(str(world), **options)
+        recpo.fit(str(log), **options)
 
 
 @pytest.mark.slow
-def test_a_frame_of_positives_alone_is_fitted_too(world, tmp_path):
-    log = ds.dataset(world / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
+def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
+    log = ds.dataset(demo.log / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
     decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
     assert decision.facts["criterion"]["metric"] != "AUC_mixed"
     assert {"popularity", "implicit_als", "pretrain"} <= set(decision.to_pandas()["name"])

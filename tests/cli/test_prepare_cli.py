@@ -15,13 +15,12 @@ from tests.log.conftest import DAY_MS, START_MS, make_log
 SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
 
-def recpo(*arguments):
-    command = [sys.executable, "-m", "recpo.cli.main", "prepare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def prepare(*arguments):
+    return main(["prepare", *map(str, arguments)])
 
 
 @pytest.mark.slow
-def test_from_a_foreign_log_through_yaml(tmp_path):
+def test_from_a_foreign_log_through_yaml(tmp_path, capsys):
     rows = [
         (user, item, 1_700_000_000 + 60 * (7 * user + item), user % 2 == item % 2)
         for user in (1, 2, 3)
@@ -39,17 +38,16 @@ label: BinaryColumn
 catalog: log
 """
     )
-    done = recpo("--config", tmp_path / "prepare.yaml")
-    assert done.returncode == 0, done.stderr
-    assert "3 users, 3 items" in done.stdout
-    assert "user_id (from who)" in done.stdout
+    assert prepare("--config", tmp_path / "prepare.yaml") == 0
+    printed = capsys.readouterr().out
+    assert "3 users, 3 items" in printed
+    assert "user_id (from who)" in printed
     manifest = json.loads((tmp_path / "prepared/manifest.json").read_text())
     assert manifest["config"]["label"]["class_path"].endswith("BinaryColumn")
     assert manifest["config"]["log"] == ["clicks.parquet"]
-    again = recpo("--config", tmp_path / "prepare.yaml")
-    assert again.returncode == 1
-    assert "exists already" in again.stderr
-    assert recpo("--config", tmp_path / "prepare.yaml", "--overwrite", "true").returncode == 0
+    assert prepare("--config", tmp_path / "prepare.yaml") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert prepare("--config", tmp_path / "prepare.yaml", "--overwrite", "true") == 0
 
 
 @pytest.mark.slow
@@ -80,7 +78,9 @@ def test_a_list_without_files_is_refused(tmp_path, capsys, option):
 @pytest.mark.slow
 def test_faults_end_without_a_traceback(tmp_path):
     pq.write_table(pa.table({"user": [1, None], "item_id": [1, 2], "timestamp": [1, 2]}), tmp_path / "log.parquet")
-    failed = recpo("--log", tmp_path / "log.parquet", "--out", tmp_path / "out", "--label", "EveryEvent")
+    words = ["--log", tmp_path / "log.parquet", "--out", tmp_path / "out", "--label", "EveryEvent"]
+    command = [sys.executable, "-m", "recpo.cli.main", "prepare", *map(str, words)]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert failed.returncode == 1
     assert "Traceback" not in failed.stderr
     assert "2 faults" in failed.stderr
@@ -89,21 +89,20 @@ def test_faults_end_without_a_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
-    done = recpo("--log", f"file://{SAMPLE}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work")
-    assert done.returncode == 0, done.stderr
-    assert f"file://{tmp_path}/out: 60 users, 60 items" in done.stdout
+def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path, capsys, monkeypatch):
+    assert prepare("--log", f"file://{SAMPLE}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work") == 0
+    assert f"file://{tmp_path}/out: 60 users, 60 items" in capsys.readouterr().out
     assert not list((tmp_path / "work").iterdir())
     Prepared.open(f"file://{tmp_path}/out").verify()
-    command = [sys.executable, "-m", "recpo.cli.main", "simulate", "--out", "s3://bucket/log"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "--out s3:/bucket/log: a local path is expected" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--out", "s3://bucket/log"]) == 1
+    assert "--out s3:/bucket/log: a local path is expected" in capsys.readouterr().err
     assert not (tmp_path / "s3:").exists()
 
 
 @pytest.mark.slow
-def test_the_help_explains_every_option():
-    text = " ".join(recpo("--help", "all").stdout.split())
+def test_the_help_explains_every_option(capsys):
+    assert prepare("--help", "all") == 0
+    text = " ".join(capsys.readouterr().out.split())
     assert "One error lists every fault of the log" in text
     assert 'unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.' in text

@@ -9,9 +9,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from recpo.cli.main import main
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import checkpoint_path
+from tests.sharding.ranks import Ranks
+from tests.sharding.tables import as_torchrun
 
 CONFIG = """
 data:
@@ -40,15 +44,32 @@ trainer:
 """
 
 
-def recpo(*options, check=True, block_torchrec=False):
-    start = ["-m", "recpo.cli.main"]
-    if block_torchrec:
-        blocked = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None; "
-        start = ["-c", blocked + "from recpo.cli.main import main; sys.exit(main())"]
-    finished = subprocess.run([sys.executable, *start, *options], capture_output=True, text=True, timeout=300)
-    if check:
-        assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished
+#: Verbs one after another in a process that has no torchrec; the status of the last one.
+WITHOUT_TORCHREC = """
+import json, sys
+sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None
+from recpo.cli.main import main
+*first, last = json.load(open(sys.argv[1]))
+for words in first:
+    assert main(words) == 0, words
+sys.exit(main(last))
+"""
+
+
+def on_this_rank(words):
+    from lightning.pytorch.utilities import rank_zero_only
+
+    as_torchrun()
+    rank_zero_only.rank = dist.get_rank()
+    assert main(words) == 0
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks that run verbs as under torchrun: a new process takes seconds to import torch."""
+    with Ranks(2, timeout=600) as ranks:
+        yield ranks
 
 
 def weights(run):
@@ -64,7 +85,7 @@ def assert_same(first, second, tolerance):
 
 
 def killed(config, out):
-    """A run of two ranks of which the second one is killed after its first checkpoint."""
+    """A run that starts its second rank itself, which is killed after its first checkpoint."""
     command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(out)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     last, deadline = checkpoint_path(out, "last"), time.monotonic() + 600
@@ -79,12 +100,12 @@ def killed(config, out):
 
 
 @pytest.fixture(scope="module")
-def killed_run(prepared, tmp_path_factory):
+def killed_run(two, prepared, tmp_path_factory):
     """Configuration, an uninterrupted run, and one that lost a rank in mid-epoch, with what it said."""
     root = tmp_path_factory.mktemp("sharded")
     config = root / "config.yaml"
     config.write_text(CONFIG.format(prepared=prepared, normalizer="sampled", optimizer="rowwise_adagrad"))
-    recpo("train", "--config", str(config), "--out", str(root / "whole"))
+    two.run(on_this_rank, ["train", "--config", str(config), "--out", str(root / "whole")])
     return root, killed(config, root / "killed")
 
 
@@ -99,66 +120,75 @@ def test_a_rank_that_dies_ends_the_run_with_one_message(killed_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1])
-def test_a_run_continues_with_any_number_of_ranks(killed_run, ranks, tmp_path):
+def test_a_run_that_lost_a_rank_continues(two, killed_run, tmp_path):
+    """With as many ranks; tests/sharding/test_sharded_checkpoint.py continues with other numbers of them."""
     root, _ = killed_run
     run = tmp_path / "resumed"
     subprocess.run(["cp", "-r", str(root / "killed"), str(run)], check=True)
     meta = torch.load(checkpoint_path(run, "last") / "meta.pt", weights_only=True)
     assert meta["global_step"] < 100  # it was killed on its way
-    sizes = ["--trainer.devices", str(ranks), "--trainer.accumulate_grad_batches", str(2 // ranks)]
-    recpo("train", "--config", str(root / "config.yaml"), "--out", str(run), "--resume", "true", *sizes)
-    assert_same(root / "whole", run, 1e-6 if ranks == 2 else 2e-4)
+    again = ["train", "--config", str(root / "config.yaml"), "--out", str(run), "--resume", "true"]
+    two.run(on_this_rank, again)
+    assert_same(root / "whole", run, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def reward_model(two, prepared, tmp_path_factory, request):
+    """A sharded reward model."""
+    run = tmp_path_factory.mktemp("reward") / "run"
+    train_small(two, "reward_model", prepared, run, request, "--init_from", "null")
+    assert ranks_that_saved(run, "best") == 2
+    return run
+
+
+def ranks_that_saved(run, checkpoint):
+    return len(list(checkpoint_path(run, checkpoint).glob("*.safetensors")))
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(killed_run, prepared, tmp_path):
+def test_sharded_runs_are_evaluated_exported_calibrated_and_continued_without_torchrec(
+    killed_run, reward_model, prepared, tmp_path
+):
     root, _ = killed_run
     run = root / "whole"
-    tables = {"policy.item_table.weight"}
-    files = list(checkpoint_path(run, "last").glob("*.safetensors"))
-    assert len(files) == 2  # one per rank
-    assert tables <= weights(run).keys()
-    evaluate = ["--prepared", str(prepared), "--contenders", str(run), "--out", str(tmp_path / "evaluation")]
-    recpo("evaluate", *evaluate, block_torchrec=True)
+    assert ranks_that_saved(run, "last") == 2
+    assert "policy.item_table.weight" in weights(run)
+    plain, bundle, histories = tmp_path / "plain.yaml", tmp_path / "bundle", prepared / "histories.parquet"
+    plain.write_text((root / "config.yaml").read_text().split("  strategy:")[0].replace("devices: 2", "devices: 1"))
+    again = ["train", "--config", plain, "--trainer.max_epochs", 1, "--out"]
+    verbs = [
+        ["evaluate", "--prepared", prepared, "--contenders", run, "--out", tmp_path / "evaluation"],
+        ["export", "--run", run, "--out", bundle],
+        ["recommend", "--source", bundle, "--histories", histories, "--out", tmp_path / "lists.parquet"],
+        ["calibrate", "--rewards", reward_model, "--prepared", prepared],
+        [*again, tmp_path / "plain", "--init_from", run],
+        [*again, run, "--resume", "true"],
+    ]
+    (tmp_path / "verbs.json").write_text(json.dumps([[*map(str, words)] for words in verbs]))
+    command = [sys.executable, "-c", WITHOUT_TORCHREC, str(tmp_path / "verbs.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert (tmp_path / "plain" / "run.json").is_file(), finished.stderr[-3000:]
+    assert finished.returncode == 1
+    assert "was written with ShardedStrategy" in finished.stderr
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["format_version"] == 6
-    export = ["--run", str(run), "--out", str(tmp_path / "bundle")]
-    recpo("export", *export, block_torchrec=True)
-    histories = ["--histories", str(prepared / "histories.parquet"), "--out", str(tmp_path / "lists.parquet")]
-    recpo("recommend", "--source", str(tmp_path / "bundle"), *histories, block_torchrec=True)
-    plain = tmp_path / "plain.yaml"
-    plain.write_text((root / "config.yaml").read_text().split("  strategy:")[0].replace("devices: 2", "devices: 1"))
-    again = ["train", "--config", str(plain), "--trainer.max_epochs", "1", "--out"]
-    recpo(*again, str(tmp_path / "plain"), "--init_from", str(run), block_torchrec=True)
-    refused = recpo(*again, str(run), "--resume", "true", check=False, block_torchrec=True)
-    assert refused.returncode == 1
-    assert "was written with ShardedStrategy" in refused.stderr
+    assert (tmp_path / "lists.parquet").is_file()
+    assert (reward_model / "calibration.json").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["sharded_pretrain", "pretrain"])
-def test_the_strategy_goes_into_any_configuration(prepared, tmp_path, config, request):
+def train_small(two, config, prepared, out, request, *options):
+    """Trains a shipped configuration with the strategy of two ranks."""
     file = request.config.rootpath / "configs" / f"{config}.yaml"
     sizes = {"dim": 16, "layers": 1, "heads": 1, "max_history": 12}
     small = [word for name, size in sizes.items() for word in (f"--policy.init_args.{name}", str(size))]
     small += ["--data.layout.init_args.history_length", "12", "--data.batch_size", "16", "--trainer.max_epochs", "1"]
     ranks = ["--trainer.devices", "2", "--trainer.accelerator", "cpu"]
     strategy = ["--trainer.strategy", "{class_path: recpo.sharding.ShardedStrategy}"]
-    run = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", str(tmp_path / "run")]
-    recpo(*run, *small, *ranks, *strategy)
-    assert len(list(checkpoint_path(tmp_path / "run", "best").glob("*.safetensors"))) == 2
+    run = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", str(out)]
+    two.run(on_this_rank, [*run, *small, *ranks, *strategy, *options])
 
 
 @pytest.mark.slow
-def test_a_sharded_reward_model_is_calibrated(prepared, tmp_path, request):
-    file = request.config.rootpath / "configs" / "reward_model.yaml"
-    sizes = {"dim": 16, "layers": 1, "heads": 1, "max_history": 12}
-    small = [word for name, size in sizes.items() for word in (f"--policy.init_args.{name}", str(size))]
-    small += ["--data.layout.init_args.history_length", "12", "--data.batch_size", "16", "--trainer.max_epochs", "1"]
-    sharded = ["--trainer.strategy", "{class_path: recpo.sharding.ShardedStrategy}", "--trainer.accelerator", "cpu"]
-    run = str(tmp_path / "run")
-    start = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", run]
-    recpo(*start, *small, *sharded, "--trainer.devices", "2", "--init_from", "null")
-    recpo("calibrate", "--rewards", run, "--prepared", str(prepared), block_torchrec=True)
-    assert (tmp_path / "run" / "calibration.json").is_file()
+def test_the_shipped_configuration_of_sharded_training(two, prepared, tmp_path, request):
+    train_small(two, "sharded_pretrain", prepared, tmp_path / "run", request)
+    assert ranks_that_saved(tmp_path / "run", "best") == 2

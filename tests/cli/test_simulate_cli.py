@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,26 +10,21 @@ from recpo.worlds.log import Simulation
 from tests.refusals import refused
 
 
-def recpo(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "recpo.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_simulate_writes_a_log_and_says_what_it_is_worth(tmp_path):
-    done = recpo("simulate", "--out", tmp_path / "out", "--users", 50, "--items", 40, "--events", 600)
-    assert done.returncode == 0, done.stderr
-    assert "600 events of 50 users" in done.stdout
-    assert "true expected reward" in done.stdout
+def test_simulate_writes_a_log_and_says_what_it_is_worth(tmp_path, capsys):
+    assert main(["simulate", f"--out={tmp_path / 'out'}", "--users=50", "--items=40", "--events=600"]) == 0
+    printed = capsys.readouterr().out
+    assert "600 events of 50 users" in printed
+    assert "true expected reward" in printed
     assert pq.read_table(tmp_path / "out" / "log").num_rows == 600
 
 
 @pytest.mark.slow
-def test_an_impossible_argument_is_one_line_without_a_traceback(tmp_path):
-    done = recpo("simulate", "--out", tmp_path / "out", "--random_share", 1.5)
-    assert done.returncode == 2
-    assert "random_share" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_impossible_argument_is_one_line_without_a_traceback(tmp_path, capsys):
+    assert main(["simulate", f"--out={tmp_path / 'out'}", "--random_share=1.5"]) == 2
+    said = capsys.readouterr().err
+    assert "random_share" in said
+    assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
 
 

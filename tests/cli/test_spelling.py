@@ -127,7 +127,7 @@ def test_typing_errors_get_the_right_suggestion(tmp_path):
     verbs = {config: verb_of(config) for config in CONFIGS}
     options = {verb: sorted(options_of(verb)) for verb in VERBS if verb != "doctor"}
     right = {name for names in options.values() for name in names} | {"Adam", "GRPO"}
-    while tried < 120:
+    while tried < 40:
         config = choose.choice(CONFIGS)
         lines = config.read_text(encoding="utf-8").splitlines()
         pattern = [r"( *)(\w+)(:.*)", r"( *class_path: )([\w.]+)(.*)"][tried % 2]

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN = sorted((ROOT / "recpo" / "cli").glob("show_*.py"))
 
 
+@cache
 def _options(verb):
     actions = parser_of(verb_class(verb))._actions
     return {flag for action in actions for flag in action.option_strings}

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +44,11 @@ def from_file(file, *options):
 
 
 @pytest.mark.slow
-def test_from_a_log_to_codes_in_a_separate_process(prepared, tmp_path):
-    command = [sys.executable, "-m", "recpo.cli.main", "tokenize", "--prepared", str(prepared), *SMALL, "--out"]
-    done = subprocess.run([*command, str(tmp_path / "codes")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "error / variance" in done.stdout
-    assert "items;" in done.stdout
+def test_from_a_log_to_codes(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "codes", *SMALL) == 0
+    printed = capsys.readouterr().out
+    assert "error / variance" in printed
+    assert "items;" in printed
     codes = Codes.open(tmp_path / "codes")
     data = Prepared.open(prepared)
     assert codes.num_items == data.num_items

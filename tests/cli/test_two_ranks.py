@@ -1,17 +1,22 @@
-"""Two gloo ranks are equivalent to one process with twice the batch size."""
+"""Two gloo ranks are equivalent to one process with twice the batch size.
 
-import subprocess
-import sys
+Two processes that are there already run the verb, as under torchrun, because a new process takes seconds to import
+torch. In test_sharded_cli.py, the verb starts its second process itself.
+"""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import Epochs, TrainBatches
+from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 from recpo.training.run import checkpoint_path
 from recpo.verbs.prepare import prepare
+from tests.sharding.ranks import Ranks
+from tests.sharding.tables import as_torchrun
 
 CONFIG = """
 data:
@@ -43,41 +48,59 @@ CASES = {
 }
 
 
-def run(config, out, *options):
-    command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks."""
+    with Ranks(2, timeout=600) as ranks:
+        yield ranks
 
 
-def train(config, out, *options):
-    finished = run(config, out, *options)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+def words(config, out, *options):
+    return ["train", "--config", str(config), "--out", str(out), *options]
+
+
+def on_this_rank(words):
+    from lightning.pytorch.utilities import rank_zero_only
+
+    as_torchrun()
+    rank_zero_only.rank = dist.get_rank()
+    assert main(words) == 0
+    dist.barrier()
+
+
+def train(config, out, *options, ranks=None):
+    """A training by this process, or by ``ranks``; its last checkpoint."""
+    if ranks is None:
+        assert main(words(config, out, *options)) == 0
+    else:
+        ranks.run(on_this_rank, words(config, out, *options))
     return torch.load(checkpoint_path(out, "last"), weights_only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["PPO"])
-def test_two_ranks_equal_one_process_with_twice_the_batch(tmp_path, prepared, objective):
+def test_two_ranks_equal_one_process_with_twice_the_batch(two, tmp_path, prepared, objective):
     layout, extra = CASES[objective]
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(prepared=prepared, layout=layout, objective=objective, extra=extra))
     one = train(config, tmp_path / "one", "--data.batch_size", "32")
     ranks = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
-    two = train(config, tmp_path / "two", "--data.batch_size", "16", *ranks)
-    assert one["global_step"] == two["global_step"] == 12
-    assert one["state_dict"].keys() == two["state_dict"].keys()
+    both = train(config, tmp_path / "two", "--data.batch_size", "16", *ranks, ranks=two)
+    assert one["global_step"] == both["global_step"] == 12
+    assert one["state_dict"].keys() == both["state_dict"].keys()
     for name, weights in one["state_dict"].items():
-        torch.testing.assert_close(weights, two["state_dict"][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(weights, both["state_dict"][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
     assert (tmp_path / "two" / "run.json").is_file()
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_goes_on_as_one_that_accumulates(tmp_path, prepared):
+def test_a_run_of_two_ranks_goes_on_as_one_that_accumulates(two, tmp_path, prepared):
     layout, extra = CASES["GBPO"]
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(prepared=prepared, layout=layout, objective="GBPO", extra=extra))
-    size, two = ["--data.batch_size", "8"], ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
-    whole = train(config, tmp_path / "whole", *size, *two)
-    train(config, tmp_path / "cut", *size, *two, "--trainer.max_steps", "5")
+    size, ranks = ["--data.batch_size", "8"], ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    whole = train(config, tmp_path / "whole", *size, *ranks, ranks=two)
+    train(config, tmp_path / "cut", *size, *ranks, "--trainer.max_steps", "5", ranks=two)
     one = ["--resume", "true", "--trainer.accumulate_grad_batches", "2"]
     train(config, tmp_path / "cut", *size, *one, "--trainer.max_steps", "8")
     resumed = train(config, tmp_path / "cut", *size, *one)
@@ -111,13 +134,13 @@ trainer:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_from_their_own_candidates_and_resume(tmp_path, prepared):
+def test_two_ranks_learn_from_their_own_candidates_and_resume(two, tmp_path, prepared):
     config = tmp_path / "config.yaml"
     config.write_text(ON_POLICY.format(prepared=prepared))
-    whole = train(config, tmp_path / "whole", "--data.batch_size", "16")
+    whole = train(config, tmp_path / "whole", "--data.batch_size", "16", ranks=two)
     assert whole["global_step"] == 14
-    train(config, tmp_path / "cut", "--data.batch_size", "16", "--trainer.max_steps", "9")
-    resumed = train(config, tmp_path / "cut", "--data.batch_size", "16", "--resume", "true")
+    train(config, tmp_path / "cut", "--data.batch_size", "16", "--trainer.max_steps", "9", ranks=two)
+    resumed = train(config, tmp_path / "cut", "--data.batch_size", "16", "--resume", "true", ranks=two)
     assert whole["kl_control"] == resumed["kl_control"]
     for name, weights in whole["state_dict"].items():
         torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)
@@ -148,7 +171,7 @@ trainer:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(tmp_path, world):
+def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(two, tmp_path, world, capsys):
     prepared = tmp_path / "prepared"
     prepare(str(world / "log"), prepared, rows_per_shard=600)
     batches = [
@@ -160,13 +183,15 @@ def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(tmp_path, w
     every = len(batches[0]) + 4  # so that last.ckpt is one of mid-epoch
     config = tmp_path / "config.yaml"
     config.write_text(DEALT.format(prepared=prepared, workers=0, every=every))
-    whole = train(config, tmp_path / "whole")
-    assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every + 2
-    refused = run(config, tmp_path / "cut", "--resume", "true", "--trainer.devices", "1")
-    assert refused.returncode == 1
-    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot continue" in refused.stderr
+    whole = train(config, tmp_path / "whole", ranks=two)
+    cut = train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2), ranks=two)
+    assert cut["global_step"] == every + 2
+    alone = ["--resume", "true", "--trainer.devices", "1", "--trainer.strategy", "auto"]
+    assert main(words(config, tmp_path / "cut", *alone)) == 1
+    refused = capsys.readouterr().err
+    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot continue" in refused
     config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
-    resumed = train(config, tmp_path / "cut", "--resume", "true")
+    resumed = train(config, tmp_path / "cut", "--resume", "true", ranks=two)
     assert resumed["global_step"] == whole["global_step"] == 3 * len(batches[0])
     for name, weights in whole["state_dict"].items():
         torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)
