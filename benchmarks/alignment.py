@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
-from verbs import call, configurations
+from verbs import QUICK_FACTORS, call, configurations
 
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
@@ -98,7 +98,8 @@ def reward_of(name, seed, prepared, options):
         method, bound = REWARDS[name]
         factors = options.work / f"factors-{method}"
         if not factors.is_dir():
-            call(factorize, prepared=prepared, method=method, out=factors)
+            own = QUICK_FACTORS if options.quick else {}
+            call(factorize, prepared=prepared, method=method, out=factors, **own)
         return {"class_path": "FactorReward", "init_args": {"factors": str(factors), "lower_bound": bound}}
     run = options.work / f"reward-{seed}"
     if not (run / "calibration.json").is_file():

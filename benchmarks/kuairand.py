@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
-from verbs import call, configurations
+from verbs import QUICK_FACTORS, call, configurations
 
 import recpo
 from recpo.base.contracts import RewardFunction
@@ -129,7 +129,7 @@ def prepared_log(options):
         tables = {"items": options.items, "users": options.users, "catalog": "items"} if options.items else {}
         call(prepare, log=options.log, preset="kuairand", split__timezone="+08:00", out=prepared, **tables)
     if not factors.is_dir() and not options.items:
-        call(factorize, prepared=prepared, out=factors)
+        call(factorize, prepared=prepared, out=factors, **(QUICK_FACTORS if options.quick else {}))
     return prepared, factors
 
 

@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.setting = FULL
     if args.quick:
-        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.3, [0.7, 1.5]
+        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.2, [0.3, 0.6]
         args.threads = 1
     if args.cpu_seconds != sorted(set(args.cpu_seconds)) or args.cpu_seconds[0] <= 0:
         parser.error(f"--cpu-seconds must ascend from above 0, got {args.cpu_seconds}")

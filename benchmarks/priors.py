@@ -56,7 +56,7 @@ def measured(root, kind, seed, quick):
         if (options.get("item_features") and not schema.item) or (options.get("user_features") and not schema.user):
             continue
         begin = time.perf_counter()
-        bounded = recpo.factorize(data, **options)
+        bounded = recpo.factorize(data, **options, **({"ranks": [2], "sweeps": 5} if quick else {}))
         found[name] = {"seconds": time.perf_counter() - begin, **bounded.facts["chosen"]}
         directory = root / name.replace(" ", "_")
         bounded.save(directory / "bound", overwrite=True)

@@ -105,14 +105,14 @@ def graded(slates):
     return slates.mask & ~slates.grade.isnan()
 
 
-def factor_model(data, model, seed=0):
+def factor_model(data, model, sweeps=20, seed=0):
     """A fitted factorization; None if the data have no table for it."""
     schema = data.feature_schema
     if (model.item_features and not schema.item) or (model.user_features and not schema.user):
         return None
     options = {**model._asdict(), "ranks": (model.rank,), "consumption": (model.consumption,)}
     del options["rank"]
-    return fit_factors(data, FactorOptions(**options, seed=seed, uncertainty=False, lower_bound=0.0))
+    return fit_factors(data, FactorOptions(**options, sweeps=sweeps, seed=seed, uncertainty=False, lower_bound=0.0))
 
 
 def of_factors(factors, held_out):
@@ -202,7 +202,8 @@ def measured(prepared, split, models, quick):
     held_out = HeldOut.of(data, split)
     for name, model in ((name, MODELS[name]) for name in models):
         begin = time.perf_counter()
-        factors = factor_model(data, model._replace(rank=min(model.rank, 2)) if quick else model)
+        rank, sweeps = (min(model.rank, 2), 5) if quick else (model.rank, 20)
+        factors = factor_model(data, model._replace(rank=rank), sweeps)
         if factors is not None:
             predicted, error = of_factors(factors, held_out), factors.facts["chosen"]["squared_error"]
             best = min(best or (error, predicted), (error, predicted), key=lambda one: one[0])

@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
-from verbs import call, configurations
+from verbs import QUICK_FACTORS, call, configurations
 
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.verbs.evaluate import evaluate
@@ -74,7 +74,7 @@ def prepared_world(world, root, options):
         tables = {"items": log / "items.parquet"} if (log / "items.parquet").is_file() else {}
         call(prepare, log=log / "log", out=prepared, overwrite="true", **tables)
     if not factors.is_dir():
-        call(factorize, prepared=prepared, out=factors)
+        call(factorize, prepared=prepared, out=factors, **(QUICK_FACTORS if options.quick else {}))
     return log, prepared, factors
 
 

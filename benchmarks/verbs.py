@@ -15,6 +15,9 @@ PREFERENCE_LISTS = ("dmpo", "dpo", "margin_listwise_dpo", "pairwise_reward", "se
 PREFERENCE_LISTS += ("softmax_dpo", "value_dpo", "value_dpo_kuairand")
 
 
+QUICK_FACTORS = {"ranks": "[2]", "consumption": "[0]", "sweeps": 5}
+
+
 def configurations(folder: Path, name: str) -> list[Path]:
     """The files of a configuration: its base, if it has one, and its own."""
     bases = {"on_policy": ON_POLICY, "preference_lists": PREFERENCE_LISTS, "pretrain": ("features_pretrain",)}
