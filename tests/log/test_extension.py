@@ -166,7 +166,7 @@ def assert_equal(extended, whole):
 
 
 @pytest.mark.slow
-@settings(max_examples=3, derandomize=True, phases=[Phase.generate])  # a log is prepared many times to shrink it
+@settings(max_examples=2, derandomize=True, phases=[Phase.generate])  # a log is prepared many times to shrink it
 @given(seed=st.integers(0, 1000), days=st.integers(5, 7), data=st.data())
 def test_extending_by_any_days_equals_preparing_the_whole_log(tmp_path_factory, seed, days, data):
     folder, log = tmp_path_factory.mktemp("living"), living_log(seed, days)
@@ -183,15 +183,6 @@ def test_extending_by_any_days_equals_preparing_the_whole_log(tmp_path_factory, 
             assert now[: len(kept)] == kept
     extended.verify()
     assert_equal(extended, whole)
-
-
-@pytest.mark.slow
-def test_a_day_more_equals_preparing_the_whole_log(tmp_path):
-    log = living_log(3, 6)
-    parts = [between(log, 0, 5), between(log, 5, 6)]
-    whole = recpo.prepare(pa.concat_tables(parts), tmp_path / "whole", **OPTIONS)
-    first = recpo.prepare(parts[0], tmp_path / "first", **OPTIONS)
-    assert_equal(recpo.prepare(parts[1], tmp_path / "second", extends=first), whole)
 
 
 @pytest.mark.slow
@@ -325,17 +316,13 @@ def test_ids_to_retire_are_read_as_they_stand(yesterday, tmp_path):
     log = living_log(3, 6)
     padded = pc.utf8_lpad(log["item_id"].cast(pa.string()), 5, "0")
     log = log.set_column(log.schema.get_field_index("item_id"), "item_id", padded)
-    texts = recpo.prepare(between(log, 0, 5), tmp_path / "texts", **OPTIONS)
-    known = texts.table("items.parquet", ["item_id"]).column(0)[2].as_py()
-    (tmp_path / "ids.csv").write_text(f"item_id\n{known}\n")
-    later = recpo.prepare(between(log, 5, 6), tmp_path / "later", extends=texts, retire=tmp_path / "ids.csv")
-    assert later.retired_items.tolist() == [3]
     own = recpo.prepare(
         between(log, 0, 5).rename_columns({"item_id": "song"}),
         tmp_path / "own",
         columns=recpo.Columns(item_id="song"),
         **OPTIONS,
     )
+    known = own.table("items.parquet", ["item_id"]).column(0)[2].as_py()
     (tmp_path / "ids.csv").write_text(f"song\n{known}\n")
     new = between(log, 5, 6).rename_columns({"item_id": "song"})
     later = recpo.prepare(new, tmp_path / "next", extends=own, retire=tmp_path / "ids.csv")

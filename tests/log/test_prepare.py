@@ -306,8 +306,8 @@ def test_a_word_among_integer_ids_is_a_warning_and_explains_files_of_other_types
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
-    path = write_log(tmp_path / "log.parquet", make_log(users=500, items=300, events=200_000))
-    arguments = ["prepare", "--log", path, "--out", str(tmp_path / "out"), "--rows_per_shard", "2000"]
+    path = write_log(tmp_path / "log.parquet", make_log(users=200, items=100, events=40_000))
+    arguments = ["prepare", "--log", path, "--out", str(tmp_path / "out"), "--rows_per_shard", "1000"]
     process = subprocess.Popen([sys.executable, "-m", "recpo.cli.main", *arguments], stdout=subprocess.DEVNULL)
     while not list(tmp_path.glob("out.recpo-unfinished-*/*")) and process.poll() is None:
         time.sleep(0.005)

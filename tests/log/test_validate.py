@@ -85,33 +85,39 @@ def test_equal_times_in_any_type(tmp_path, log, unit):
     assert plain["boundaries"] == zoned["boundaries"]
 
 
+IMPOSSIBLE = [
+    ("watch_time", (-0.5, -3.0), "watch_time: negative"),
+    ("watch_time", (float("inf"), 1e9), "watch_time: infinite or longer than max_watch_time = 86400 s"),
+    ("watch_time", (float("nan"), None), "watch_time: missing"),
+    ("duration", (0.0, None), "duration: missing or zero"),
+    ("duration", (-4.0, float("inf")), "duration: negative or infinite"),
+    ("propensity", (0.0, 1.5), "propensity: outside (0, 1]"),
+    ("propensity", (None, float("nan")), "propensity: missing"),
+    ("dislike", (None, None), "dislike: missing, taken as false"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("column", "values", "reason"),
-    [
-        ("watch_time", {0: -0.5, 1: -3.0}, "watch_time: negative"),
-        ("watch_time", {0: float("inf"), 1: 1e9}, "watch_time: infinite or longer than max_watch_time = 86400 s"),
-        ("watch_time", {0: float("nan"), 1: None}, "watch_time: missing"),
-        ("duration", {0: 0.0, 1: None}, "duration: missing or zero"),
-        ("duration", {0: -4.0, 1: float("inf")}, "duration: negative or infinite"),
-        ("propensity", {0: 0.0, 1: 1.5}, "propensity: outside (0, 1]"),
-        ("propensity", {0: None, 1: float("nan")}, "propensity: missing"),
-        ("dislike", {0: None, 1: None}, "dislike: missing, taken as false"),
-    ],
-)
-def test_impossible_values_are_neutralized_and_counted_or_refused(tmp_path, log, column, values, reason):
-    path = write_log(tmp_path / "log.parquet", put(log, column, values))
+def test_impossible_values_are_neutralized_and_counted_or_refused(tmp_path, log):
+    rows = {reason: (2 * number, 2 * number + 1) for number, (_, _, reason) in enumerate(IMPOSSIBLE)}
+    table = log
+    for column, values, reason in IMPOSSIBLE:
+        table = put(table, column, dict(zip(rows[reason], values, strict=True)))
+    path = write_log(tmp_path / "log.parquet", table)
     manifest = run(path, tmp_path / "prepared")
-    assert manifest["counts"]["neutralized"] == {reason: 2}
+    assert manifest["counts"]["neutralized"] == dict.fromkeys(rows, 2)
     assert sum(split["targets"] for split in manifest["counts"]["splits"].values()) == log.num_rows
-    first = pq.read_table(tmp_path / "prepared/train").to_pandas().nsmallest(2, "timestamp")
-    if column in ("watch_time", "duration"):
-        assert first["label"].isna().all()
-        assert (first["feedback"] <= 1).all()
-    if column != "dislike":
-        assert first[column].isna().all()
-    if "missing" not in reason:
-        assert reason.partition(": ")[2] + " [first: row 0" in fault(path, tmp_path, strict=True)
+    events = pq.read_table(tmp_path / "prepared/train").to_pandas().sort_values("timestamp")
+    said = fault(path, tmp_path, strict=True)
+    for column, _, reason in IMPOSSIBLE:
+        found = events.iloc[list(rows[reason])]
+        if column in ("watch_time", "duration"):
+            assert found["label"].isna().all()
+            assert (found["feedback"] <= 1).all()
+        if column != "dislike":
+            assert found[column].isna().all()
+        if "missing" not in reason:
+            assert f"{reason.partition(': ')[2]} [first: row {rows[reason][0]}" in said
 
 
 @pytest.mark.slow

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recpo
+from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.manifest import BundleManifest, program_interface
 from tests.refusals import refused
 from tests.serving.conftest import served_by
+from tests.serving.test_bundle_safety import sign
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +28,7 @@ NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 #: Feedback that has the level of its index, for the cutoffs of conftest.
 WATCHED = (np.nan, np.nan, 1.0, 3.0, 5.0, 8.0)
 T0 = 1_650_000_000_000
+ELEMENT_TYPES = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}
 
 
 def external(number):
@@ -270,3 +279,59 @@ def test_a_policy_that_reads_time_is_given_the_times(export_once):
 def test_arrow_and_pandas_frames_say_the_same(bundle):
     _, frame, _ = random_histories(5)
     assert bundle.recommend(pa.Table.from_pandas(frame)).equals(bundle.recommend(frame))
+
+
+def test_the_manifest_has_the_types_and_shapes_of_the_program(exported):
+    bundle = exported[1]
+    graph = onnx.load(bundle / "model.onnx").graph
+    interface = program_interface(BundleManifest.read(bundle))
+    for values, tensors in ((graph.input, interface["inputs"]), (graph.output, interface["outputs"])):
+        assert {value.name for value in values} == tensors.keys()
+        for value in values:
+            tensor, of_program = tensors[value.name], value.type.tensor_type
+            assert of_program.elem_type == ELEMENT_TYPES[tensor["type"]]
+            sizes = [dim.dim_value or -1 for dim in of_program.shape.dim][1:]
+            assert sizes == [size if isinstance(size, int) else -1 for size in tensor["shape"][1:]]
+            assert of_program.shape.dim[0].dim_param  # the number of users is free
+
+
+def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
+    """No archive, no pickle: ONNX, safetensors, Parquet, JSON, and the text of the model card."""
+    for kind in ("sasrec", "hstu"):
+        names = {path.name for path in export_once(kind)[1].iterdir()}
+        assert names == {
+            "model.onnx",
+            "policy.safetensors",
+            "items.parquet",
+            "golden.json",
+            "README.md",
+            "manifest.json",
+            "recpo.json",
+        }
+
+
+def test_altered_codes_are_refused(export_once, tmp_path):
+    for change in ("missing", "reversed", "text", "repeated"):
+        root = Path(shutil.copytree(export_once("semantic")[1], tmp_path / change))
+        Bundle.open(root, engine="torch")
+        file = root / "codes" / "codes.parquet"
+        codes = pq.read_table(file).to_pandas()
+        names = [name for name in codes if name.startswith("code_")]
+        if change == "missing":
+            codes = codes.drop(columns=names[-1])
+        elif change == "text":
+            codes[names[0]] = "x"
+        else:
+            codes[names] = codes[names].to_numpy()[::-1] if change == "reversed" else 0
+        codes.to_parquet(file)
+        with refused("damaged", "codes/codes.parquet"):
+            Bundle.open(root, engine="torch")
+        sign(root)
+        with pytest.raises(RecpoError):
+            Bundle.open(root, engine="torch")
+
+
+def test_codes_are_needed_for_items_of_semantic_ids(export_once, tmp_path):
+    pq.write_table(pa.table({"item_id": ["item-1", "new"]}), tmp_path / "items.parquet")
+    with refused("unsupported", "items"):
+        recpo.export(refresh=export_once("semantic")[1], items=tmp_path / "items.parquet", out=tmp_path / "fresh")

@@ -226,21 +226,6 @@ def test_options_are_words_of_their_signature(copy, option, code):
         Bundle.open(copy, engine="torch")
 
 
-def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
-    """No archive, no pickle: ONNX, safetensors, Parquet, JSON, and the text of the model card."""
-    for kind in ("sasrec", "hstu"):
-        names = {path.name for path in export_once(kind)[1].iterdir()}
-        assert names == {
-            "model.onnx",
-            "policy.safetensors",
-            "items.parquet",
-            "golden.json",
-            "README.md",
-            "manifest.json",
-            "recpo.json",
-        }
-
-
 def test_the_torch_engine_does_not_reach_the_deserializer_of_torch(bundle_path):
     """It called sympify on strings of the archive."""
     program = (
@@ -358,24 +343,3 @@ def test_other_files_than_item_tables_are_refused(copy, content):
     sign(copy)
     with refused("wrong_file", "items.parquet"):
         Bundle.open(copy)
-
-
-def test_altered_codes_are_refused(export_once, tmp_path):
-    for change in ("missing", "reversed", "text", "repeated"):
-        root = Path(shutil.copytree(export_once("semantic")[1], tmp_path / change))
-        Bundle.open(root, engine="torch")
-        file = root / "codes" / "codes.parquet"
-        codes = pq.read_table(file).to_pandas()
-        names = [name for name in codes if name.startswith("code_")]
-        if change == "missing":
-            codes = codes.drop(columns=names[-1])
-        elif change == "text":
-            codes[names[0]] = "x"
-        else:
-            codes[names] = codes[names].to_numpy()[::-1] if change == "reversed" else 0
-        codes.to_parquet(file)
-        with refused("damaged", "codes/codes.parquet"):
-            Bundle.open(root, engine="torch")
-        sign(root)
-        with pytest.raises(RecpoError):
-            Bundle.open(root, engine="torch")

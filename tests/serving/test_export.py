@@ -92,14 +92,14 @@ def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"similarity": "cosine"}, {"dim": 8}, {"layers": 1}])
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"dim": 8}])
 def test_options_that_are_not_the_policys_never_become_a_bundle(tmp_path, options):
-    policy = CatalogSoftmaxPolicy(7, dim=4, max_history=3, layers=2)
+    policy = CatalogSoftmaxPolicy(7, dim=4, max_history=3, layers=1)
     with refused(("mismatch", "damaged"), ...):
         export_bundle(
             policy,
             SEVEN,
-            PolicyFacts(FEEDBACK, options={"dim": 4, "max_history": 3} | options),
+            PolicyFacts(FEEDBACK, options={"dim": 4, "max_history": 3, "layers": 1} | options),
             tmp_path / "b",
             BundleOptions(k=3),
         )
@@ -118,19 +118,6 @@ def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
             tmp_path / "b",
             BundleOptions(k=3),
         )
-
-
-@pytest.mark.slow
-def test_options_that_may_be_null_are_kept(tmp_path):
-    options = {"dim": 4, "max_history": 3, "attention_length": None, "profile": True, "fold_in": 2}
-    export_bundle(
-        CatalogSoftmaxPolicy(7, **options),
-        SEVEN,
-        PolicyFacts(FEEDBACK, options=options),
-        tmp_path / "b",
-        BundleOptions(k=3),
-    )
-    assert Bundle.open(tmp_path / "b", engine="torch").manifest.options["attention_length"] is None
 
 
 @pytest.mark.slow
@@ -154,23 +141,46 @@ def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_exclu
         assert again[:17] == [item for item in listed if item not in (listed[0], listed[3])][:17]
 
 
+NULLS = {"dim": 4, "max_history": 3, "layers": 1, "attention_length": None, "profile": True, "fold_in": 2}
+
+
+@pytest.fixture(scope="module")
+def dot(tmp_path_factory):
+    """A bundle of a policy without its options, to which all items are the same."""
+    policy = CatalogSoftmaxPolicy(1000, dim=4, max_history=3)
+    with torch.no_grad():
+        policy.item_table.weight[1:] = policy.item_table.weight[1]
+    out, items = tmp_path_factory.mktemp("dot") / "b", IdMap(pa.array(range(1000)))
+    export_bundle(policy, items, PolicyFacts(FEEDBACK), out, BundleOptions(k=5))
+    return out
+
+
+@pytest.fixture(scope="module")
+def cosine(tmp_path_factory):
+    """A bundle with options that are null."""
+    options = NULLS | {"similarity": "cosine"}
+    policy, items = CatalogSoftmaxPolicy(1000, **options), IdMap(pa.array(range(1000)))
+    out = tmp_path_factory.mktemp("cosine") / "b"
+    export_bundle(policy, items, PolicyFacts(FEEDBACK, options=options), out, BundleOptions(k=3))
+    return out
+
+
 @pytest.mark.slow
-def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
-    export_bundle(
-        CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=3)
-    )
+def test_options_that_may_be_null_are_kept(cosine):
+    assert Bundle.open(cosine, engine="torch").manifest.options["attention_length"] is None
+
+
+@pytest.mark.slow
+def test_a_policy_without_its_options_has_the_onnx_engine_only(dot):
     with refused("unsupported", "engine"):
-        Bundle.open(tmp_path / "b", engine="torch")
+        Bundle.open(dot, engine="torch")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
-def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity):
+def test_a_program_makes_one_score_matrix_and_overwrites_it(request, similarity):
     """Ranking held the scores of the whole catalog twice, and their sorted, masked and shifted copies."""
-    policy = CatalogSoftmaxPolicy(1000, dim=4, max_history=3, similarity=similarity)
-    items = IdMap(pa.array(range(1000)))
-    export_bundle(policy, items, PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=3))
-    graph = onnx.load(tmp_path / "b" / "model.onnx").graph
+    graph = onnx.load(request.getfixturevalue(similarity) / "model.onnx").graph
     widths = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.value_info}
     makers = [node for node in graph.node if any(widths.get(name, [])[1:] == [1001] for name in node.output)]
     makers = [node for node in makers if widths[node.output[0]][0] == 0]  # for each user; the table is a constant
@@ -180,12 +190,8 @@ def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity
 
 
 @pytest.mark.slow
-def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
-    policy = CatalogSoftmaxPolicy(50, dim=4, max_history=3)
-    with torch.no_grad():
-        policy.item_table.weight[1:] = policy.item_table.weight[1]
-    export_bundle(policy, IdMap(pa.array(range(50))), PolicyFacts(FEEDBACK), tmp_path / "b", BundleOptions(k=5))
-    listed = Bundle.open(tmp_path / "b").recommend_one([], k=5, exclude=[1])
+def test_ties_of_a_program_go_to_the_smaller_id(dot):
+    listed = Bundle.open(dot).recommend_one([], k=5, exclude=[1])
     assert [item for item, _ in listed] == [0, 2, 3, 4, 5]
 
 
@@ -239,7 +245,7 @@ def test_verification_tells_ties_from_differences():
 
 KILLED = """
 import sys, time
-sleeps = {sleeps}
+sleeps = [0, 1]
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import FEEDBACK, item_ids, make_policy
@@ -252,12 +258,11 @@ export.export_bundle(policy, item_ids(), facts, Path({out!r}), export.BundleOpti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sleeps", [[1], [0, 1]])
-def test_an_export_killed_while_it_is_verified_leaves_nothing_that_loads(tmp_path, sleeps):
-    program = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path / "bundle"), sleeps=sleeps)
+def test_an_export_killed_while_its_last_engine_is_verified_leaves_nothing_that_loads(tmp_path):
+    program = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path / "bundle"))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
-    for _ in sleeps:
+    for _ in range(2):
         assert "Runtime" in process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

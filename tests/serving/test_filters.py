@@ -122,9 +122,7 @@ def test_lists_are_the_ranking_without_the_rest(bundle):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", [{"item_precision": "int8"}, {"item_precision": "float32"}, {"index": IndexOptions(lists=1)}]
-)
+@pytest.mark.parametrize("form", [{"item_precision": "int8"}, {"index": IndexOptions(lists=1)}])
 def test_programs_in_blocks_and_indexes_filter_alike(form, tmp_path, monkeypatch):
     if "index" in form:
         pytest.importorskip("faiss")
