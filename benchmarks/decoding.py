@@ -45,6 +45,7 @@ from recpo.policies.semantic_search import Trie
 from recpo.training.callbacks import tune_allocator
 
 BATCH, HISTORY, K = 64, 50, 50
+CONTENDERS = ("recpo", "dictionary", "softmax")
 SIZES = (256, 256, 256)
 
 
@@ -181,14 +182,15 @@ def main() -> None:
     parser.add_argument("--items", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--contender", choices=["recpo", "dictionary", "softmax"], help="measure it in this process")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contender", choices=CONTENDERS, help="measure it in this process")
     args = parser.parse_args()
     if args.contender:
-        print(json.dumps(measure(args.contender, args.items[0], args.dim, args.repeats)))
+        print(json.dumps(measure(args.contender, 500 if args.quick else args.items[0], args.dim, args.repeats)))
         return
     for items in [500] if args.quick else args.items:
         base = None
-        for contender in ("recpo", "dictionary", "softmax"):
+        for contender in args.contenders:
             command = [sys.executable, __file__, f"--contender={contender}", f"--items={items}"]
             command += [f"--dim={args.dim}", f"--repeats={args.repeats}"]
             result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

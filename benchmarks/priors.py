@@ -69,6 +69,7 @@ def measured(root, kind, seed, quick):
         truth=world.root / "truth",
         ks=[10],
         segments=False,
+        off_policy=None,
         out=root / "evaluation",
         overwrite=True,
     )

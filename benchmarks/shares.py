@@ -44,6 +44,7 @@ from verbs import call, configurations
 CONFIGS = Path(__file__).parents[1] / "configs"
 STEPS = ("prepare", "factorize", "pretrain", "mpo", "grpo", "evaluate", "export", "recommend")
 LARGEST, LOOK_SECONDS, PROFILED = 5, 0.005, 3
+LARGE, SMALL = 2048, 256  # rows of the matrices that the limits of the machine are measured with
 #: The part of a call: the first row whose words are in ``file:function`` of the innermost call that any row fits.
 PARTS = (
     ("importing", "<frozen importlib"),
@@ -150,7 +151,7 @@ def best_rate(work: Callable[[], object], amount: float) -> float:
     return amount / statistics.median(spent)
 
 
-def limits(size: int = 2048) -> dict[str, float]:
+def limits(size: int) -> dict[str, float]:
     """The rates of one large product and of one large copy on one thread."""
     import torch  # not at the top: prepare works without it
 
@@ -167,15 +168,15 @@ def limits(size: int = 2048) -> dict[str, float]:
 class Watch:
     """Makes a callback of the trainer that takes the shares of ``steps`` steps, and counts products of a few more."""
 
-    def __init__(self, shares: Shares, steps: int) -> None:
-        self.shares, self.steps, self.found = shares, steps, dict[str, Any]()
+    def __init__(self, shares: Shares, steps: int, size: int) -> None:
+        self.shares, self.steps, self.size, self.found = shares, steps, size, dict[str, Any]()
 
     def callback(self) -> Any:
         """The callback."""
         from lightning.pytorch.callbacks import Callback
         from torch.profiler import ProfilerActivity, profile
 
-        shares, steps, found = self.shares, self.steps, self.found
+        shares, steps, size, found = self.shares, self.steps, self.size, self.found
         counted = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
         class Steps(Callback):
@@ -188,12 +189,12 @@ class Watch:
                     counted.start()
                 if step == steps + 1 + PROFILED:
                     counted.stop()
-                    found.update(operators(counted, sum(shares.seconds.values()) / steps))
+                    found.update(operators(counted, sum(shares.seconds.values()) / steps, limits(size)))
 
         return Steps()
 
 
-def operators(counted: Any, step_seconds: float) -> dict[str, Any]:
+def operators(counted: Any, step_seconds: float, peak: dict[str, float]) -> dict[str, Any]:
     """The share and the rate of products and of all other operators in ``PROFILED`` training steps."""
     spent, flops, moved = Counter[str](), 0.0, 0.0
     for event in counted.key_averages(group_by_input_shape=True):
@@ -205,7 +206,7 @@ def operators(counted: Any, step_seconds: float) -> dict[str, Any]:
         elif event.self_cpu_time_total > 0 and shapes:  # what is read, and one result of the largest shape
             sizes = [math.prod(shape) for shape in shapes]
             moved += event.count * 4 * (sum(sizes) + max(sizes))
-    peak, total = limits(), sum(spent.values())
+    total = sum(spent.values())
     share = {kind: seconds / total for kind, seconds in spent.items()}
     gflops = flops / 1e9 / PROFILED / (share["products"] * step_seconds)
     gigabytes = moved / 1e9 / PROFILED / (share["passes"] * step_seconds)
@@ -259,7 +260,7 @@ def run_step(name: str, work: Path, flags: argparse.Namespace) -> dict[str, Any]
     verb = getattr(import_module(f"recpo.verbs.{module}"), module)
     most = flags.most if name in ("evaluate", "recommend") else math.inf
     imported, shares = time.process_time(), Shares(most)
-    watch = Watch(shares, flags.steps)
+    watch = Watch(shares, flags.steps, SMALL if flags.quick else LARGE)
     if name in verbs:
         with suppress(Enough):
             shares.start()
@@ -281,7 +282,8 @@ def main() -> None:
     parser.add_argument("--step", choices=("machine", *STEPS), help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.step == "machine":
-        print(json.dumps({"machine": {name: round(rate, 1) for name, rate in limits().items()}}))
+        rates = limits(SMALL if flags.quick else LARGE)
+        print(json.dumps({"machine": {name: round(rate, 1) for name, rate in rates.items()}}))
         return
     if flags.step:
         print(json.dumps(run_step(flags.step, flags.work, flags)), flush=True)
@@ -298,6 +300,7 @@ def main() -> None:
         for name in ("machine", *flags.only):
             command = [sys.executable, __file__, "--step", name, "--work", str(work)]
             command += ["--steps", str(flags.steps), "--batch", str(flags.batch), "--most", str(flags.most)]
+            command += ["--quick"] * flags.quick
             threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=threads)
             line = result.stdout.splitlines()[-1]

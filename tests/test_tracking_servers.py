@@ -22,7 +22,7 @@ from tests.server.conftest import process
 from tests.test_tracking import Step
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--trainer.max_epochs", "2"]
+SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--trainer.max_steps", "3"]
 pytestmark = pytest.mark.slow
 
 
@@ -146,7 +146,7 @@ def test_a_server_that_dies_costs_a_warning_and_one_that_is_down_an_error(server
 
 
 def test_weights_and_biases_writes_runs_offline(prepared, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["told-program", "told-password"])  # no chance text of a record has these
@@ -154,6 +154,7 @@ def test_weights_and_biases_writes_runs_offline(prepared, tmp_path, monkeypatch)
     options["trainer"] = {"max_epochs": 1, "log_every_n_steps": 1}
     with recpo.tracked("wandb:shop"):
         recpo.train(prepared, out=tmp_path / "run", **options)
+    wandb.teardown()  # as at the end of a process: its service writes the last records
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     written = file.read_bytes()  # records of Protocol Buffers, whose texts are as they are
     outputs = f"run-{sha256(tmp_path / 'run' / 'run.json')[:12]}"
