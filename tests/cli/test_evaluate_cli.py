@@ -360,18 +360,6 @@ def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsy
     assert proposed == [f"next: recpo export --run {best} --out runs/bundle"] * 2
 
 
-@pytest.mark.slow
-def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
-    short = tmp_path / "short"
-    export = ["--run", str(road / "run-0"), "--out", str(short), "--k", "7"]
-    assert main(["export", *export]) == 0
-    out = tmp_path / "evaluation"
-    assert run_on(road, out, "--contenders", str(short)) == 1
-    assert "serves lists of up to 7, and ks asks for 50" in capsys.readouterr().err
-    assert run_on(road, out, "--contenders", str(short), "--ks", "[7]", "--exclude_past", "false") == 1
-    assert "never lists items of the history" in capsys.readouterr().err
-
-
 def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys, rewritten):
     prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")
     for file in (prepared / "test").iterdir():

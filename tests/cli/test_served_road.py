@@ -233,7 +233,13 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     assert len(pd.read_parquet(lists))
     assert main([*answer, str(rounded), "--provider", "GPU"]) == 1
     assert "provider is 'GPU'" in capsys.readouterr().err
-    evaluate = ["evaluate", "--prepared", str(road / "prepared"), "--contenders", f"[{run}, {indexed}]", "--ks", "[5]"]
-    assert main([*evaluate, "--out", str(tmp_path / "evaluation")]) == 0
-    printed = capsys.readouterr().out
-    assert "indexed" in printed
+    evaluate = ["evaluate", "--prepared", str(road / "prepared"), "--out", str(tmp_path / "evaluation")]
+    evaluate += ["--baselines", "false", "--segments", "false", "--off_policy", "null", "--contenders"]
+    assert main([*evaluate, f"[{run}, {indexed}]", "--ks", "[5]"]) == 0
+    assert "indexed" in capsys.readouterr().out
+    # what a bundle cannot do
+    evaluate += [str(rounded), "--overwrite", "true"]
+    assert main([*evaluate, "--ks", "[7]"]) == 1
+    assert "serves lists of up to 5, and ks asks for 7" in capsys.readouterr().err
+    assert main([*evaluate, "--ks", "[5]", "--exclude_past", "false"]) == 1
+    assert "never lists items of the history" in capsys.readouterr().err

@@ -30,7 +30,7 @@ optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.02, momentum: 0.9}}
 lr_scheduler: {{class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {{T_max: 100}}}}
 checkpoint_every: 7
 trainer:
-  max_epochs: 10
+  max_epochs: 6
   accelerator: cpu
   devices: 2
   num_sanity_val_steps: 0
@@ -126,7 +126,7 @@ def test_a_run_that_lost_a_rank_continues(two, killed_run, tmp_path):
     run = tmp_path / "resumed"
     subprocess.run(["cp", "-r", str(root / "killed"), str(run)], check=True)
     meta = torch.load(checkpoint_path(run, "last") / "meta.pt", weights_only=True)
-    assert meta["global_step"] < 100  # it was killed on its way
+    assert meta["global_step"] < 60  # it was killed on its way
     again = ["train", "--config", str(root / "config.yaml"), "--out", str(run), "--resume", "true"]
     two.run(on_this_rank, again)
     assert_same(root / "whole", run, 1e-6)
