@@ -9,13 +9,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from recpo.cli.main import main
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import checkpoint_path
-from tests.sharding.ranks import Ranks
-from tests.sharding.tables import as_torchrun
+from tests.cli.ranks import on_this_rank
 
 CONFIG = """
 data:
@@ -54,22 +51,6 @@ for words in first:
     assert main(words) == 0, words
 sys.exit(main(last))
 """
-
-
-def on_this_rank(words):
-    from lightning.pytorch.utilities import rank_zero_only
-
-    as_torchrun()
-    rank_zero_only.rank = dist.get_rank()
-    assert main(words) == 0
-    dist.barrier()
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two ranks that run verbs as under torchrun: a new process takes seconds to import torch."""
-    with Ranks(2, timeout=600) as ranks:
-        yield ranks
 
 
 def weights(run):

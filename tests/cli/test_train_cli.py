@@ -126,8 +126,8 @@ def test_a_mistyped_key_is_refused(tmp_path, prepared, capsys):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared, capsys):
-    assert main(["train", "--config", str(write_config(tmp_path, prepared, "whole", epochs=3))]) == 0
-    killed = write_config(tmp_path, prepared, "killed", epochs=3)
+    assert main(["train", "--config", str(write_config(tmp_path, prepared, "whole"))]) == 0
+    killed = write_config(tmp_path, prepared, "killed")
     process = subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     last = checkpoint_path(tmp_path / "killed", "last")
     deadline = time.monotonic() + 600

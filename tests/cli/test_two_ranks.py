@@ -1,12 +1,10 @@
 """Two gloo ranks are equivalent to one process with twice the batch size.
 
-Two processes that are there already run the verb, as under torchrun, because a new process takes seconds to import
-torch. In test_sharded_cli.py, the verb starts its second process itself.
+Here, processes that are there already run the verb. In test_sharded_cli.py, the verb starts its second one itself.
 """
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import SequenceLayout
@@ -15,8 +13,7 @@ from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 from recpo.training.run import checkpoint_path
 from recpo.verbs.prepare import prepare
-from tests.sharding.ranks import Ranks
-from tests.sharding.tables import as_torchrun
+from tests.cli.ranks import on_this_rank
 
 CONFIG = """
 data:
@@ -48,24 +45,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def two():
-    """Two ranks."""
-    with Ranks(2, timeout=600) as ranks:
-        yield ranks
-
-
 def words(config, out, *options):
     return ["train", "--config", str(config), "--out", str(out), *options]
-
-
-def on_this_rank(words):
-    from lightning.pytorch.utilities import rank_zero_only
-
-    as_torchrun()
-    rank_zero_only.rank = dist.get_rank()
-    assert main(words) == 0
-    dist.barrier()
 
 
 def train(config, out, *options, ranks=None):
