@@ -201,6 +201,23 @@ def validate_output_directory(
     return place
 
 
+def validate_output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[object] = ()) -> Path:
+    """Raises if ``output_file`` would refuse these arguments; for long computations that come before it.
+
+    Returns:
+        The real path of ``target``.
+    """
+    place = Path(os.path.realpath(target))
+    if place.is_dir():
+        raise RecpoError(f"{target} is a directory, expected a file: name a file in it", code="wrong_file")
+    if place.exists() and not place.is_file():
+        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output", code="wrong_file")
+    if place.exists() and not overwrite:
+        raise RecpoError(f"{target} exists already: choose another output, or remove it", code="exists")
+    _check_inputs(place, target, inputs)
+    return place
+
+
 @contextmanager
 def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[object] = ()) -> Iterator[Path]:
     """Yields a path beside ``target`` that replaces ``target`` when the block ends without an error.
@@ -214,14 +231,7 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
         RecpoError: before anything is touched, ``target`` is a directory or a device, is or lies in one of ``inputs``,
             or exists and ``overwrite`` is False. Later, it cannot be written.
     """
-    place = Path(os.path.realpath(target))
-    if place.is_dir():
-        raise RecpoError(f"{target} is a directory, expected a file: name a file in it", code="wrong_file")
-    if place.exists() and not place.is_file():
-        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output", code="wrong_file")
-    if place.exists() and not overwrite:
-        raise RecpoError(f"{target} exists already: choose another output, or remove it", code="exists")
-    _check_inputs(place, target, inputs)
+    place = validate_output_file(target, overwrite=overwrite, inputs=inputs)
     with os_errors(place, WRITING), parents(place):
         working = unused(place, UNFINISHED)
         lock = os.open(working, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)

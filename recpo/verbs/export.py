@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.outputs import validate_output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
@@ -82,12 +83,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             raise RecpoError(
                 "export: give --run RUN, or --refresh BUNDLE and --items FILE", field="run", code="missing_option"
             )
-        if self.compiled is not None and Path(self.compiled).exists() and not self.overwrite:
-            raise RecpoError(
-                f"{self.compiled} exists already: name another file for compiled, or set overwrite",
-                field="compiled",
-                code="exists",
-            )
+        if self.compiled is not None:
+            validate_output_file(self.compiled, overwrite=self.overwrite, inputs=[self.out])
         if isinstance(self.run, Factors) or is_baseline(self.run):
             self._export_baseline(self.run)
         else:

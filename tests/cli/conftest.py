@@ -31,5 +31,5 @@ def road(tmp_path_factory, request):
 @pytest.fixture(scope="session")
 def two():
     """Two ranks."""
-    with Ranks(2, timeout=600) as ranks:
+    with Ranks(2) as ranks:
         yield ranks

@@ -227,6 +227,7 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     whole = tmp_path / "whole"  # tests/serving/test_compiled.py compiles a bundle; the program lies outside
     assert main([*export, str(whole), "--compiled", str(whole / "program.pt2")]) == 1
     assert f"program.pt2 is inside {whole}" in capsys.readouterr().err
+    assert not whole.exists(), "it is refused before anything is exported"
     histories, lists = str(road / "prepared" / "histories.parquet"), str(tmp_path / "lists.parquet")
     answer = ["recommend", "--histories", histories, "--out", lists, "--source"]
     assert main([*answer, str(indexed), "--provider", "CPUExecutionProvider"]) == 0

@@ -47,7 +47,7 @@ class Ranks:
         timeout: seconds that one function may take; a rank waits for the others a little less, but at least 60.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 240) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 600) -> None:
         self.world_size, self.backend, self.timeout = world_size, backend, timeout
         self._processes: list[subprocess.Popen[bytes]] = []
 
