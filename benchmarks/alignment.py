@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
-from verbs import QUICK_FACTORS, call, configurations
+from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
@@ -85,7 +85,7 @@ def world(options):
 def start(seed, prepared, options):
     """The pre-trained policy of a seed."""
     pretrained = options.work / f"pretrain-{seed}"
-    quick = {"trainer__max_epochs": 1} if options.quick else {}
+    quick = QUICK_TRAINING if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
     if not (pretrained / "run.json").is_file():
         call(train, config=configurations(options.configs, "pretrain"), out=pretrained, **common, **quick)
@@ -104,7 +104,7 @@ def reward_of(name, seed, prepared, options):
     run = options.work / f"reward-{seed}"
     if not (run / "calibration.json").is_file():
         own = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
-        own |= {"trainer__max_epochs": 1} if options.quick else {}
+        own |= QUICK_TRAINING if options.quick else {}
         first = start(seed, prepared, options)
         call(train, config=configurations(options.configs, "reward_model"), init_from=first, out=run, **own)
         call(calibrate, rewards=run, prepared=prepared)

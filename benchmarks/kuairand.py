@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
-from verbs import QUICK_FACTORS, call, configurations
+from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 
 import recpo
 from recpo.base.contracts import RewardFunction
@@ -137,7 +137,7 @@ def trained(seed, prepared, factors, options):
     """The runs of one training seed, by contender."""
     runs = {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "progress": "false"}
-    common |= {"trainer__max_epochs": 1} if options.quick else {}
+    common |= QUICK_TRAINING if options.quick else {}
     for name, (config, start, others) in (FEATURE_STAGES if options.items else STAGES).items():
         out = runs[name] = directory(name, seed, options)
         if not (out / "run.json").is_file():

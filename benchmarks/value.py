@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
-from verbs import QUICK_FACTORS, call, configurations
+from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.verbs.evaluate import evaluate
@@ -88,7 +88,7 @@ def codes_of(root, prepared):
 
 def trained(root, seed, prepared, factors, options):
     """The runs of one training seed, by the names of their configurations."""
-    quick = {"trainer__max_epochs": 1} if options.quick else {}
+    quick = QUICK_TRAINING if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "progress": "false", **quick}
     further = options.methods if seed in options.method_seeds else []
     before = ["semantic_pretrain"] if any(name.startswith("semantic_") for name in further) else []

@@ -16,6 +16,7 @@ PREFERENCE_LISTS += ("softmax_dpo", "value_dpo", "value_dpo_kuairand")
 
 
 QUICK_FACTORS = {"ranks": "[2]", "consumption": "[0]", "sweeps": 5}
+QUICK_TRAINING = {"trainer__max_epochs": 1, "trainer__max_steps": 4}
 
 
 def configurations(folder: Path, name: str) -> list[Path]:

@@ -458,11 +458,11 @@ def test_kuairand_compares_policies_and_baselines_on_a_log_of_its_columns(lines_
         }
     )
     pq.write_table(log, tmp_path / "log.parquet")
-    flags = ("--log", str(tmp_path / "log.parquet"), "--work", str(tmp_path / "work"))
+    flags = ("--log", str(tmp_path / "log.parquet"), "--work", str(tmp_path / "work"), "--seeds", "1")
     lines = [line for line in lines_of("kuairand.py", *flags) if "contender" in line]
     trained = {"pre-trained", "GBPO", "value-aligned", "value-aligned and likelihood", "value-aligned, tilted"}
     fixed = {"popularity", "item rate", "factorization", "implicit_als", "ease"}
-    seeds = {(name, seed) for name in trained | {"boosted trees"} for seed in (0, 1)}
+    seeds = {(name, 1) for name in trained | {"boosted trees"}}
     assert {(line["contender"], line["seed"]) for line in lines} == seeds | {(name, None) for name in fixed}
     for line in lines:
         assert 0 < line["AUC_other"] <= 1, line

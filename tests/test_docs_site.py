@@ -231,12 +231,12 @@ def test_the_example_of_plain_arrays_runs(capsys):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A directory with what the pages read: the sample, and the configurations with trainings of one epoch."""
+    """A directory with what the pages read: the sample, and the configurations with trainings of three steps."""
     for name in ("configs", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for config in (tmp_path / "configs").glob("*.yaml"):
         text = config.read_text(encoding="utf-8")
-        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1", text), encoding="utf-8")
+        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1\n  max_steps: 3", text), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -164,18 +164,18 @@ def _write_own_log(directory):
     log[["uid", "video", "ts", "played_ms", "length_ms", "thumbs_down"]].to_parquet(directory / "logs" / "0.parquet")
 
 
-def _one_epoch(directory):
+def _three_steps(directory):
     """Shortens the trainings of the configurations there."""
     for config in (directory / "configs").glob("*.yaml"):
         text = config.read_text(encoding="utf-8")
-        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1", text), encoding="utf-8")
+        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1\n  max_steps: 3", text), encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_the_python_road_of_the_readme_runs(clone, capsys):
     """From a data frame to recommendations and back, in at most 15 lines."""
     _write_own_log(clone)
-    _one_epoch(clone)
+    _three_steps(clone)
     road = _block("python")
     assert len([line for line in road.splitlines() if line and not line.startswith("import")]) <= 15
     show = "\nprint('rows', len(recpo.recommend(run, recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
@@ -188,7 +188,7 @@ def test_the_python_road_of_the_readme_runs(clone, capsys):
 @pytest.mark.slow
 def test_the_road_of_the_readme_runs(clone):
     _write_own_log(clone)
-    _one_epoch(clone)
+    _three_steps(clone)
     run_commands(_block("bash"))
     document = json.loads((clone / "runs/evaluation/metrics.json").read_text())
     assert {"popularity", "factorization", "pretrain", "mpo"} <= {

@@ -72,7 +72,7 @@ def test_the_wheel_runs_where_nothing_else_of_recpo_is(wheel, tmp_path):
     assert place.startswith(str(site))
     command = home / "bin" / "recpo"
     assert "usage: recpo VERB" in run(command, "--help", where=tmp_path)
-    small = ("--users", 100, "--items", 60, "--events", 6000, "--minutes", 0.2)
+    small = ("--users", 60, "--items", 40, "--events", 3000, "--minutes", 0.1)
     printed = run(command, "demo", *small, where=tmp_path, OMP_NUM_THREADS="1")
     assert "next: recpo fit YOUR_LOG" in printed
     assert (tmp_path / "demo" / "fit" / "bundle" / "README.md").is_file()
@@ -95,6 +95,7 @@ def test_a_bundle_is_served_where_only_the_packages_of_the_server_are(wheel, bun
     home, log = tmp_path / "environment", tmp_path / "impressions"
     venv.create(home, with_pip=False, symlinks=True)
     install = (sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--quiet", "--no-deps")
+    install += ("--no-compile",)  # most of what is installed is never imported
     run(*install, "--requirement", ROOT / "requirements" / "serve.lock", where=tmp_path)
     run(*install, "--no-index", wheel, where=tmp_path)
     absent = "torch", "lightning", "ibis", "duckdb", "scipy", "sklearn"
