@@ -261,8 +261,8 @@ class EveryEvent(Label):
     reads_events_once: ClassVar[bool] = True
 
     def add(self, events: ir.Table) -> ir.Table:
-        """A constant column."""
-        return events.mutate(**{Derived.LABEL: ibis.literal(1.0)})
+        """A constant column; Spark takes the literal 1.0 for a decimal number."""
+        return events.mutate(**{Derived.LABEL: ibis.literal(1).cast("float64")})
 
 
 @dataclass(frozen=True)

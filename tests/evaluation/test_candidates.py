@@ -290,6 +290,7 @@ def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
 def test_the_command_line_takes_a_file_and_repeats_itself(living, tmp_path, capsys):
     world, data = living
     common = ["evaluate", "--prepared", str(data.root), "--ks", "[5]", "--contenders", '["popularity","random"]']
+    common += ["--segments", "false", "--off_policy", "null", "--bootstrap_resamples", "20"]
     assert main([*common, "--candidates", str(world.items), "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert "items were candidates at 2026" in printed

@@ -1,7 +1,5 @@
 """Re-ranked contenders: the lists of a run, a bundle or factors, with slates that are chosen as a whole."""
 
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
@@ -11,6 +9,7 @@ import yaml
 
 import recpo
 from recpo.base.types import Histories, Recommendations
+from recpo.cli.main import main
 from recpo.evaluation.beyond_accuracy import ItemFeatures
 from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
 from recpo.evaluation.measures import Recommender
@@ -100,22 +99,20 @@ def test_evaluation_of_a_run_and_its_reranked_lists(run, prepared, attributes):
 
 
 @pytest.mark.slow
-def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(run, prepared, attributes, tmp_path):
-    command = [sys.executable, "-m", "recpo.cli.main", "evaluate"]
+def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(
+    run, prepared, attributes, tmp_path, capsys
+):
     options = {"prepared": prepared, "contenders": run.root, "out": tmp_path / "one", "baselines": "false", "ks": "[5]"}
     options |= {"off_policy": "null", "rerank_options.attributes": attributes, "segments": "false"}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     flags += ["--rerank", "{class_path: AttributeCap, init_args: {attribute: topic}}"]
     flags += ["{class_path: Determinantal, init_args: {relevance_weight: 0.5}}"]
-    done = subprocess.run(command + flags, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "topic" in done.stdout
+    assert main(["evaluate", *flags]) == 0
+    assert "topic" in capsys.readouterr().out
     resolved = yaml.safe_load((tmp_path / "one" / "resolved.yaml").read_text())
     assert [one["class_path"].split(".")[-1] for one in resolved["rerank"]] == ["AttributeCap", "Determinantal"]
     assert resolved["contenders"] == str(run.root)
-    again = [*command, "--config", str(tmp_path / "one" / "resolved.yaml"), "--out", str(tmp_path / "two")]
-    done = subprocess.run(again, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main(["evaluate", "--config", str(tmp_path / "one" / "resolved.yaml"), "--out", str(tmp_path / "two")]) == 0
     one, two = ((tmp_path / name / "metrics.json").read_bytes() for name in ("one", "two"))
     assert one == two
 

@@ -1,7 +1,6 @@
 """Feature tables, behaviors and context of a log: what ``recpo prepare`` fits, writes and rejects."""
 
 import json
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -42,8 +41,12 @@ BEHAVIORS = {"like": "is_like", "share": "is_share"}
 
 
 def rich_log(events=900, seed=0):
-    rng = np.random.default_rng(seed)
-    log = make_log(events=events, seed=seed)
+    return enriched(make_log(events=events, seed=seed), seed)
+
+
+def enriched(log, seed=0):
+    """The log with behaviors and context."""
+    rng, events = np.random.default_rng(seed), len(log)
     hour = rng.integers(0, 24, events).astype(float)
     hour[rng.random(events) < 0.2] = np.nan
     return (
@@ -54,10 +57,11 @@ def rich_log(events=900, seed=0):
     )
 
 
-def item_rows(items=30, seed=1):
+def item_rows(items=30, seed=1, ids=None):
     """Rows of items in random order: five more than the log has."""
     rng = np.random.default_rng(seed)
-    ids = rng.permutation(items) * 7 - 20
+    ids = rng.permutation(items) * 7 - 20 if ids is None else rng.permutation(ids)
+    items = len(ids)
     vectors = rng.normal(size=(items, 3)).astype(np.float32).tolist()
     return pa.table(
         {
@@ -453,13 +457,3 @@ def test_csv_tables_and_the_movielens_preset(tmp_path):
     assert data.item_features().lists[0][:, :2].tolist() == [[0, 0], [2, 4], [3, 0], [2, 0]]
     assert data.manifest["feature_tables"]["item"]["left_alone"] == ["title"]
     json.dumps(data.manifest)
-
-
-@pytest.mark.slow
-def test_spark_writes_the_same_bytes(data, tmp_path):
-    pytest.importorskip("pyspark")
-    if shutil.which("java") is None:
-        pytest.skip("Spark needs Java")
-    settings = {"spark.sql.shuffle.partitions": 2}
-    spark = EngineOptions(engine="spark", memory_limit="1GB", threads=2, spark_master="local[2]", spark_conf=settings)
-    assert prepare(tmp_path / "out", engine=spark).checksums == data.checksums

@@ -1,9 +1,9 @@
 """Spark and DuckDB prepare the same bytes."""
 
 import hashlib
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,13 +18,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.base.errors import RecpoError
+from recpo.cli.main import main
 from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate, start_engine
 from recpo.log.events import timestamp_ms
 from recpo.log.prepare import Preparation
-from recpo.log.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio
-from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.log.prepared import Prepared
+from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio
+from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
+from tests.log.test_features import BEHAVIORS, COLUMNS, enriched, item_rows, user_rows
 from tests.refusals import refused
 
 SPARK = EngineOptions(
@@ -34,17 +37,28 @@ SPARK = EngineOptions(
     spark_conf={"spark.sql.shuffle.partitions": "3", "spark.default.parallelism": "2"},
 )
 DUCKDB = EngineOptions(memory_limit="512MB")
-SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
 
 @pytest.fixture(scope="module")
-def spark(tmp_path_factory):
-    """One session for the module: every preparation finds it running and leaves it running."""
+def java():
+    """Java that compiles little: its processes, one of which serves the whole module, end before that would pay."""
     pytest.importorskip("pyspark", reason="pyspark is not installed")
-    from recpo.log.spark_engine import _has_java, _session
+    from recpo.log.spark_engine import _has_java
 
     if not _has_java():
         pytest.skip("Spark needs Java, and there is none")
+    with pytest.MonkeyPatch.context() as patched:
+        quick = "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+        patched.setenv("JAVA_TOOL_OPTIONS", f"{quick} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        patched.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def spark(java, tmp_path_factory):
+    """One session for the module: every preparation finds it running and leaves it running."""
+    from recpo.log.spark_engine import _session
+
     session, _ = _session(tmp_path_factory.mktemp("spark"), SPARK)
     yield session
     session.stop()
@@ -58,19 +72,9 @@ def contents(directory):
     }
 
 
-def both(log, folder, **choice):
-    """Prepares with either engine, compares every byte, returns the manifest."""
-    for name, engine in (("duckdb", DUCKDB), ("spark", SPARK)):
-        manifest = Preparation(**choice).write(Sources(log), Output(folder / name, engine=engine, progress=False))
-    assert contents(folder / "spark") == contents(folder / "duckdb")
-    for name in ("duckdb", "spark"):
-        shutil.rmtree(folder / name)
-    return manifest
-
-
 def hostile_log():
     """Ties, duplicates, nulls, nans, impossible values, ids of letters that collations disagree about."""
-    log = make_log(users=30, events=1200, seed=4)
+    log = make_log(users=20, events=600, seed=4)
     rng = np.random.default_rng(5)
 
     def spoiled(name, value, share=0.05):
@@ -90,43 +94,93 @@ def hostile_log():
     coarse = (np.asarray(log["timestamp"]) - START_MS) // 3_600_000 * 3_600_000 + START_MS
     log = log.set_column(2, "timestamp", pa.array(coarse))
     label = np.where(rng.random(len(log)) < 0.1, np.nan, rng.integers(1, 11, len(log)) / 2)
-    log = log.append_column("label", pa.array(label))
+    log = enriched(log.append_column("label", pa.array(label)))
     return pa.concat_tables([log, log.slice(0, 40)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("label", "split"),
-    [
-        (WatchQuantiles(min_history=3), TemporalSplit(timezone="+08:00")),
-        (D2Q(groups=7), LeaveLastOut(min_history=2)),
-    ],
-    ids=lambda choice: type(choice).__name__,
-)
-def test_a_hostile_log_gives_the_same_bytes(spark, tmp_path, label, split):
-    log = write_log(tmp_path / "log.parquet", hostile_log())
-    choice = {"min_user_events": 2} if isinstance(label, WatchQuantiles) else {}
-    manifest = both(log, tmp_path, label=label, split=split, rows_per_shard=150, max_context=7, **choice)
-    assert len(manifest["shards"]["train"]) > 2
-    assert manifest["counts"]["neutralized"]
-    assert manifest["counts"]["dropped"]["exact duplicate of another event"] >= 40
+@contextmanager
+def standalone_cluster(folder):
+    """A master and two workers of one core each, in their own processes; yields the address and the workers' logs."""
+    home = Path(pytest.importorskip("pyspark").__file__).parent
+    environment = os.environ | {"SPARK_HOME": str(home), "SPARK_WORKER_DIR": str(folder / "workers")}
+    started, logs = [], []
+
+    def start(word, said, *options):
+        logs.append(folder / f"{len(logs)}.log")
+        with logs[-1].open("w") as log:
+            command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{word}", *options, "--webui-port", "0"]
+            started.append(subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log))
+        deadline = time.monotonic() + 120
+        while not (found := re.search(said, logs[-1].read_text())):
+            assert started[-1].poll() is None, logs[-1].read_text()
+            assert time.monotonic() < deadline, logs[-1].read_text()
+            time.sleep(0.2)
+        return found
+
+    try:
+        master = start(
+            "master.Master", r"Starting Spark master at (spark://\S+)", "--host", "127.0.0.1", "--port", "0"
+        )[1]
+        for _ in range(2):
+            start("worker.Worker", "Successfully registered with master", "--cores", "1", "--memory", "2g", master)
+        yield master, logs[1:]
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait()
 
 
-@pytest.mark.slow
-def test_files_of_several_kinds_give_the_same_bytes(spark, tmp_path):
-    """Columns of other width and order, CSV beside Parquet, odd names, unsigned ids, an empty file."""
-    log = make_log(users=12, events=600, seed=7).drop_columns(["request_id"])
+def write_kinds(folder):
+    """Files with rows of the same users: of other width and order, CSV beside Parquet, odd names, an empty one."""
+    log = make_log(users=12, events=600, seed=7).drop_columns(["request_id", "watch_time", "duration"])
     log = log.set_column(0, "user_id", pa.array([int(user[1:]) for user in log["user_id"].to_pylist()], pa.uint32()))
     first, second, third = log.slice(0, 200), log.slice(200, 200), log.slice(400)
     second = second.set_column(1, "item_id", second["item_id"].cast(pa.int16())).select(log.schema.names[::-1])
-    folder = tmp_path / "log %1"
     folder.mkdir()
     write_log(folder / "a b.parquet", first)
     write_log(folder / "c+é.parquet", second)
     third.to_pandas().to_csv(folder / "d.csv", index=False)
     write_log(folder / "e.parquet", log.slice(0, 0))
-    manifest = both(str(folder), tmp_path, catalog="log")
-    assert manifest["counts"]["read"] == 600
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_a_standalone_cluster_of_two_workers_prepares_files_of_several_kinds_to_the_same_bytes(java, tmp_path):
+    """First of the module: the preparation makes a session of its own, on the cluster, and stops it."""
+    from pyspark.sql import SparkSession
+
+    words = ["prepare", "--log", write_kinds(tmp_path / "log %1"), "--memory_limit", "1GB", "--progress", "false"]
+    words += ["--catalog", "log", "--label", "EveryEvent", "--split.timezone", "+08:00"]
+    assert main([*words, "--out", str(tmp_path / "duckdb")]) == 0
+    # tasks too small to pay for compilers and new plans, which other tests have
+    conf = {"spark.sql.shuffle.partitions": 2, "spark.sql.codegen.wholeStage": "false"}
+    conf |= {"spark.sql.codegen.factoryMode": "NO_CODEGEN", "spark.sql.adaptive.enabled": "false"}
+    assert SparkSession.getActiveSession() is None
+    with standalone_cluster(tmp_path) as (master, workers):
+        words += ["--engine", "spark", "--spark_conf", json.dumps(conf), "--spark_master", master]
+        assert main([*words, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "spark")]) == 0
+        assert all("Launch command" in log.read_text() for log in workers)  # both had an executor
+    assert SparkSession.getActiveSession() is None
+    assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
+    assert Prepared.open(tmp_path / "spark").manifest["counts"]["read"] == 600
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.slow
+def test_a_hostile_log_with_features_gives_the_same_bytes(spark, tmp_path):
+    log = hostile_log()
+    choice = {"features": COLUMNS, "behaviors": BEHAVIORS, "split": LeaveLastOut(min_history=2), "min_user_events": 2}
+    choice |= {"label": WatchQuantiles(min_history=3), "rows_per_shard": 80, "max_context": 7}
+    items, users = item_rows(ids=log["item_id"].unique().to_pylist()), user_rows()
+    for options in (DUCKDB, SPARK):
+        sources = Sources(write_log(tmp_path / "log.parquet", log), items=items, users=users)
+        output = Output(tmp_path / options.engine, engine=options, progress=False)
+        manifest = Preparation(**choice).write(sources, output)
+    assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
+    assert len(manifest["shards"]["train"]) > 2
+    assert manifest["counts"]["neutralized"]
+    assert manifest["counts"]["dropped"]["exact duplicate of another event"] >= 40
+    assert len(manifest["feature_tables"]) == 2
 
 
 def compared(spark, tmp_path, table, expressions):
@@ -145,12 +199,14 @@ def compared(spark, tmp_path, table, expressions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "label", [WatchRatio(cap=1.3), NumericColumn(0.5, 5), NumericColumn(threshold=4), BinaryColumn()]
+    "label",
+    [WatchRatio(1.3), D2Q(groups=7), NumericColumn(0.5, 5), NumericColumn(threshold=4), BinaryColumn(), EveryEvent()],
 )
-def test_labels_without_anything_fitted_are_the_same_numbers(spark, tmp_path, label):
+def test_labels_are_the_same_numbers(spark, tmp_path, label):
     rng = np.random.default_rng(3)
     events = pa.table(
         {
+            "period": pa.array(rng.integers(0, 3, 500), pa.int8()),
             "watch_ms": pa.array(rng.integers(0, 10**5, 500), mask=rng.random(500) < 0.1),
             "duration_ms": pa.array(rng.integers(1, 10**5, 500), mask=rng.random(500) < 0.1),
             "value": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
@@ -217,11 +273,6 @@ def test_the_faults_of_a_log_are_reported_alike(spark, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_simulated_log_with_users_in_other_files_gives_the_same_bytes(spark, world, tmp_path):
-    both(str(world / "log"), tmp_path, rows_per_shard=700, catalog="log")
-
-
-@pytest.mark.slow
 def test_a_text_is_the_same_time_to_both_engines_or_to_one_of_them_none(spark, tmp_path):
     """A log with a text that only one of them reads is refused by the other, never misread."""
     texts = ["2024", "2024-05", "12:00", "2024-05-01", "2024-05-01 7:5", "2024/05/01", "2024-05-01T24:00:00", "epoch"]
@@ -236,77 +287,6 @@ def test_a_text_is_the_same_time_to_both_engines_or_to_one_of_them_none(spark, t
     both_read = [text for text, *ms in zip(texts, duckdb["ms"], spark_found["ms"], strict=True) if None not in ms]
     assert "2024-05-01" in both_read
     assert not {"2024", "12:00", "2024-05", "now"} & set(both_read)
-
-
-@contextmanager
-def standalone_cluster(folder):
-    """A master and two workers of one core each, in their own processes; yields the address and the workers' logs."""
-    home = Path(pytest.importorskip("pyspark").__file__).parent
-    environment = os.environ | {
-        "SPARK_HOME": str(home),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "PYSPARK_PYTHON": sys.executable,
-    }
-    environment["SPARK_WORKER_DIR"] = str(folder / "workers")
-    started, logs = [], []
-
-    def start(word, said, *options):
-        logs.append(folder / f"{len(logs)}.log")
-        with logs[-1].open("w") as log:
-            command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{word}", *options, "--webui-port", "0"]
-            started.append(subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log))
-        deadline = time.monotonic() + 120
-        while not (found := re.search(said, logs[-1].read_text())):
-            assert started[-1].poll() is None, logs[-1].read_text()
-            assert time.monotonic() < deadline, logs[-1].read_text()
-            time.sleep(0.2)
-        return found
-
-    try:
-        master = start(
-            "master.Master", r"Starting Spark master at (spark://\S+)", "--host", "127.0.0.1", "--port", "0"
-        )[1]
-        for _ in range(2):
-            start("worker.Worker", "Successfully registered with master", "--cores", "1", "--memory", "2g", master)
-        yield master, logs[1:]
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            process.wait()
-
-
-SMALL_JOBS = ("--spark_conf", '{"spark.sql.shuffle.partitions": 2}')
-
-
-@pytest.mark.slow
-def test_a_standalone_cluster_of_two_workers_prepares_the_same_bytes(tmp_path):
-    from recpo.log.spark_engine import _has_java
-
-    if not _has_java():
-        pytest.skip("Spark needs Java, and there is none")
-    with standalone_cluster(tmp_path) as (master, workers):
-        for engine, more in (
-            ("duckdb", []),
-            ("spark", [*SMALL_JOBS, "--spark_master", master, "--work", tmp_path / "work"]),
-        ):
-            words = [
-                "prepare",
-                "--log",
-                SAMPLE,
-                "--out",
-                tmp_path / engine,
-                "--engine",
-                engine,
-                "--memory_limit",
-                "1GB",
-            ]
-            command = [sys.executable, "-m", "recpo.cli.main", *words, "--progress", "false", *more]
-            environment = os.environ | {"SPARK_LOCAL_IP": "127.0.0.1"}
-            done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-        assert all("Launch command" in log.read_text() for log in workers)  # both had an executor
-    assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
-    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):

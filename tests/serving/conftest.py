@@ -24,15 +24,15 @@ FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
 ORIGIN = {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
 
 
-def make_policy(kind, root=None):
+def make_policy(kind, root=None, codebooks=CODEBOOKS):
     """The policy and the options that it was built with."""
     torch.manual_seed(3)
     options = {"dim": 16, "max_history": MAX_HISTORY}
     if kind == "semantic":
-        tuples = np.random.default_rng(0).permutation(np.prod(CODEBOOKS))[:NUM_ITEMS]
-        codes = Codes(np.stack(np.unravel_index(tuples, CODEBOOKS), 1), CODEBOOKS, "checksum")
+        tuples = np.random.default_rng(0).permutation(np.prod(codebooks))[:NUM_ITEMS]
+        codes = Codes(np.stack(np.unravel_index(tuples, codebooks), 1), codebooks, "checksum")
         codes.save(root, pa.array(range(NUM_ITEMS)), {})
-        options |= {"codes": str(root), "beam_width": NUM_ITEMS}
+        options |= {"codes": str(root), "beam_width": NUM_ITEMS, "layers": 1, "decoder_layers": 1}  # long to trace
         policy = SemanticIdPolicy(NUM_ITEMS, **options).eval()
     else:
         options["block"] = {"sasrec": SASRecBlock, "hstu": HSTUBlock}[kind]

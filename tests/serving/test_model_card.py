@@ -80,9 +80,7 @@ def test_a_bundle_carries_its_card_with_the_metrics_of_an_evaluation(prepared, t
     small = {"init_args": {"dim": 8, "heads": 1, "layers": 1, "max_history": 50}}
     config, steps = ROOT / "configs" / "pretrain.yaml", {"max_steps": 1, "enable_progress_bar": False}
     run = recpo.train(prepared, config=config, out=tmp_path / "run", policy=small, trainer=steps)
-    plain = recpo.export(run, out=tmp_path / "plain", k=5)
-    assert "Of the test period: none" in (plain.root / MODEL_CARD).read_text()
-    result = recpo.evaluate(prepared, [run, "popularity"], out=tmp_path / "evaluation")
+    result = recpo.evaluate(prepared, [run, "popularity"], out=tmp_path / "evaluation", off_policy=None, segments=False)
     bundle = recpo.export(run, out=tmp_path / "bundle", k=5, evaluation=result)
     card = (bundle.root / MODEL_CARD).read_text()
     found = evaluation_facts(recpo.Evaluation.open(tmp_path / "evaluation").document, "run")

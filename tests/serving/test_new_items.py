@@ -111,26 +111,51 @@ def assert_same_lists(found, expected, tolerance=1e-4):
         assert first["item_id"].isin([f"i{number}" for number in range(OLD, OLD + NEW)]).any()
 
 
+POLICY = {"tie_weights": False, "proposal": "popularity"}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    return bundle_of(*policy_of(OLD, OLD - 3, **POLICY), tmp_path_factory.mktemp("old") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def fresh(old, tmp_path_factory):
+    """The old bundle with all items."""
+    folder = tmp_path_factory.mktemp("fresh")
+    pq.write_table(item_rows(), folder / "items.parquet")
+    return refresh(old, folder / "items.parquet", folder / "bundle")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "policy"),
-    [
-        ({}, {"tie_weights": False, "proposal": "popularity"}),
-        pytest.param({"item_precision": "int8"}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_refreshed_bundle_is_one_exported_over_the_larger_catalog(form, policy, tmp_path, monkeypatch):
-    if form:  # tracing a loop over blocks takes its time
-        monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=30))
-    old = bundle_of(*policy_of(OLD, OLD - 3, **policy), tmp_path / "old", **form)
-    expected = bundle_of(*policy_of(OLD + NEW, OLD - 3, **policy), tmp_path / "expected", **form)
-    pq.write_table(item_rows(), tmp_path / "items.parquet")
-    fresh = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
-    assert (fresh.listed, fresh.retired, fresh.left_out, fresh.added) == (OLD + NEW, 0, 0, NEW)
+def test_a_refreshed_bundle_is_one_exported_over_the_larger_catalog(fresh, tmp_path):
+    expected = bundle_of(*policy_of(OLD + NEW, OLD - 3, **POLICY), tmp_path / "expected")
+    assert (fresh.listed, fresh.retired, fresh.later, fresh.left_out, fresh.added) == (OLD + NEW, 0, 0, 0, NEW)
     assert_same_lists(fresh.bundle, expected)
     assert check_golden(fresh.bundle) > 0
-    assert fresh.bundle.manifest.item_precision == form.get("item_precision", "float32")
+    assert fresh.bundle.manifest.item_precision == "float32"
     assert set(fresh.bundle.manifest.files) == set(expected.manifest.files)
+
+
+@pytest.mark.slow
+def test_a_refreshed_bundle_with_rounded_vectors_in_blocks_is_the_exact_one_rounded(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=30))
+    old = bundle_of(*policy_of(OLD, OLD - 3, **POLICY), tmp_path / "old", item_precision="int8")
+    pq.write_table(item_rows(), tmp_path / "items.parquet")
+    rounded = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
+    assert (rounded.listed, rounded.added) == (OLD + NEW, NEW)
+    assert rounded.bundle.manifest.item_precision == "int8"
+    assert check_golden(rounded.bundle) > 0
+    assert set(rounded.bundle.manifest.files) == set(fresh.bundle.manifest.files)
+    exact, same = (Bundle.open(one.bundle.root, "torch").recommend(histories()) for one in (fresh, rounded))
+    assert same.equals(exact)  # this engine has the vectors as they are
+    listed = rounded.bundle.recommend(histories())
+    assert set(listed["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
+    for user, rows in listed.groupby("user_id"):
+        expected = exact[exact["user_id"] == user].set_index("item_id")["score"]
+        both = rows[rows["item_id"].isin(expected.index)]
+        assert len(both) > 0.8 * len(rows)
+        np.testing.assert_allclose(both["score"], expected[both["item_id"]], atol=0.25)
 
 
 @pytest.mark.slow
@@ -144,48 +169,35 @@ def test_a_bundle_with_an_index_is_indexed_again(tmp_path):
     assert len(np.load(tmp_path / "fresh" / "vectors.npy")) == OLD + NEW + 1
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-    return bundle_of(*policy_of(OLD, OLD), tmp_path_factory.mktemp("old") / "bundle")
-
-
 @pytest.mark.slow
-def test_some_items_retire_some_are_new_and_the_next_refresh_continues(old, tmp_path):
+def test_some_items_retire_some_are_new_some_wait_and_the_next_refresh_continues(old, tmp_path):
     rows = item_rows()
     kept = rows.filter(pa.array([number not in (3, OLD + 2) for number in range(len(rows))]))
     kept = kept.append_column("retired", pa.array([i == 4 for i in range(len(kept))]))  # i5
-    for number, table in enumerate((kept.slice(0, OLD + 1), kept)):
+    later = kept.append_column("available_from", pa.array([None] * (len(kept) - 2) + [2**42] * 2))  # the last two
+    for number, table in enumerate((kept.slice(0, OLD + 1), later)):
         pq.write_table(table, tmp_path / f"items{number}.parquet")
     words = ["export", "--refresh", str(old.root), "--items", str(tmp_path / "items0.parquet")]
     assert main([*words, "--out", str(tmp_path / "one")]) == 0
     again = refresh(tmp_path / "one", tmp_path / "items1.parquet", tmp_path / "two")
-    assert (again.retired, again.listed) == (2, OLD + NEW - 3)
-    assert again.later == 0
     straight = refresh(old, tmp_path / "items1.parquet", tmp_path / "three")
+    assert (again.retired, again.listed) == (2, OLD + NEW - 3)
+    assert (again.later, straight.later, straight.added) == (2, 2, NEW - 1)
     assert_same_lists(again.bundle, straight.bundle)
-    listed = set(again.bundle.recommend(histories())["item_id"])
-    assert not listed & {"i3", "i5", f"i{OLD + 2}"}
-    later = kept.append_column("available_from", pa.array([None] * OLD + [2**42] * (len(kept) - OLD)))
-    pq.write_table(later, tmp_path / "later.parquet")
-    timed = refresh(old, tmp_path / "later.parquet", tmp_path / "four")
-    fresh, now = ({f"i{number}" for number in range(OLD + 1, OLD + NEW)} - {f"i{OLD + 2}"}), histories()
-    assert (timed.listed, timed.later, timed.added) == (OLD + NEW - 3, len(fresh), NEW - 1)
-    assert set(timed.bundle.recommend(now, at="2100-01-01")["item_id"]) & fresh == set()
-    after = timed.bundle.reader.read(now, at=2**42)
-    assert not set(after.unlisted.tolist()) & set(timed.bundle.items.to_internal(sorted(fresh)).tolist())
+    now, waiting = histories(), {f"i{number}" for number in (OLD + NEW - 2, OLD + NEW - 1)}
+    assert not set(again.bundle.recommend(now)["item_id"]) & {"i3", "i5", f"i{OLD + 2}"}
+    assert not set(again.bundle.recommend(now, at="2100-01-01")["item_id"]) & waiting
+    after = again.bundle.reader.read(now, at=2**42)
+    assert not set(after.unlisted.tolist()) & set(again.bundle.items.to_internal(sorted(waiting)).tolist())
 
 
 @pytest.mark.slow
-def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, tmp_path):
-    pq.write_table(item_rows(), tmp_path / "items.parquet")
+def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, fresh, tmp_path):
     pq.write_table(item_rows().select(["item_id"]), tmp_path / "bare.parquet")
     grown = of_side(FEATURES, {"author": pa.array(["a", "b", "c", "d", "stranger"]), "tags": pa.array([7, 8, 9])})
     encoded = EncodedItems(grown, grown.read(item_rows(), "items"))
-    raw, cooked = (
-        refresh_bundle(old.root, tmp_path / f"{name}.parquet", tmp_path / name, encoded=by)
-        for name, by in (("items", None), ("bare", encoded))
-    )
-    assert_same_lists(cooked.bundle, raw.bundle)
+    cooked = refresh_bundle(old.root, tmp_path / "bare.parquet", tmp_path / "bare", encoded=encoded)
+    assert_same_lists(cooked.bundle, fresh.bundle)
     other = of_side(FEATURES, {"author": pa.array(["b", "a", "c", "d"]), "tags": pa.array([7, 8, 9])})
     with refused("mismatch", "features"):
         refresh_bundle(
@@ -201,8 +213,7 @@ def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [1.0])
-def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(bound, tmp_path):
+def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(tmp_path):
     base, options = policy_of(OLD, OLD)
     numbers = GradeFactorsOptions(
         rank=3,
@@ -210,7 +221,7 @@ def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(bound,
         ridge=2.0,
         bias_ridge=3.0,
         max_history=5,
-        lower_bound=bound,
+        lower_bound=1.0,
         item_features=True,
         noise=0.1,
     )
@@ -233,9 +244,8 @@ def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(bound,
     found = torch.cat([weights.item_factors, weights.item_bias[:, None], weights.history_prior], 1)[OLD + 1 :]
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert torch.equal(weights.factor_variance[OLD + 1 :], model.prior_variance.expand(NEW, 3))
-    if bound:
-        forms = 0.1 * item_forms(weights.item_factors[OLD + 1 :], torch.eye(4).expand(NEW, 4, 4) / 2.0)
-        torch.testing.assert_close(weights.item_variances[OLD + 1 :], forms)
+    forms = 0.1 * item_forms(weights.item_factors[OLD + 1 :], torch.eye(4).expand(NEW, 4, 4) / 2.0)
+    torch.testing.assert_close(weights.item_variances[OLD + 1 :], forms)
     assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
 
 
@@ -251,11 +261,3 @@ def feature_columns(table):
         row[12:] = one["text"]
         rows.append(row)
     return np.stack(rows)
-
-
-@pytest.mark.slow
-def test_codes_are_needed_for_items_of_semantic_ids(export_once, tmp_path):
-    _, bundle = export_once("semantic")
-    pq.write_table(pa.table({"item_id": ["item-1", "new"]}), tmp_path / "items.parquet")
-    with refused("unsupported", "items"):
-        refresh(bundle, tmp_path / "items.parquet", tmp_path / "fresh")

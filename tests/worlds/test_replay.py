@@ -233,7 +233,7 @@ def test_from_the_command_line_to_true_values(matrix, tmp_path, capsys):
     assert main(["prepare", f"--log={log}", f"--items={world.items}", f"--out={prepared}"]) == 0
     contenders = ["--contenders", "popularity", "item_rate"]
     evaluate = ["evaluate", f"--prepared={prepared}", *contenders, f"--truth={tmp_path / 'world'}", f"--out={out}"]
-    assert main([*evaluate, "--segments=false"]) == 0
+    assert main([*evaluate, "--segments=false", "--off_policy=null", "--bootstrap_resamples=10"]) == 0
     found = {one["name"]: one for one in json.loads((out / "metrics.json").read_text())["contenders"]}
     values = {name: found[name]["metrics"]["true_reward@10"]["mean"] for name in ("popularity", "oracle")}
     assert 0.3 < values["popularity"] < values["oracle"] < 1

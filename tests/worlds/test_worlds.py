@@ -71,7 +71,7 @@ def test_in_the_sparse_world_who_chose_what_is_worth_more_than_grades(tmp_path):
     factors = recpo.factorize(data, tmp_path / "factors", consumption=[0])
     contenders = ["item_rate", "factorization", "implicit_als", factors]
     done = recpo.evaluate(
-        data, contenders, truth=world.root, ks=[10], segments=False, out=tmp_path / "evaluation", overwrite=True
+        data, contenders, truth=world.root, ks=[10], segments=False, off_policy=None, bootstrap_resamples=10
     )
     value = {one["name"]: one["metrics"]["true_reward@10"]["mean"] for one in done.document["contenders"]}
     graded = max(value["factorization"], value["factors"])
