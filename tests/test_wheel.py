@@ -1,4 +1,4 @@
-"""The wheel in separate environments: the command, its short demo and ``recpo init``, without the repository; and the
+"""The wheel in separate environments: the command and what ``recpo init`` writes, without the repository; and the
 server, where nothing is installed but what it needs."""
 
 import os
@@ -52,7 +52,8 @@ def test_the_wheel_holds_what_the_package_reads(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
-    packaged = {str(file.relative_to(ROOT)) for file in (ROOT / "recpo").rglob("*.jinja")}
+    kinds = (".py", ".pyi", ".json", ".jinja")
+    packaged = {str(file.relative_to(ROOT)) for file in (ROOT / "recpo").rglob("*.*") if file.suffix in kinds}
     configurations = {f"recpo/configs/{file.name}" for file in (ROOT / "configs").glob("*.yaml")}
     assert packaged | configurations | {"recpo/py.typed"} <= names
     assert not [name for name in names if name.startswith("tests/")]
@@ -72,12 +73,12 @@ def test_the_wheel_runs_where_nothing_else_of_recpo_is(wheel, tmp_path):
     assert place.startswith(str(site))
     command = home / "bin" / "recpo"
     assert "usage: recpo VERB" in run(command, "--help", where=tmp_path)
-    small = ("--users", 60, "--items", 40, "--events", 3000, "--minutes", 0.1)
-    printed = run(command, "demo", *small, where=tmp_path, OMP_NUM_THREADS="1")
-    assert "next: recpo fit YOUR_LOG" in printed
-    assert (tmp_path / "demo" / "fit" / "bundle" / "README.md").is_file()
-    run(command, "init", tmp_path / "demo" / "log" / "log", "--out", "own", where=tmp_path)
+    run(command, "simulate", "--out", "world", "--users", 60, "--items", 40, "--events", 3000, where=tmp_path)
+    run(command, "init", tmp_path / "world" / "log", "--out", "own", where=tmp_path)
     assert {file.name for file in (tmp_path / "own").iterdir()} >= {"prepare.yaml", "pretrain.yaml", "mpo.yaml"}
+    run(command, "prepare", "--config", "own/prepare.yaml", where=tmp_path)
+    train = ("train", "--config", "own/pretrain.yaml", "--trainer.max_steps", 2, "--allocator", "false")
+    assert "finished" in run(command, *train, where=tmp_path, OMP_NUM_THREADS="1")
 
 
 def pins(name):
