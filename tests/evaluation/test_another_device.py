@@ -30,6 +30,7 @@ from recpo.rewards.rewards import HitReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.histories import HistoryReader
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
@@ -122,17 +123,18 @@ def sampled(data, policy, device):
     return [policy.sample(batch.feedback.histories, 4) for batch in batches_of(data, device)]
 
 
-def exported(data, policy, out):
-    """The first lists of a bundle; the policy stays where it is."""
-    before = [weight.device.type for weight in policy.parameters()]
-    facts = PolicyFacts(data.feedback)
-    export_bundle(
-        policy, IdMap(pa.array([f"i{item}" for item in range(data.num_items)])), facts, out, BundleOptions(k=5)
-    )
-    assert [weight.device.type for weight in policy.parameters()] == before
+def exported(data, policy, device, out):
+    """The first list of a bundle, whose policy stays where it is; on the CPU, of the policy itself."""
+    items = IdMap(pa.array([f"i{item}" for item in range(1, data.num_items + 1)]))
     events = [{"item_id": f"i{item}", "timestamp": item} for item in (3, 5)]
-    listed = Bundle.open(out).recommend_one(events, k=5)
-    return [(int(item[1:]), score) for item, score in listed]
+    if device == "cpu":
+        asked = HistoryReader(items, data.feedback, HISTORY, reads_timestamps=False).read_request(events, [])
+        ids, scores = PolicyRuntime(policy).recommend(asked, 5)
+        return list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+    before = [weight.device.type for weight in policy.parameters()]
+    export_bundle(policy, items, PolicyFacts(data.feedback), out, BundleOptions(k=5))
+    assert [weight.device.type for weight in policy.parameters()] == before
+    return [(int(item[1:]), score) for item, score in Bundle.open(out).recommend_one(events, k=5)]
 
 
 def resumed(policy):
@@ -180,7 +182,8 @@ def main(prepared, codes, truth, out):
     data = Prepared.open(prepared)
     torch.manual_seed(0)
     options = {"num_items": data.num_items, "dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
-    policies = {"catalog": CatalogSoftmaxPolicy(**options), "semantic": SemanticIdPolicy(codes=codes, **options)}
+    semantic = SemanticIdPolicy(codes=codes, decoder_layers=1, **options)
+    policies = {"catalog": CatalogSoftmaxPolicy(**options), "semantic": semantic}
     for family, policy in policies.items():
         policy.eval()
         with torch.no_grad():
@@ -192,7 +195,7 @@ def main(prepared, codes, truth, out):
             "validate": lambda one, device: validated(data, one, device),
             "serve": lambda one, device: served(data, one),
             "sample": lambda one, device: sampled(data, one, device),
-            "export": lambda one, device, name=family: exported(data, one, Path(out) / f"{name}-{device}"),
+            "export": lambda one, device, name=family: exported(data, one, device, Path(out) / name),
             "resume": lambda one, device: resumed(one),
         }
         for case, run in cases.items():

@@ -81,7 +81,7 @@ def test_flipped_bits(original, before, tmp_path_factory, name):
     root = shutil.copytree(original, tmp_path_factory.mktemp("flipped") / "prepared")
     content = (root / name).read_bytes()
 
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, len(content) * 8 - 1))
     def flip(bit):
         changed = bytearray(content)

@@ -109,7 +109,7 @@ def assert_adds_up(table, served):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(table=frames(), kind=st.sampled_from(sorted(READERS)))
 def test_any_frame_is_answered_or_refused(table, kind):
     try:
@@ -120,7 +120,7 @@ def test_any_frame_is_answered_or_refused(table, kind):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     histories=columns(("user_id", "item_id", "timestamp")),
     exclude=columns(("user_id", "item_id")),
@@ -153,7 +153,7 @@ def test_any_candidates_are_scored_or_refused(histories, candidates):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=st.lists(st.dictionaries(st.sampled_from([*fitting, "x"]), scalars, max_size=4), max_size=4),
     exclude=st.lists(scalars, max_size=3),

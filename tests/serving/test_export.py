@@ -244,22 +244,26 @@ def test_verification_tells_ties_from_differences():
 
 
 KILLED = """
-import sys, time
+import time
+import pyarrow as pa
 sleeps = [0, 1]
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from conftest import FEEDBACK, item_ids, make_policy
+from recpo.base.feedback import FeedbackDefinition
+from recpo.log.id_map import IdMap
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
+options = dict(dim=4, layers=1, max_history=3)
 export.verify_runtime = lambda runtime, policy, k: (print(runtime, flush=True), time.sleep(600 * sleeps.pop(0)))
-policy, options = make_policy("sasrec")
-facts = export.PolicyFacts(FEEDBACK, options=options)
-export.export_bundle(policy, item_ids(), facts, Path({out!r}), export.BundleOptions(k=20))
+facts = export.PolicyFacts(FeedbackDefinition(), options=options)
+export.export_bundle(
+    CatalogSoftmaxPolicy(7, **options), IdMap(pa.array(range(7))), facts, Path({out!r}), export.BundleOptions(k=3)
+)
 """
 
 
 @pytest.mark.slow
 def test_an_export_killed_while_its_last_engine_is_verified_leaves_nothing_that_loads(tmp_path):
-    program = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path / "bundle"))
+    program = KILLED.format(out=str(tmp_path / "bundle"))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     for _ in range(2):
