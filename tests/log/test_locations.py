@@ -80,6 +80,7 @@ def test_a_log_in_a_store_prepares_into_the_store_to_the_same_bytes(store, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
 def test_csv_in_a_store_and_its_faults(store, tmp_path):
     log = make_log(events=300)
     put(f"{store}/log.csv", log.to_pandas().to_csv(index=False).encode())
@@ -99,6 +100,7 @@ def test_csv_in_a_store_and_its_faults(store, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
 def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monkeypatch):
     put_log(store, make_log(seed=1), "log.parquet", tmp_path)
     out = f"{store}/out"
@@ -128,6 +130,7 @@ def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
 def test_training_reads_from_a_store_what_it_reads_from_disk(store, tmp_path):
     put_log(store, make_log(), "log.parquet", tmp_path)
     run(f"{store}/log.parquet", f"{store}/out", rows_per_shard=300)
@@ -149,8 +152,8 @@ def test_training_reads_from_a_store_what_it_reads_from_disk(store, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [SequenceLayout(6), PreferenceListLayout(6, uniform=2)], ids=str)
-def test_workers_of_a_store_are_spawned_and_give_the_same_batches(tmp_path, layout):
+def test_workers_of_a_store_are_spawned_and_give_the_same_batches(tmp_path):
+    layout = PreferenceListLayout(6, uniform=2)
     write_log(tmp_path / "log.parquet", make_log())
     run(str(tmp_path / "log.parquet"), tmp_path / "out", rows_per_shard=300)
 
