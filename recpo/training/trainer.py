@@ -193,7 +193,22 @@ class TrainerOptions:
         options: see https://lightning.ai/docs/pytorch/stable/common/trainer.html
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        **options: Any,
+    ) -> None:
+        # 1 is a batch and 1.0 all of them. Lightning's own types are typing.Union, whose cache forgets which of int and
+        # float comes first: with another import before, a 1 would be read as 1.0
+        options |= {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
+        options |= {"limit_test_batches": limit_test_batches, "limit_predict_batches": limit_predict_batches}
+        options |= {"overfit_batches": overfit_batches, "val_check_interval": val_check_interval}
         self._options = options  # in these words, see _trainer
         if not says_when_to_stop(options):
             self._options["max_epochs"] = DEFAULT_EPOCHS

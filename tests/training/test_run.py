@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pydoc import locate
+from types import UnionType
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from jsonargparse._parameter_resolvers import get_signature_parameters
 
 import recpo
 from recpo.artifacts.checksums import sha256
@@ -26,7 +28,7 @@ from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.class_names import _OWN as OWN, _is_group as is_group, without_trust
-from recpo.training.fit import parse_arguments
+from recpo.training.fit import parse_arguments, train_parser
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
@@ -477,6 +479,19 @@ def test_training_without_an_end_takes_ten_epochs_and_says_so(prepared, tmp_path
     assert run.configuration["trainer"]["init_args"]["max_epochs"] == 10
     assert torch.load(run.checkpoint("last"), weights_only=True)["epoch"] == 9
     assert Run.open(run.root).monitor == "val/NDCG@10"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"],
+)
+def test_one_batch_is_not_read_as_all_of_them(name):
+    """Whatever another package has imported: typing's cache takes ``Union[float, int]`` for ``Union[int, float]``."""
+    parameters = {one.name: one.annotation for one in get_signature_parameters(TrainerOptions, None)}
+    assert parameters[name].__args__[:2] == (int, float)
+    assert isinstance(parameters[name], UnionType)  # typing has no cache of it
+    given = train_parser().parse_args(["--data.prepared=x", "--out=y", f"--trainer.{name}=1"], defaults=False)
+    assert type(given.trainer.init_args[name]) is int
 
 
 @pytest.mark.parametrize(
