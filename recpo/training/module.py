@@ -312,8 +312,21 @@ class PreferenceModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Lightning's clipping, and the same for sparse gradients and sharded tables, which PyTorch's own refuses."""
-        if gradient_clip_val and needs_own_clipping(self):
+        """Lightning's clipping, and the same where that refuses: sparse gradients, sharded tables, fused with bfloat16.
+
+        Raises:
+            RecpoError: the gradients are scaled for float16, and a fused optimizer would undo that after clipping.
+        """
+        plugin = self.trainer.precision_plugin
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if gradient_clip_val and fused and getattr(plugin, "scaler", None) is not None:
+            raise RecpoError(
+                f"trainer.precision: {plugin.precision} scales gradients, and a fused optimizer undoes that only after "
+                "they are clipped: set it to bf16-mixed, optimizer.init_args.fused to false, or gradient_clip_val to null",
+                code="unsupported",
+                field="trainer.precision",
+            )
+        if gradient_clip_val and ((fused and plugin.precision == "bf16-mixed") or needs_own_clipping(self)):
             clip_gradients(self, gradient_clip_val, gradient_clip_algorithm or "norm", self._sum_over_ranks)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

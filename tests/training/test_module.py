@@ -1,9 +1,12 @@
 """The module: exact denominators, exact resume, plain checkpoints, clear errors."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import SGD, Adam
 
 from recpo.batches.datamodule import FeedbackDataModule
@@ -173,6 +176,29 @@ def test_sampled_normalizer_with_sparse_tables_clipped(few, precision):
     )
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.callback_metrics["train/loss"].isfinite()
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_fused_optimizer_is_clipped_under_bfloat16_as_one_that_is_not(few, algorithm):
+    clip = {"precision": "bf16-mixed", "gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    models = [
+        fit(few, Likelihood(), module={"optimizer": partial(torch.optim.SGD, lr=1.0, fused=fused)}, **clip)[0]
+        for fused in (True, False)
+    ]
+    assert_same_weights(*models, rtol=1e-5, atol=1e-6)
+
+
+def test_a_fused_optimizer_is_not_clipped_where_gradients_are_scaled(few):
+    learner = PreferenceModule(
+        new_policy(FeedbackDataModule(few, batch_size=16, layout=LAYOUT)),
+        LearningOptions(objective=Likelihood(), optimizer=partial(torch.optim.AdamW, fused=True)),
+    )
+    learner.trainer = Trainer(
+        accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu")], logger=False, enable_checkpointing=False
+    )
+    optimizer = learner.configure_optimizers()
+    with refused("unsupported", "trainer.precision"):
+        learner.configure_gradient_clipping(optimizer, 1.0)
 
 
 def test_the_anchor_adds_the_likelihood_of_every_exposure(prepared):
