@@ -322,7 +322,7 @@ class PreferenceModule(LightningModule):
         if gradient_clip_val and fused and getattr(plugin, "scaler", None) is not None:
             raise RecpoError(
                 f"trainer.precision: {plugin.precision} scales gradients, and a fused optimizer undoes that only after "
-                "they are clipped: set it to bf16-mixed, optimizer.init_args.fused to false, or gradient_clip_val to null",
+                "they are clipped: set it to bf16-mixed, optimizer.init_args.fused to false, or clip no gradients",
                 code="unsupported",
                 field="trainer.precision",
             )
