@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "__main__": None,
 }
 FOREIGN = {
-    "ops": {"torch", "math", "typing", "collections", "__future__", "functools", "contextlib"},
+    "ops": {"torch", "triton", "math", "typing", "collections", "__future__", "functools", "contextlib"},
     "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
 }
 SERVER = {*SHARED, "log", "lists", "serving", "server"}
@@ -111,6 +111,7 @@ OPTIONAL += ("pyspark", "matplotlib", "polars", "optuna", "mlflow", "wandb")
 INTEGRATIONS = {
     "torchrec": ["sharding.lookup_tables", "sharding.planning", "sharding.strategy"],
     "fastapi": ["server.app", "server.processes"],
+    "triton": ["ops.fused_catalog"],
 }
 
 

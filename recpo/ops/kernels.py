@@ -8,7 +8,8 @@
 - **Dropout**: one random byte per element, because Bernoulli numbers cost more than the products around them.
 - **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
   pass unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a complete table, ``sharded_logprob`` over a
-  rank's rows of one. The passes run on any device.
+  rank's rows of one. The passes run on any device. On a Hopper GPU those of log-probabilities are one kernel each that
+  writes no logit to memory (``fused_catalog``).
 
 ``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
 tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a
@@ -35,6 +36,10 @@ BLOCK_BYTES_ACCELERATOR = 256 << 20
 KEEP_BYTES = 192 << 20
 # Table rows per block: at d = 64 the rows and the logits of a few hundred states stay in the cache together.
 BLOCK_ROWS_OF_TABLE = 8192
+# Few large blocks there: each costs a dozen launches.
+BLOCK_ROWS_ACCELERATOR = 65_536
+# Wider vectors do not fit the registers of a fused pass.
+LARGEST_FUSED_DIM = 128
 # Below this many multiplications a product is over before oneDNN has looked up its kernel.
 _SMALL = 1 << 20
 # oneDNN compiles a kernel for every number of rows that it meets, and keeps 1,024 of them (some 100 KB each). Where the
@@ -248,6 +253,11 @@ def column_blocks(num_rows: int, padding_rows: int, block_rows: int) -> Iterator
         start = stop
 
 
+def rows_of_block(device_type: str) -> int:
+    """Table rows in a block of logits."""
+    return BLOCK_ROWS_OF_TABLE if device_type in BLOCK_BYTES else BLOCK_ROWS_ACCELERATOR
+
+
 class Grid:
     """Cuts the logits into blocks of states within blocks of table rows.
 
@@ -262,7 +272,7 @@ class Grid:
 
     def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
         self.states, self.table = padded_rows(states), table
-        self.columns = list(column_blocks(len(table), padding_rows, BLOCK_ROWS_OF_TABLE))
+        self.columns = list(column_blocks(len(table), padding_rows, rows_of_block(states.device.type)))
         self.block_bytes = BLOCK_BYTES.get(states.device.type, BLOCK_BYTES_ACCELERATOR)
 
     def __iter__(self) -> Iterator[tuple[int, slice, slice]]:
@@ -296,6 +306,14 @@ def padded_rows(values: Tensor) -> Tensor:
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
+def _is_fused(states: Tensor, table: Tensor) -> bool:
+    """Whether ``fused_catalog`` makes the pass: float32 on a Hopper GPU, the generation that it was measured on."""
+    if not states.is_cuda or torch.version.hip or torch.compiler.is_compiling():
+        return False
+    fits = states.dtype == table.dtype == torch.float32 and 0 < states.shape[1] <= LARGEST_FUSED_DIM
+    return fits and len(states) > 0 and torch.cuda.get_device_capability(states.device)[0] == 9
+
+
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the rows of a block, in place, and its log-sum-exp.
 
@@ -309,17 +327,38 @@ def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_over_catalog(
-    states: Tensor, table: Tensor, padding_rows: int, *, want_expected_row: bool, keep_bytes: int = 0
+    states: Tensor,
+    table: Tensor,
+    padding_rows: int,
+    *,
+    want_expected_row: bool,
+    keep_bytes: int = 0,
+    in_blocks: bool = False,
 ) -> CatalogSums:
-    """One pass over the catalog: log-sum-exp and the expected table row."""
+    """One pass over the catalog: log-sum-exp and the expected table row.
+
+    Args:
+        states: ``[N, d]``.
+        table: ``[V + padding_rows, d]``.
+        padding_rows: rows of the table to leave out.
+        want_expected_row: sum the table rows, weighted by the softmax, as well.
+        keep_bytes: a softmax up to this size is kept.
+        in_blocks: the caller subtracts the log-sum-exp from logits of ``Grid``, so both have to be rounded alike: a sum
+            over ``p log(p / q)`` multiplies what differs by log-ratios that may be in the hundreds.
+    """
     if _reference:
         return _plain_sums(states, table, padding_rows, want_expected_row)
+    keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
+    if not keep and not in_blocks and _is_fused(states, table):
+        from recpo.ops import fused_catalog
+
+        of_all, expected = fused_catalog.sum_over_catalog(states, table[padding_rows:], want_expected_row)
+        return CatalogSums(of_all, expected, of_all[None], [])
     grid = Grid(states, table, padding_rows)
     lse = states.new_full((len(grid.states),), -torch.inf)
     # one tensor for all blocks: small long-lived tensors between large short-lived ones would fragment the heap
     block_lse = states.new_empty(len(grid.columns), len(grid.states))
     expected = torch.zeros_like(grid.states) if want_expected_row else None
-    keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
     kept: list[Tensor] = []
     for column, part, rows in grid:
         softmax, block_lse[column, part] = _softmax_in_place(grid.logits(part, rows))
@@ -341,6 +380,11 @@ def add_softmax_gradient(
     if _reference:
         p = ((states @ table[padding_rows:].T) - sums.lse[:, None]).exp()
         gradient[padding_rows:] += (weights[:, None] * p).T @ states
+        return
+    if not sums.softmax and _is_fused(states, table):
+        from recpo.ops import fused_catalog
+
+        fused_catalog.add_softmax_gradient(gradient[padding_rows:], weights, states, table[padding_rows:], sums.lse)
         return
     grid = Grid(states, table, padding_rows)
     weights, lse = padded_rows(weights), padded_rows(sums.lse)

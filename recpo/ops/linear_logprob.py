@@ -84,7 +84,7 @@ def linear_divergence(
 
     ``p = softmax(states tableᵀ)``, and ``q`` the same of the reference. Both are computed in blocks, and
     again in the backward pass: two products of each policy forward and one backward, and those of the gradient. Neither
-    ``p`` nor ``q`` is held. Always computed with the plain kernels, on every device.
+    ``p`` nor ``q`` is held.
 
     Args:
         states: ``[N, d]``.
@@ -231,7 +231,7 @@ class _LinearLogProb(torch.autograd.Function):
 class _LinearEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int) -> Tensor:
-        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
+        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True, in_blocks=True)
         assert sums.expected_row is not None
         entropy = sums.lse - kernels.row_products(states, sums.expected_row)
         ctx.save_for_backward(states, table, sums.lse, entropy)
@@ -252,10 +252,9 @@ class _LinearDivergence(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor, padding_rows: int
     ) -> Tensor:
-        own, reference = (
-            Scored(h, rows, kernels.sum_over_catalog(h, rows, padding_rows, want_expected_row=False).lse)
-            for h, rows in ((states, table), (reference_states, reference_table))
-        )
+        both = (states, table), (reference_states, reference_table)
+        sums = (kernels.sum_over_catalog(*one, padding_rows, want_expected_row=False, in_blocks=True) for one in both)
+        own, reference = (Scored(*one, of_one.lse) for one, of_one in zip(both, sums, strict=True))
         divergence = kernels.divergence_sum(own, reference, padding_rows)
         ctx.save_for_backward(*own, *reference, divergence)
         ctx.padding_rows = padding_rows

@@ -24,6 +24,8 @@ from recpo.ops.kernels import column_blocks, matmul_transposed
 KNOWN_AT_ONCE = "cpu"
 # Bytes of the scores of one block of items for the full batch. Larger catalogs are searched block by block.
 SCORE_BYTES = 64 << 20
+# The same on another device: every block costs it two dozen launches.
+SCORE_BYTES_ACCELERATOR = 1 << 30
 
 
 def scores_of(
@@ -160,7 +162,8 @@ def ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
 
 def score_blocks(states: Tensor, table: Tensor, padding_rows: int = 1) -> list[slice]:
     """The item rows of a table, in blocks that bound the size of the scores for all ``states [B, d]``."""
-    return list(column_blocks(len(table), padding_rows, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))
+    bound = SCORE_BYTES if states.device.type == KNOWN_AT_ONCE else SCORE_BYTES_ACCELERATOR
+    return list(column_blocks(len(table), padding_rows, max(1024, bound // (4 * max(1, len(states))))))
 
 
 #: Number format of an item matrix.

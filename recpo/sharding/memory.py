@@ -28,7 +28,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EventPlaces, Histories
-from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE
+from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, rows_of_block
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
@@ -288,7 +288,7 @@ class Workload(WorkloadOptions):
             return self.states * self.num_negatives * (4 * FLOAT + 1)
         states, rows = self.states * self.ranks, -(-(self.num_items + 1) // self.ranks)
         blocks = 3 * min(BLOCK_BYTES.get(self.device, BLOCK_BYTES_ACCELERATOR), FLOAT * states * rows)
-        return blocks + 3 * FLOAT * self.dim * states + FLOAT * states * -(-rows // BLOCK_ROWS_OF_TABLE)
+        return blocks + 3 * FLOAT * self.dim * states + FLOAT * states * -(-rows // rows_of_block(self.device))
 
 
 def _trie_bytes(num_items: int, codebooks: Sequence[int]) -> int:

@@ -295,7 +295,8 @@ def trainer_error(error: Exception) -> RecpoError:
 
 def _quieten() -> None:
     """Silences Lightning's messages about itself. Warnings about the user's options remain."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("utilities.rank_zero", "accelerators.cuda"):
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.WARNING)
     # frozen copies stay in evaluation mode on purpose
     for message in (
         ".*AMP with fp16 is not supported on CPU.*",  # refused, see build

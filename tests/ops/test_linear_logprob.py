@@ -285,6 +285,23 @@ def test_on_a_gpu_tf32_does_not_reach_the_softmax(less_precision: None) -> None:
         assert (ours.double() - reference).abs().max() < 1e-5 * reference.abs().max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "v", "d"), [(5, 70, 8), (1000, 20_001, 64), (300, 5000, 100), (2000, 777, 128)])
+def test_on_a_gpu_a_fused_pass_is_as_exact_as_float32(n: int, v: int, d: int, less_precision: None) -> None:
+    states, table = (one.detach().cuda().requires_grad_() for one in problem(n, v, d, torch.float32, 4 / d**0.5))
+    exact = [values.detach().double().requires_grad_() for values in (states, table)]
+    targets = torch.randint(1, v + 1, (n, 3), device="cuda")
+    weights = torch.randn(n, 3, device="cuda")
+    assert kernels._is_fused(states, table)
+    ours, reference = (linear_logprob(*one, targets, keep_bytes=0) for one in ((states, table), exact))
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=3e-5)
+    got = torch.autograd.grad((ours * weights).sum(), (states, table))
+    want = torch.autograd.grad((reference * weights.double()).sum(), exact)
+    for own, gradient in zip(got, want, strict=True):
+        assert (own.double() - gradient).abs().max() < 1e-5 * gradient.abs().max()
+    assert torch.equal(ours, linear_logprob(states, table, targets, keep_bytes=0))
+
+
 @pytest.mark.parametrize("options", [{}, {"padding_rows": 0}, {"padding_rows": 2}])
 def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
     states, table = problem(11, 9, 4)

@@ -59,7 +59,8 @@ class Ranks:
 
     def _start(self) -> None:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = os.environ | threads | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | threads | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": path}
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             store = f"file://{self._folder.name}/store"
