@@ -23,7 +23,7 @@ from torch import Tensor
 
 #: Programs of the sums, which fill a GPU several times. A constant, so that the order of additions is one, too.
 PROGRAMS = 1056
-PRECISION = "tf32x3"
+PRECISION = tl.constexpr("tf32x3")
 
 
 class Tiles(NamedTuple):
@@ -48,16 +48,14 @@ def tiles_of(width: int) -> Tiles:
 
 
 @triton.jit
-def _rows(
-    values: tl.tensor, at: tl.tensor, valid: tl.tensor, dim: tl.tensor, stride: tl.tensor, width: tl.constexpr
-) -> tl.tensor:
+def _rows(values: tl.tensor, at: tl.tensor, valid: tl.tensor, dim: tl.tensor, width: tl.constexpr) -> tl.tensor:
     """Rows ``at`` of ``values [..., dim]``, ``[len(at), width]``: 0 where not valid, and beyond ``dim``."""
     columns = tl.arange(0, width)
-    places = values + at.to(tl.int64)[:, None] * stride + columns[None, :]
+    places = values + at.to(tl.int64)[:, None] * dim + columns[None, :]
     return tl.load(places, mask=valid[:, None] & (columns < dim)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_states", "tiles_per_split"])
+@triton.jit(do_not_specialize=["num_states"])
 def _sum_over_items(
     states: tl.tensor,
     table: tl.tensor,
@@ -67,11 +65,7 @@ def _sum_over_items(
     num_states: tl.tensor,
     num_items: tl.tensor,
     dim: tl.tensor,
-    stride_of_states: tl.tensor,
-    stride_of_table: tl.tensor,
-    tiles_per_split: tl.tensor,
     want_row: tl.constexpr,
-    precision: tl.constexpr,
     held_rows: tl.constexpr,
     streamed_rows: tl.constexpr,
     width: tl.constexpr,
@@ -79,22 +73,23 @@ def _sum_over_items(
     """Largest score, sum of ``exp(score - largest)`` and the table rows summed with these weights, by split."""
     rows = tl.program_id(0) * held_rows + tl.arange(0, held_rows)
     split = tl.program_id(1)
-    held = _rows(states, rows, rows < num_states, dim, stride_of_states, width)
+    held = _rows(states, rows, rows < num_states, dim, width)
     largest = tl.full((held_rows,), float("-inf"), tl.float32)
     total = tl.zeros((held_rows,), tl.float32)
     row = tl.zeros((held_rows, width), tl.float32)
-    first = split * tiles_per_split * streamed_rows
-    for start in range(first, tl.minimum(first + tiles_per_split * streamed_rows, num_items), streamed_rows):
+    items_per_split = tl.cdiv(tl.cdiv(num_items, streamed_rows), tl.num_programs(1)) * streamed_rows
+    first = split * items_per_split
+    for start in range(first, tl.minimum(first + items_per_split, num_items), streamed_rows):
         items = start + tl.arange(0, streamed_rows)
-        vectors = _rows(table, items, items < num_items, dim, stride_of_table, width)
-        scores = tl.dot(held, tl.trans(vectors), input_precision=precision)
+        vectors = _rows(table, items, items < num_items, dim, width)
+        scores = tl.dot(held, tl.trans(vectors), input_precision=PRECISION)
         scores = tl.where((items < num_items)[None, :], scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp(largest - larger)
         weights = tl.exp(scores - larger[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if want_row:
-            row = tl.dot(weights, vectors, row * shrink[:, None], input_precision=precision)
+            row = tl.dot(weights, vectors, row * shrink[:, None], input_precision=PRECISION)
         largest = larger
     at = split.to(tl.int64) * num_states + rows
     tl.store(largest_out + at, largest, mask=rows < num_states)
@@ -115,36 +110,32 @@ def _add_gradient_of_table(
     num_states: tl.tensor,
     num_items: tl.tensor,
     dim: tl.tensor,
-    stride_of_states: tl.tensor,
-    stride_of_table: tl.tensor,
-    stride_of_gradient: tl.tensor,
-    precision: tl.constexpr,
     held_rows: tl.constexpr,
     streamed_rows: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
     """Adds ``Σ_n weights_n p_nv h_n`` for the items v of a program."""
     items = tl.program_id(0) * held_rows + tl.arange(0, held_rows)
-    held = _rows(table, items, items < num_items, dim, stride_of_table, width)
+    held = _rows(table, items, items < num_items, dim, width)
     summed = tl.zeros((held_rows, width), tl.float32)
     for start in range(0, num_states, streamed_rows):
         rows = start + tl.arange(0, streamed_rows)
         valid = rows < num_states
-        vectors = _rows(states, rows, valid, dim, stride_of_states, width)
+        vectors = _rows(states, rows, valid, dim, width)
         lse_of_rows = tl.load(lse + rows, mask=valid, other=float("inf"))  # beyond the states exp(0 - inf) is 0
         weights_of_rows = tl.load(weights + rows, mask=valid, other=0.0)
-        scores = tl.dot(held, tl.trans(vectors), input_precision=precision)
+        scores = tl.dot(held, tl.trans(vectors), input_precision=PRECISION)
         of_scores = tl.exp(scores - lse_of_rows[None, :]) * weights_of_rows[None, :]
-        summed = tl.dot(of_scores, vectors, summed, input_precision=precision)
+        summed = tl.dot(of_scores, vectors, summed, input_precision=PRECISION)
     columns = tl.arange(0, width)
     mask = (items < num_items)[:, None] & (columns < dim)[None, :]
-    at = gradient + items.to(tl.int64)[:, None] * stride_of_gradient + columns[None, :]
+    at = gradient + items.to(tl.int64)[:, None] * dim + columns[None, :]
     tl.store(at, summed + tl.load(at, mask=mask, other=0.0), mask=mask)
 
 
 def sum_over_catalog(states: Tensor, items: Tensor, want_expected_row: bool) -> tuple[Tensor, Tensor | None]:
     """Log-sum-exp ``[N]`` of ``states itemsᵀ`` and, if wanted, ``softmax(states itemsᵀ) items [N, d]``."""
-    states, items = _dense_rows(states), _dense_rows(items)
+    states, items = states.contiguous(), items.contiguous()
     tiles, options = _options(states)
     held, streamed = triton.cdiv(len(states), tiles.held), triton.cdiv(len(items), tiles.streamed)
     per_split = triton.cdiv(streamed, min(max(1, PROGRAMS // held), streamed))
@@ -155,7 +146,6 @@ def sum_over_catalog(states: Tensor, items: Tensor, want_expected_row: bool) -> 
     with torch.cuda.device_of(states):
         _sum_over_items[(held, splits)](
             *(states, items, largest, total, row, len(states), len(items), states.shape[1]),
-            *(states.stride(0), items.stride(0), per_split),
             want_row=want_expected_row,
             **options,
         )
@@ -167,13 +157,13 @@ def sum_over_catalog(states: Tensor, items: Tensor, want_expected_row: bool) -> 
 
 
 def add_softmax_gradient(gradient: Tensor, weights: Tensor, states: Tensor, items: Tensor, lse: Tensor) -> None:
-    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the gradient ``[V, d]`` of the items."""
-    states, items = _dense_rows(states), _dense_rows(items)
+    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the gradient ``[V, d]`` of the items, which is contiguous."""
+    states, items = states.contiguous(), items.contiguous()
     tiles, options = _options(states)
     with torch.cuda.device_of(states):
         _add_gradient_of_table[(triton.cdiv(len(items), tiles.held),)](
             *(states, items, lse.contiguous(), weights.contiguous(), gradient, len(states), len(items)),
-            *(states.shape[1], states.stride(0), items.stride(0), gradient.stride(0)),
+            states.shape[1],
             **options,
         )
 
@@ -183,9 +173,4 @@ def _options(states: Tensor) -> tuple[Tiles, dict[str, int | str]]:
     width = max(16, triton.next_power_of_2(states.shape[1]))
     tiles = tiles_of(width)
     sizes = {"held_rows": tiles.held, "streamed_rows": tiles.streamed, "width": width}
-    return tiles, {**sizes, "precision": PRECISION, "num_warps": tiles.warps, "num_stages": tiles.stages}
-
-
-def _dense_rows(values: Tensor) -> Tensor:
-    """Any stride between rows will do; each row must be contiguous."""
-    return values if values.stride(-1) == 1 else values.contiguous()
+    return tiles, {**sizes, "num_warps": tiles.warps, "num_stages": tiles.stages}
