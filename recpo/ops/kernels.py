@@ -306,12 +306,12 @@ def padded_rows(values: Tensor) -> Tensor:
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
-def _is_fused(states: Tensor, table: Tensor) -> bool:
+def _is_fused(states: Tensor, items: Tensor) -> bool:
     """Whether ``fused_catalog`` makes the pass: float32 on a Hopper GPU, the generation that it was measured on."""
     if not states.is_cuda or torch.version.hip or torch.compiler.is_compiling():
         return False
-    fits = states.dtype == table.dtype == torch.float32 and 0 < states.shape[1] <= LARGEST_FUSED_DIM
-    return fits and len(states) > 0 and torch.cuda.get_device_capability(states.device)[0] == 9
+    fits = states.dtype == items.dtype == torch.float32 and states.shape[1] <= LARGEST_FUSED_DIM
+    return fits and bool(states.numel() and items.numel()) and torch.cuda.get_device_capability(states.device)[0] == 9
 
 
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,7 +349,7 @@ def sum_over_catalog(
     if _reference:
         return _plain_sums(states, table, padding_rows, want_expected_row)
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
-    if not keep and not in_blocks and _is_fused(states, table):
+    if not keep and not in_blocks and _is_fused(states, table[padding_rows:]):
         from recpo.ops import fused_catalog
 
         of_all, expected = fused_catalog.sum_over_catalog(states, table[padding_rows:], want_expected_row)
@@ -381,7 +381,7 @@ def add_softmax_gradient(
         p = ((states @ table[padding_rows:].T) - sums.lse[:, None]).exp()
         gradient[padding_rows:] += (weights[:, None] * p).T @ states
         return
-    if not sums.softmax and _is_fused(states, table):
+    if not sums.softmax and _is_fused(states, table[padding_rows:]):
         from recpo.ops import fused_catalog
 
         fused_catalog.add_softmax_gradient(gradient[padding_rows:], weights, states, table[padding_rows:], sums.lse)
