@@ -12,12 +12,15 @@ planned is a learned reward together with logged propensities, which are validat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, Policy, Requirement, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
-from recpo.base.types import BatchPlan, FeedbackBatch, Histories, ScoringPlan, Slates
+from recpo.base.types import BatchPlan, FeedbackBatch, ScoringPlan, Slates
 from recpo.policies.blocks import event_places
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.sampling import check_visible, plan_of
@@ -30,6 +33,9 @@ from recpo.training.rollout import context_numbers, items_of
 class StepPlanner:
     """Adds a ``BatchPlan`` to a batch, and the places of the events to its histories.
 
+    What is planned depends on what decides over the positions that are scored: the batch (``_Positions``), the device
+    (``_Candidates``), or a rollout, which draws its own (only the contexts are numbered).
+
     Args:
         policy: the trained policy; the planner, which worker processes get a copy of, does not keep it.
         options: what it learns from.
@@ -37,74 +43,123 @@ class StepPlanner:
     """
 
     def __init__(self, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> None:
-        objective, estimator, reward = options.objective, options.advantage, options.reward
-        requires = all_requirements(objective, estimator)
-        is_rewarded = Requirement.REWARDS in requires
-        of_log = reward is not None and reward.is_of_log
-        # whether the logged slates are scored, and the batch determines the positions
-        self._plans_positions = options.rollout is None and not hard_negatives and (of_log or not is_rewarded)
-        from_batch = self._plans_positions and Requirement.VALUE not in requires
-        of_tokens = from_batch and isinstance(estimator, TokenAdvantageEstimator) and policy.num_tokens > 1
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
         # events that the policy's blocks read; None = it does not skip padding
         self._readable = None if encoder is None or not encoder.skips_padding else encoder.attention_length
-        self._advantage = estimator if from_batch else None
-        whitens = estimator is not None and estimator.whiten
-        self._skips_zeros = options.skips_zero_advantages and not whitens  # a whitened 0 is none
-        self._plans_contexts = options.rollout is not None
-        self._reward = reward if self._plans_positions and is_rewarded else None
-        self._reads_propensities = options.old_policy == "logged"
-        self._hard_negatives = min(hard_negatives, policy.num_items)
-        # [V + 1, T], for advantages of tokens; None = not read, or every item is its own token
-        self._tokens = policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None
-        self._continues = self._plans_positions and Requirement.Q_VALUE in requires  # what follows a position
+        is_rewarded = Requirement.REWARDS in all_requirements(options.objective, options.advantage)
+        learned = is_rewarded and (options.reward is None or not options.reward.is_of_log)
+        self._plan: Callable[[FeedbackBatch], FeedbackBatch]
+        if options.rollout is not None:
+            self._plan = _with_contexts
+        elif hard_negatives or learned:
+            self._plan = _Candidates(self._readable, min(hard_negatives, policy.num_items), options.old_policy)
+        else:
+            self._plan = _Positions.of(policy, options, self._readable)
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with its plan."""
-        if self._reward is not None:
-            batch = with_rewards(batch, self._reward)
         histories = batch.histories
         if self._readable is not None:
             width = min(histories.item_ids.shape[1], self._readable)
             histories = histories._replace(places=event_places(histories.lengths.clamp_max(width), width))
-        contexts = context_numbers(batch) if self._plans_contexts else None
-        plan = self._plan(batch, histories)._replace(contexts=contexts)
-        return batch._replace(histories=histories, plan=plan)
+        return self._plan(batch._replace(histories=histories))
 
-    def _plan(self, batch: FeedbackBatch, histories: Histories) -> BatchPlan:
-        if not self._plans_positions:
-            return BatchPlan(among=self._among(batch, histories))
+
+def _with_contexts(batch: FeedbackBatch) -> FeedbackBatch:
+    return batch._replace(plan=BatchPlan(contexts=context_numbers(batch)))
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Plans the positions that are scored, where the batch determines them.
+
+    Attributes:
+        readable: events that the policy reads; None = all.
+        reward: of the log; None = not required.
+        advantage: None = not required, or it needs state values, for which every position is scored.
+        tokens: ``[V + 1, T]``, for advantages of tokens; None = not read, or every item is its own token.
+        skips_zeros: whether a position without an advantage is left out.
+        reads_propensities: whether every scored position needs a logged one.
+        continues: whether an objective reads what follows a position.
+    """
+
+    readable: int | None
+    reward: RewardFunction | None
+    advantage: AdvantageEstimator | TokenAdvantageEstimator | None
+    tokens: Tensor | None
+    skips_zeros: bool
+    reads_propensities: bool
+    continues: bool
+
+    @classmethod
+    def of(cls, policy: Policy, options: LearningOptions, readable: int | None) -> _Positions:
+        """What these options require of a plan."""
+        requires = all_requirements(options.objective, options.advantage)
+        advantage = None if Requirement.VALUE in requires else options.advantage
+        of_tokens = isinstance(advantage, TokenAdvantageEstimator) and policy.num_tokens > 1
+        whitens = options.advantage is not None and options.advantage.whiten
+        return cls(
+            readable,
+            reward=options.reward if Requirement.REWARDS in requires else None,
+            advantage=advantage,
+            tokens=policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None,
+            skips_zeros=options.skips_zero_advantages and not whitens,  # a whitened 0 is none
+            reads_propensities=options.old_policy == "logged",
+            continues=Requirement.Q_VALUE in requires,
+        )
+
+    def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
+        if self.reward is not None:
+            batch = with_rewards(batch, self.reward)
+        slates, histories = batch.slates, batch.histories
         advantages = self._advantages(batch)
-        needed = needed_positions(batch, advantages if self._skips_zeros else None)
-        if self._reads_propensities:
+        needed = needed_positions(batch, advantages if self.skips_zeros else None)
+        if self.reads_propensities:
             validate_propensities(batch, needed)
-        if self._readable is not None:
-            check_visible(histories, batch.slates, needed, self._readable)
-        scored = plan_of(batch.slates, needed, histories.item_ids.shape[1] + 1)
-        continuations = continuations_of(batch.slates) if self._continues else None
-        return BatchPlan(scored._replace(most=int(needed.sum(1).max())), advantages, continuations=continuations)
-
-    def _among(self, batch: FeedbackBatch, histories: Histories) -> ScoringPlan | None:
-        """The positions that may be scored: the real ones, and behind them those of hard negatives."""
-        if self._plans_contexts or self._reads_propensities:
-            return None
-        slates, lengths = batch.slates, histories.lengths[:, None]
-        mask, visible = items_of(slates), slates.visible
-        if self._readable is not None:
-            check_visible(histories, slates, mask, self._readable)
-        if self._hard_negatives:
-            assert slates.chosen is not None
-            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self._hard_negatives)
-            mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, lengths * kept], 1)
-        plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
-        return plan._replace(most=int(mask.sum(1).max()), surplus=True)
+        if self.readable is not None:
+            check_visible(histories, slates, needed, self.readable)
+        scored = plan_of(slates, needed, histories.item_ids.shape[1] + 1)
+        scored = scored._replace(most=int(needed.sum(1).max()))
+        continuations = continuations_of(slates) if self.continues else None
+        return batch._replace(plan=BatchPlan(scored, advantages, continuations=continuations))
 
     def _advantages(self, batch: FeedbackBatch) -> Tensor | None:
-        if isinstance(self._advantage, TokenAdvantageEstimator):
+        if isinstance(self.advantage, TokenAdvantageEstimator):
             items = batch.slates.item_ids
-            tokens = items[..., None] if self._tokens is None else self._tokens[items]
-            return self._advantage.token_advantages(batch, tokens)
-        return None if self._advantage is None else self._advantage(batch)
+            tokens = items[..., None] if self.tokens is None else self.tokens[items]
+            return self.advantage.token_advantages(batch, tokens)
+        return None if self.advantage is None else self.advantage(batch)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Plans the positions that may be scored, where the device decides: real ones, and those of hard negatives.
+
+    Attributes:
+        readable: events that the policy reads; None = all.
+        hard_negatives: items that the device chooses for a slate.
+        old_policy: with logged propensities, which are validated where they are needed, nothing is planned.
+    """
+
+    readable: int | None
+    hard_negatives: int
+    old_policy: str
+
+    def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
+        among = None if self.old_policy == "logged" else self._among(batch)
+        return batch._replace(plan=BatchPlan(among=among))
+
+    def _among(self, batch: FeedbackBatch) -> ScoringPlan:
+        slates, histories = batch.slates, batch.histories
+        mask, visible = items_of(slates), slates.visible
+        if self.readable is not None:
+            check_visible(histories, slates, mask, self.readable)
+        if self.hard_negatives:
+            assert slates.chosen is not None
+            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self.hard_negatives)
+            mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, histories.lengths[:, None] * kept], 1)
+        plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
+        return plan._replace(most=int(mask.sum(1).max()), surplus=True)
 
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:
