@@ -252,6 +252,13 @@ def run_configuration(
     callbacks = [*callbacks, *_callbacks(options, module, out)]
     loggers = [] if metrics is None else [SentMetrics(metrics)]
     trainer = options.trainer.build(out, callbacks=callbacks, loggers=loggers, progress=options.progress)
+    if options.patience is not None and not trainer.limit_val_batches:
+        raise RecpoError(
+            f"patience: {options.patience} counts validations, and trainer.limit_val_batches is 0: set patience to "
+            "null, or validate",
+            code="conflicting_options",
+            field="patience",
+        )
     origin = run_directory.origin(text, options, base, trainer.world_size)
     resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
 

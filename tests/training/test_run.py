@@ -438,6 +438,7 @@ def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepar
         ({"trainer.precision": 16}, ("unsupported", "trainer.precision")),
         ({"trainer.precision": "transformer-engine"}, ("bad_value", "trainer")),
         ({"trainer.check_val_every_n_epoch": 0}, ("out_of_range", "trainer.check_val_every_n_epoch")),
+        ({"patience": 2, "trainer.limit_val_batches": 0}, ("conflicting_options", "patience")),
         ({"trainer.val_check_interval": 0}, ("out_of_range", "trainer.val_check_interval")),
         ({"trainer.val_check_interval": 100_000}, ("bad_value", "trainer")),
         ({"seed": 2**32}, ("out_of_range", "seed")),
