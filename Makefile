@@ -23,13 +23,13 @@ setup: $(INSTALLED)
 
 $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml requirements/shim-fbgemm-gpu/pyproject.toml
 	$(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(SHIM) -r requirements/$(DEVICE).lock -e .
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check $(SHIM) -r requirements/$(DEVICE).lock -e .
 	touch $@
 
 # Of the same pinned versions, what recpo itself needs, with the search of `recpo fit` and the server.
 $(RUNNABLE): requirements/$(DEVICE).lock pyproject.toml
 	$(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements/$(DEVICE).lock -e '.[serve,search]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c requirements/$(DEVICE).lock -e '.[serve,search]'
 	touch $@
 
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE))
@@ -49,19 +49,19 @@ docs: setup .venv-docs/.installed
 
 .venv-docs/.installed: requirements/docs.lock
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.lock
+	.venv-docs/bin/pip install --quiet --no-compile --disable-pip-version-check -r requirements/docs.lock
 	touch $@
 
 examples: .venv-airflow/.installed .venv-dagster/.installed .venv-mlflow/.installed
 
 .venv-mlflow/.installed: requirements/mlflow.lock
 	$(PYTHON) -m venv .venv-mlflow
-	.venv-mlflow/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	.venv-mlflow/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 .venv-%/.installed: examples/daily/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	.venv-$*/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 clean:

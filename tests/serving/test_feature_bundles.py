@@ -200,8 +200,8 @@ def test_other_policies_are_given_the_same(kind, tmp_path):
     """The export compares every engine with the policy, on random features."""
     options = dict(OPTIONS)
     if kind == "semantic":
-        codes = np.stack(np.unravel_index(np.arange(ITEMS), (4, 4, 4)), 1)
-        Codes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})
+        codes = np.stack(np.unravel_index(np.arange(ITEMS), (8, 8)), 1)
+        Codes(codes, (8, 8), "").save(tmp_path, pa.array(range(ITEMS)), {})
         options |= {"codes": str(tmp_path), "beam_width": ITEMS}
     made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
     policy = made(ITEMS, **options)

@@ -28,9 +28,9 @@ def rank() -> int:
 
 @pytest.mark.slow
 def test_the_harness_raises_what_a_rank_raised_and_continues() -> None:
-    with Ranks(2, timeout=12) as two:
+    with Ranks(2, timeout=6) as two:
         with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2:.*fail_on_rank_1.*KeyError: 'of rank 1'"):
             two.run(fail_on_rank_1)
         assert two.run(rank) == [0, 1]
-        with pytest.raises(TimeoutError, match=r"never_end takes ranks \[1\] over 12 s"):
+        with pytest.raises(TimeoutError, match=r"never_end takes ranks \[1\] over 6 s"):
             two.run(never_end)
