@@ -28,9 +28,8 @@ import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.lists.exploration import Exploration, Pool
 from recpo.worlds.parameters import SimulationParameters
 from recpo.worlds.preferences import Preferences

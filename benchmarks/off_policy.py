@@ -32,9 +32,8 @@ import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.estimators import AdditiveRewardModel
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.rewards.rewards import LoggedReward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

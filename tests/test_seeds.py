@@ -5,7 +5,7 @@ import pytest
 import recpo
 from recpo.base.errors import MAX_SEED
 from recpo.batches.datamodule import FeedbackDataModule
-from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import ImplicitOptions
 from recpo.training.options import LearningOptions

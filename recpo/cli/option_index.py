@@ -23,7 +23,7 @@ from recpo.artifacts.artifact import Artifact
 from recpo.cli.main import VERBS
 from recpo.cli.parser import documentation, verb_class
 from recpo.cli.spelling import INDEX, PACKAGES
-from recpo.training.fit import train_parser
+from recpo.training.configuration import train_parser
 from recpo.training.trainer import TrainOptions
 from recpo.verbs.verb import UNRECORDED
 

@@ -22,8 +22,8 @@ from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, va
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
 from recpo.evaluation.measures import BehaviorRates, Further, Measure
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards

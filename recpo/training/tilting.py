@@ -25,9 +25,8 @@ from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.evaluation.off_policy.estimators import SNIPS
+from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import GradeFactors

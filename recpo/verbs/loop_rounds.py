@@ -43,7 +43,7 @@ from recpo.policies.grade_factors import validate_temperature
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.training.fit import as_arguments, train_parser
+from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate

@@ -14,7 +14,7 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from recpo.evaluation.candidates import candidates_of
-from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import validate_temperature
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy

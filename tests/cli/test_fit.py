@@ -26,7 +26,7 @@ from recpo.evaluation.decision import criterion_of
 from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
-from recpo.training.fit import parse_arguments
+from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of
 from recpo.verbs import fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions

@@ -19,7 +19,7 @@ import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
-from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recpo.training.fit import parse_arguments
+from recpo.training.configuration import parse_arguments
 
 RANK_0 = """
 import os, subprocess, sys, time

@@ -3,5 +3,5 @@
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={"measure": ["value"], "options": ["OffPolicyOptions"], "results": ["OffPolicyResult"]}
+    __name__, submod_attrs={"measure": ["value"], "estimators": ["OffPolicyOptions"], "results": ["OffPolicyResult"]}
 )

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recpo.evaluation.estimates import Interval
-from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, FloatArray, NaiveAverage
-from recpo.evaluation.off_policy.options import PropensitySource
+from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, FloatArray, NaiveAverage, PropensitySource
 
 _BINS_PER_OCTAVE = 32
 _SMALLEST, _OCTAVES = 2.0**-64, 128  # weights outside this range are counted in the outermost bins

@@ -15,8 +15,13 @@ from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.measures import Measure, Observed
-from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, LoggedMean, RewardedExposures, Rows
-from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.estimators import (
+    AdditiveRewardModel,
+    LoggedMean,
+    OffPolicyOptions,
+    RewardedExposures,
+    Rows,
+)
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,
     POLICY,

@@ -26,8 +26,16 @@ from recpo.evaluation.off_policy.diagnostics import (
     effective_sample_size,
     warnings_of,
 )
-from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, influences_of, sum_of_ratios
-from recpo.evaluation.off_policy.options import OffPolicyOptions, PropensitySource
+from recpo.evaluation.off_policy.estimators import (
+    ClippedIPS,
+    Estimator,
+    FloatArray,
+    OffPolicyOptions,
+    PropensitySource,
+    Rows,
+    influences_of,
+    sum_of_ratios,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,12 +28,12 @@ from recpo.evaluation.off_policy.estimators import (
     IndependentIPS,
     LoggedMean,
     NaiveAverage,
+    OffPolicyOptions,
     RewardedExposures,
     Rows,
     SwitchDR,
 )
 from recpo.evaluation.off_policy.measure import OffPolicySetting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,

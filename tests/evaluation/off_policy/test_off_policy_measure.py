@@ -12,9 +12,8 @@ from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommen
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.measures import Observed, Recommender
-from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, Rows
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, Rows
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import result_of_rows
 from tests.refusals import refused
 

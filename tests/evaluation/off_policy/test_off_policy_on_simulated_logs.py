@@ -11,9 +11,8 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.types import Recommendations, Slates
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward

@@ -10,8 +10,8 @@ from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import has_propensities, off_policy_setting, rewarded
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward

@@ -18,9 +18,9 @@ from recpo.evaluation.off_policy.estimators import (
     ClippedIPS,
     CombinedIPS,
     NaiveAverage,
+    OffPolicyOptions,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from tests.refusals import refused
 
 CALM_TAIL = WeightTail(1.0, 2.0, 3.0, 0.01, 0.05, 0.0, 0.3)
