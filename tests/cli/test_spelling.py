@@ -11,7 +11,6 @@ import pytest
 from jsonargparse import ArgumentError
 
 from recpo.cli.main import VERBS, main
-from recpo.cli.option_index import option_index
 from recpo.cli.parser import parser_of, verb_class
 from recpo.cli.spelling import INDEX, check_spelling, index, nearest
 
@@ -46,7 +45,9 @@ def options_of(verb):
 
 @pytest.mark.slow
 def test_the_index_is_the_one_of_these_sources():
-    assert option_index() == INDEX.read_text("utf-8"), "python -m recpo.cli.option_index writes it again"
+    code = "from recpo.cli.option_index import option_index; print(option_index(), end='')"
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert made == INDEX.read_text("utf-8"), "python -m recpo.cli.option_index writes it again"
 
 
 @pytest.mark.parametrize("verb", VERBS)
