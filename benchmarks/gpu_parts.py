@@ -112,16 +112,12 @@ def training(device: str, small: bool) -> Iterator[Line]:
     Of 256 full histories and, for pre-training, of as many as have about 1,024 positions.
     """
     items = 500 if small else 1_000_000
-    objectives: dict[str, tuple[Objective, dict[str, Any]]] = {
-        "likelihood": (Likelihood(), {}),
-        "gbpo": (GBPO(), {"advantage": TernaryAdvantage()}),
-    }
-    for name, contexts in (("likelihood", 20), ("likelihood", 256), ("gbpo", 256)):
+    ternary = {"advantage": TernaryAdvantage()}
+    for objective, more, contexts in ((Likelihood(), {}, 20), (Likelihood(), {}, 256), (GBPO(), ternary, 256)):
         torch.manual_seed(0)
         policy = CatalogSoftmaxPolicy(items, dim=DIM, max_history=HISTORY)
         batch = batch_of(items, 8 if small else contexts)
         policy.to(device).train()
-        objective, more = objectives[name]
         options = LearningOptions(objective=objective, **more)
         planned = move_data_to_device(StepPlanner(policy, options)(batch), torch.device(device))
         inputs = InputBuilder(Networks.of(policy, options), options)
@@ -129,7 +125,8 @@ def training(device: str, small: bool) -> Iterator[Line]:
         for dtype in (torch.float32, torch.bfloat16):
             step = partial(_step, device, dtype, objective, inputs, planned, optimizer)
             each = milliseconds(device, step)
-            line = {"case": f"{name}, {str(dtype).removeprefix('torch.')}", "ms": each, "items": items}
+            case = f"{type(objective).__name__.lower()}, {str(dtype).removeprefix('torch.')}"
+            line = {"case": case, "ms": each, "items": items}
             scored = int(planned.plan.scored.positions.numel())
             yield line | {"steps_per_s": round(1e3 / each, 2), "scored": scored, "peak_mib": peak_mib(device, step)}
 

@@ -253,9 +253,11 @@ def column_blocks(num_rows: int, padding_rows: int, block_rows: int) -> Iterator
         start = stop
 
 
-def rows_of_block(device_type: str) -> int:
-    """Table rows in a block of logits."""
-    return BLOCK_ROWS_OF_TABLE if device_type in BLOCK_BYTES else BLOCK_ROWS_ACCELERATOR
+def block_size(device_type: str) -> tuple[int, int]:
+    """Most bytes of a block of logits, and its table rows."""
+    if device_type in BLOCK_BYTES:
+        return BLOCK_BYTES[device_type], BLOCK_ROWS_OF_TABLE
+    return BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_ACCELERATOR
 
 
 class Grid:
@@ -272,8 +274,8 @@ class Grid:
 
     def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
         self.states, self.table = padded_rows(states), table
-        self.columns = list(column_blocks(len(table), padding_rows, rows_of_block(states.device.type)))
-        self.block_bytes = BLOCK_BYTES.get(states.device.type, BLOCK_BYTES_ACCELERATOR)
+        self.block_bytes, rows = block_size(states.device.type)
+        self.columns = list(column_blocks(len(table), padding_rows, rows))
 
     def __iter__(self) -> Iterator[tuple[int, slice, slice]]:
         """Yields the number of the block of table rows, the states' slice and the rows' slice."""
@@ -333,7 +335,7 @@ def sum_over_catalog(
     *,
     want_expected_row: bool,
     keep_bytes: int = 0,
-    in_blocks: bool = False,
+    fuses: bool = False,
 ) -> CatalogSums:
     """One pass over the catalog: log-sum-exp and the expected table row.
 
@@ -343,16 +345,17 @@ def sum_over_catalog(
         padding_rows: rows of the table to leave out.
         want_expected_row: sum the table rows, weighted by the softmax, as well.
         keep_bytes: a softmax up to this size is kept.
-        in_blocks: the caller subtracts the log-sum-exp from logits of ``Grid``, so both have to be rounded alike: a sum
-            over ``p log(p / q)`` multiplies what differs by log-ratios that may be in the hundreds.
+        fuses: ``fused_catalog`` may make the pass. Not if the caller subtracts the log-sum-exp from logits of ``Grid``:
+            these are rounded otherwise, and a sum over ``p log(p / q)`` multiplies what differs by log-ratios that may
+            be in the hundreds.
     """
     if _reference:
         return _plain_sums(states, table, padding_rows, want_expected_row)
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
-    if not keep and not in_blocks and _is_fused(states, table[padding_rows:]):
+    if fuses and not keep and _is_fused(states, items := table[padding_rows:]):
         from recpo.ops import fused_catalog
 
-        of_all, expected = fused_catalog.sum_over_catalog(states, table[padding_rows:], want_expected_row)
+        of_all, expected = fused_catalog.sum_over_catalog(states, items, want_expected_row)
         return CatalogSums(of_all, expected, of_all[None], [])
     grid = Grid(states, table, padding_rows)
     lse = states.new_full((len(grid.states),), -torch.inf)
@@ -381,10 +384,10 @@ def add_softmax_gradient(
         p = ((states @ table[padding_rows:].T) - sums.lse[:, None]).exp()
         gradient[padding_rows:] += (weights[:, None] * p).T @ states
         return
-    if not sums.softmax and _is_fused(states, table[padding_rows:]):
+    if not sums.softmax and _is_fused(states, items := table[padding_rows:]):
         from recpo.ops import fused_catalog
 
-        fused_catalog.add_softmax_gradient(gradient[padding_rows:], weights, states, table[padding_rows:], sums.lse)
+        fused_catalog.add_softmax_gradient(gradient[padding_rows:], weights, states, items, sums.lse)
         return
     grid = Grid(states, table, padding_rows)
     weights, lse = padded_rows(weights), padded_rows(sums.lse)

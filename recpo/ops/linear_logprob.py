@@ -201,6 +201,7 @@ class _LinearLogProb(torch.autograd.Function):
             padding_rows,
             want_expected_row=needs_states,
             keep_bytes=keep_bytes if needs_table else 0,
+            fuses=True,
         )
         target_rows = as_float(table[targets])
         of_target = states if state_index is None else states[state_index]
@@ -231,7 +232,7 @@ class _LinearLogProb(torch.autograd.Function):
 class _LinearEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int) -> Tensor:
-        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True, in_blocks=True)
+        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         entropy = sums.lse - kernels.row_products(states, sums.expected_row)
         ctx.save_for_backward(states, table, sums.lse, entropy)
@@ -252,9 +253,10 @@ class _LinearDivergence(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor, padding_rows: int
     ) -> Tensor:
-        both = (states, table), (reference_states, reference_table)
-        sums = (kernels.sum_over_catalog(*one, padding_rows, want_expected_row=False, in_blocks=True) for one in both)
-        own, reference = (Scored(*one, of_one.lse) for one, of_one in zip(both, sums, strict=True))
+        own, reference = (
+            Scored(h, rows, kernels.sum_over_catalog(h, rows, padding_rows, want_expected_row=False).lse)
+            for h, rows in ((states, table), (reference_states, reference_table))
+        )
         divergence = kernels.divergence_sum(own, reference, padding_rows)
         ctx.save_for_backward(*own, *reference, divergence)
         ctx.padding_rows = padding_rows

@@ -135,7 +135,7 @@ class _ShardedLogProb(torch.autograd.Function):
         needs_states, needs_rows = ctx.needs_input_grad[:2]
         keep_bytes = kernels.KEEP_BYTES if needs_rows else 0
         sums = kernels.sum_over_catalog(
-            everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
+            everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes, fuses=True
         )
         scores = everyone.new_zeros(len(targets))
         scores[held] = kernels.row_products(everyone[state_of_held], rows[row_of_held])
@@ -184,7 +184,7 @@ class _ShardedEntropy(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard) -> Tensor:
         _, (num_states,) = common_sizes(shard, len(states))
         everyone = gather_rows(states, num_states, shard.group)
-        sums = kernels.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True, in_blocks=True)
+        sums = kernels.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         lse, _ = _log_sum_over_ranks(sums.lse, sums.lse[:0], shard)
         mean_score = kernels.row_products(everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
@@ -217,7 +217,7 @@ class _ShardedDivergence(torch.autograd.Function):
         every = [gather_rows(part, num_states, shard.group) for part in (states, reference_states)]
         tables = (rows, reference_rows)
         own, reference = (
-            kernels.sum_over_catalog(h, table, shard.padding_rows, want_expected_row=False, in_blocks=True).lse
+            kernels.sum_over_catalog(h, table, shard.padding_rows, want_expected_row=False).lse
             for h, table in zip(every, tables, strict=True)
         )
         lse, _ = _log_sum_over_ranks(torch.cat([own, reference]), own[:0], shard)

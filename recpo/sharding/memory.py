@@ -28,7 +28,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EventPlaces, Histories
-from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, rows_of_block
+from recpo.ops.kernels import block_size
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
@@ -287,8 +287,9 @@ class Workload(WorkloadOptions):
         if self.softmax_table is None:
             return self.states * self.num_negatives * (4 * FLOAT + 1)
         states, rows = self.states * self.ranks, -(-(self.num_items + 1) // self.ranks)
-        blocks = 3 * min(BLOCK_BYTES.get(self.device, BLOCK_BYTES_ACCELERATOR), FLOAT * states * rows)
-        return blocks + 3 * FLOAT * self.dim * states + FLOAT * states * -(-rows // rows_of_block(self.device))
+        block_bytes, block_rows = block_size(self.device)
+        blocks = 3 * min(block_bytes, FLOAT * states * rows)
+        return blocks + 3 * FLOAT * self.dim * states + FLOAT * states * -(-rows // block_rows)
 
 
 def _trie_bytes(num_items: int, codebooks: Sequence[int]) -> int:

@@ -48,11 +48,12 @@ class StepPlanner:
         self._readable = None if encoder is None or not encoder.skips_padding else encoder.attention_length
         is_rewarded = Requirement.REWARDS in all_requirements(options.objective, options.advantage)
         learned = is_rewarded and (options.reward is None or not options.reward.is_of_log)
+        reads_propensities = options.old_policy == "logged"
         self._plan: Callable[[FeedbackBatch], FeedbackBatch]
         if options.rollout is not None:
             self._plan = _with_contexts
         elif hard_negatives or learned:
-            self._plan = _Candidates(self._readable, min(hard_negatives, policy.num_items), options.old_policy)
+            self._plan = _Candidates(self._readable, min(hard_negatives, policy.num_items), reads_propensities)
         else:
             self._plan = _Positions.of(policy, options, self._readable)
 
@@ -138,15 +139,15 @@ class _Candidates:
     Attributes:
         readable: events that the policy reads; None = all.
         hard_negatives: items that the device chooses for a slate.
-        old_policy: with logged propensities, which are validated where they are needed, nothing is planned.
+        reads_propensities: then nothing is planned, because logged ones are validated where they are needed.
     """
 
     readable: int | None
     hard_negatives: int
-    old_policy: str
+    reads_propensities: bool
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
-        among = None if self.old_policy == "logged" else self._among(batch)
+        among = None if self.reads_propensities else self._among(batch)
         return batch._replace(plan=BatchPlan(among=among))
 
     def _among(self, batch: FeedbackBatch) -> ScoringPlan:

@@ -24,16 +24,6 @@ FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
 ORIGIN = {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _onnx_functions_are_read_once():
-    """torch parses the same 497 functions again in every export, a seventh of that of a small policy."""
-    from torch.onnx._internal._lazy_import import onnxscript_apis
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxscript_apis, "get_torchlib_ops", cache(onnxscript_apis.get_torchlib_ops))
-        yield
-
-
 def make_policy(kind, root=None, codebooks=CODEBOOKS):
     """The policy and the options that it was built with."""
     torch.manual_seed(3)
