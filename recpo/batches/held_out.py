@@ -16,7 +16,7 @@ from recpo.base.feature_encoding import by_source, decoded
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch
 from recpo.batches.slates import histories_of, logged_slates, padded, ranges
-from recpo.log.engine import Place
+from recpo.log.locations import Place
 from recpo.log.prepared import Events, Period, Prepared
 from recpo.log.schema import LogColumns
 

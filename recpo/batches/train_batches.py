@@ -30,7 +30,7 @@ from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch
 from recpo.batches.held_out import Rank
 from recpo.batches.slates import Layout, Windows
-from recpo.log.engine import Location
+from recpo.log.locations import Location
 from recpo.log.prepared import Events, Prepared
 
 Assign = Literal["batches", "shards"]

@@ -22,8 +22,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.log.engine import Place, writable
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
+from recpo.log.locations import Place, writable
 from recpo.log.schema import Example, Fault, LogColumns
 
 #: text files that are found in directories

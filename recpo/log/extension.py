@@ -28,12 +28,13 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
-from recpo.log.engine import Engine, Place, locate
+from recpo.log.engine import Engine
 from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import wider_type
 from recpo.log.id_map import IdMap
+from recpo.log.locations import Place, locate
 from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources

@@ -34,10 +34,11 @@ from recpo.base.features import (
     plain_type,
 )
 from recpo.log import csv_files
-from recpo.log.engine import Engine, Place, readable, writable
+from recpo.log.engine import Engine
 from recpo.log.events import timestamp_ms
 from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
+from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
 from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import copies, examples

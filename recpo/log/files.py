@@ -22,8 +22,9 @@ from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine, Location, Place, locate, readable, writable
+from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
+from recpo.log.locations import Location, Place, locate, readable, writable
 from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
@@ -84,7 +85,7 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
     In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
-    as ``s3://``, refers to an object store (``recpo.log.engine``).
+    as ``s3://``, refers to an object store (``recpo.log.locations``).
 
     Raises:
         RecpoError: a name does not exist, or is a directory without such files.

@@ -17,7 +17,7 @@ from recpo.base.feedback import FeedbackDefinition, FeedbackRule
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log import feature_tables, splits, writing
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine, Place
+from recpo.log.engine import Engine
 from recpo.log.events import (
     CatalogScope,
     add_positions,
@@ -43,6 +43,7 @@ from recpo.log.feature_columns import (
 )
 from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
+from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
 from recpo.log.schema import (
     PAST_SCHEMA,

@@ -38,9 +38,9 @@ from recpo.base.features import (
     read_features,
 )
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
-from recpo.log.engine import Place, locate, readable
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.id_map import IdMap
+from recpo.log.locations import Place, locate, readable
 from recpo.log.schema import EVENT_SCHEMA, RETIRED, Derived, LogColumns
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Prepared(Artifact):
 
     @classmethod
     def open(cls, root: Prepared | Place | str) -> Prepared:
-        """Opens a directory written by ``recpo prepare``, here or in an object store (``recpo.log.engine``).
+        """Opens a directory written by ``recpo prepare``, here or in an object store (``recpo.log.locations``).
 
         Prepared data that are open already are returned as they are.
 

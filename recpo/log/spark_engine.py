@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-from recpo.log.engine import Engine, EngineOptions, Location, Place, readable
+from recpo.log.engine import Engine, EngineOptions
+from recpo.log.locations import Location, Place, readable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

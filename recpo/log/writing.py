@@ -26,9 +26,10 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
-from recpo.log.engine import Engine, EngineOptions, Location, Place, locate, start_engine, writable
+from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
+from recpo.log.locations import Location, Place, locate, writable
 from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 

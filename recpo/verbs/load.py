@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import recpo
 from recpo.artifacts.checksums import MARKER, Kind, described, kind_of
 from recpo.base.errors import RecpoError
-from recpo.log.engine import locate
+from recpo.log.locations import locate
 
 if TYPE_CHECKING:
     from recpo.artifacts.semantic_codes import Codes

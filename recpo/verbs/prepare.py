@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
 from recpo.log.csv_files import header, is_text_file, read_ids
-from recpo.log.engine import EngineOptions, locate
+from recpo.log.engine import EngineOptions
 from recpo.log.extension import extend
+from recpo.log.locations import locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns

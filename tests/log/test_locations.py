@@ -16,7 +16,8 @@ from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import SequenceLayout
 from recpo.batches.train_batches import ResumableLoader, TrainBatches
 from recpo.log import writing as publishing
-from recpo.log.engine import EngineOptions, Location, locate, start_engine
+from recpo.log.engine import EngineOptions, start_engine
+from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.writing import Output, Sources

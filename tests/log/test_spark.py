@@ -19,8 +19,9 @@ import pytest
 
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.log.engine import DuckDBEngine, EngineOptions, Location, locate, start_engine
+from recpo.log.engine import DuckDBEngine, EngineOptions, start_engine
 from recpo.log.events import timestamp_ms
+from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio
