@@ -1,4 +1,4 @@
-"""Processes of a group that run test functions. The files of a folder share theirs: every process imports for seconds.
+"""Processes of a group that run test functions. The files of a folder share theirs, so that a group is made once.
 
     @pytest.fixture(scope="session")
     def two():
@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
-import pickle
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -31,11 +28,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.forks import FORKS
 
 
 class Ranks:
@@ -49,7 +48,8 @@ class Ranks:
 
     def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 600) -> None:
         self.world_size, self.backend, self.timeout = world_size, backend, timeout
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
 
     def __enter__(self) -> Ranks:
         return self
@@ -58,30 +58,27 @@ class Ranks:
         self._end()
 
     def _start(self) -> None:
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | threads | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": path}
         self._folder = tempfile.TemporaryDirectory()
+        limit = max(0.8 * self.timeout, 60)
         for rank in range(self.world_size):
-            store = f"file://{self._folder.name}/store"
-            group = [self.backend, store, str(rank), str(self.world_size), str(max(0.8 * self.timeout, 60))]
-            command = [sys.executable, __file__, *group]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, **pipes))
+            ours, theirs = FORKS.Pipe()
+            group = self.backend, f"file://{self._folder.name}/store", rank, self.world_size, limit
+            process = FORKS.Process(target=_serve, args=(theirs, *group))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
         # a busy machine may take long to import torch; that is not the time of the first function
         self._ask_all((__file__, _ready.__name__, ()), max(self.timeout, 600))
 
     def _end(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            process.join()
+            pipe.close()
         if self._processes:
             self._folder.cleanup()
-        self._processes = []
+        self._processes, self._pipes = [], []
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function(*arguments)`` returns on each rank; it is a top-level function of a file."""
@@ -91,12 +88,12 @@ class Ranks:
 
     def _ask_all(self, call: tuple[Any, ...], timeout: float) -> list[Any]:
         pool = ThreadPoolExecutor(self.world_size)
-        answers = [pool.submit(_ask, process, call) for process in self._processes]
+        answers = [pool.submit(_ask, pipe, call) for pipe in self._pipes]
         wait(answers, timeout, FIRST_EXCEPTION)
         wait(answers, 2)  # the others of a rank that failed: if they come to an end, they can go on together
         failed = [answer for answer in answers if answer.done() and answer.exception()]
         late = [rank for rank, answer in enumerate(answers) if not answer.done()]
-        if late or any(process.poll() is not None for process in self._processes):
+        if late or any(process.exitcode is not None for process in self._processes):
             self._end()
         pool.shutdown()
         if failed:
@@ -112,13 +109,12 @@ def shared(world_size: int) -> Ranks:
     return Ranks(world_size)
 
 
-def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:
-    pickle.dump(call, process.stdin)  # type: ignore[arg-type]
-    process.stdin.flush()  # type: ignore[union-attr]
+def _ask(pipe: Connection, call: tuple[Any, ...]) -> Any:
+    pipe.send(call)
     try:
-        result, error = pickle.load(process.stdout)  # type: ignore[arg-type]
-    except EOFError:
-        raise AssertionError(f"a rank ended or was ended, exit status {process.wait()}") from None
+        result, error = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise AssertionError("a rank ended or was ended") from None
     if error:
         raise AssertionError(error)
     return result
@@ -139,7 +135,7 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _serve(calls: BinaryIO, answers: BinaryIO, backend: str, store: str, rank: int, ranks: int, limit: float) -> None:
+def _serve(calls: Connection, backend: str, store: str, rank: int, ranks: int, limit: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -149,19 +145,11 @@ def _serve(calls: BinaryIO, answers: BinaryIO, backend: str, store: str, rank: i
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
     while True:
         try:
-            path, name, arguments = pickle.load(calls)
+            path, name, arguments = calls.recv()
         except EOFError:
             return
         try:
             answer = getattr(_load(path), name)(*arguments), ""
         except BaseException:
             answer = None, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    # what a function prints must not get between the answers
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    _serve(sys.stdin.buffer, answers, *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
+        calls.send(answer)
