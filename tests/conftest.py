@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):  # not a keyword: the checkout may lie in a folder of that name
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported stays: no collection of garbage needs to look through it again
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registry_of_onnx():
+    """One registry for all exports to ONNX: torch makes a new one for each, which is an eighth of the time of it."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,13 @@ def dot(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
+def test_a_program_names_no_file_of_the_machine_that_exported_it(dot):
+    program = (dot / "model.onnx").read_bytes()
+    assert str(REPOSITORY).encode() not in program
+    assert b"site-packages" not in program
+
+
 @pytest.fixture(scope="module")
 def cosine(tmp_path_factory):
     """A bundle with options that are null."""
