@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -65,6 +66,7 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
     return parser
 
 
+@functools.cache
 def documentation(declared: type) -> dict[str, str]:
     """Option -> its help: docstrings of fields, and entries of ``Args`` and ``Attributes``, inherited ones too."""
     found: dict[str, str] = {}
