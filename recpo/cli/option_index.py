@@ -41,7 +41,7 @@ class _Index:
     def verb(self, name: str) -> _Entry:
         """The options of a verb, with their help."""
         declared = TrainOptions if name == "train" else verb_class(name)
-        options, docs = self.options(declared), documentation(declared)
+        options, docs = self.options(declared), dict(documentation(declared))
         if name == "train":  # what its parser adds to the class
             for action in train_parser()._actions:
                 if hasattr(action, "_typehint") and "." not in action.dest and action.dest not in options:
