@@ -58,6 +58,10 @@ def pytest_collection_finish():
     gc.freeze()  # what was imported stays: no collection of garbage needs to look through it again
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or extensions report leaks at the end
+
+
 @pytest.fixture(scope="session", autouse=True)
 def registry_of_onnx():
     """One registry for all exports to ONNX: torch makes a new one for each, which is an eighth of the time of it."""

@@ -1,8 +1,61 @@
-"""Processes that are forked from one that has imported recpo: an import takes eight seconds of a core, a fork none."""
+"""Processes that are forked from one that has imported recpo: an import takes eight seconds of a core, a fork none.
+
+A function in a process of its own:
+
+    with ProcessPoolExecutor(1, FORKS) as own:
+        found = own.submit(function, argument).result()
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
+from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torchrec", "recpo.cli.main", "recpo.training.fit", "recpo.sharding.strategy"])
+
+
+class Command:
+    """``recpo WORDS`` in a process of its own.
+
+    Args:
+        words: the verb and its options.
+        folder: an existing one for what it prints.
+    """
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._files = folder / "stdout.txt", folder / "stderr.txt"
+        self.process = FORKS.Process(target=_main, args=(words, *self._files))
+        self.process.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.exitcode is None
+
+    @property
+    def printed(self) -> tuple[str, str]:
+        """What it has printed so far, and its messages."""
+        out, err = (file.read_text("utf-8") if file.is_file() else "" for file in self._files)
+        return out, err
+
+    def send(self, signal: int) -> None:
+        """Sends a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal)
+
+    def ended(self, timeout: float = 600) -> int:
+        """Waits for its end. Its status; the negative number of a signal that it did not handle."""
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"still running after {timeout} s"
+        return self.process.exitcode
+
+
+def _main(words: list[str], out: Path, err: Path) -> None:
+    for file, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    from recpo.cli.main import main
+
+    sys.exit(main(words))

@@ -1,8 +1,7 @@
 """``recpo explore``: one file, or pages until Ctrl-C."""
 
 import signal
-import subprocess
-import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import recpo
 from recpo.cli.main import main
+from tests.forks import Command
 from tests.refusals import refused
 
 
@@ -49,17 +49,18 @@ def test_what_is_wrong_is_said_before_it_listens(road, options, code, field, tmp
 
 @pytest.mark.slow
 def test_it_listens_until_ctrl_c(road, tmp_path):
-    command = [sys.executable, "-m", "recpo.cli.main", "explore", "--source", str(road / "prepared"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        line = process.stdout.readline()
-        assert line.startswith("open http://127.0.0.1:"), process.stderr.read()
-        url = line.split()[1]
-        with urllib.request.urlopen(url + "users", timeout=30) as answered:
-            assert "popularity" in answered.read().decode()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert "Traceback" not in out + err
+    command = Command(["explore", "--source", str(road / "prepared"), "--port", "0"], tmp_path)
+    while not command.printed[0].endswith("\n"):
+        assert command.runs, command.printed
+        time.sleep(0.02)
+    line = command.printed[0]
+    assert line.startswith("open http://127.0.0.1:")
+    url = line.split()[1]
+    with urllib.request.urlopen(url + "users", timeout=30) as answered:
+        assert "popularity" in answered.read().decode()
+    command.send(signal.SIGINT)
+    assert command.ended(60) == 130
+    assert "Traceback" not in "".join(command.printed)
 
 
 def test_a_table_without_the_items_shows_ids(road, tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -35,6 +33,7 @@ from recpo.verbs.loop_rounds import (
     logged_reward,
 )
 from recpo.worlds.log import DayReport
+from tests.forks import Command
 from tests.refusals import refused
 
 WORLD = {"users": 40, "items": 40, "events": 1600, "days": 6}
@@ -223,20 +222,18 @@ def test_a_killed_loop_continues_to_the_same_result(whole, tmp_path, capsys):
     for name, content in (("pretrain", PRETRAIN), ("value", VALUE)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
     out = tmp_path / "loop"
-    command = ["loop", f"--out={out}", "--rounds=1"]
-    command += [f"--recipe=[{tmp_path / 'pretrain.yaml'}, {tmp_path / 'value.yaml'}]"]
-    command += ["--exploration.temperature=0.5", "--exploration.epsilon=0.1", "--exploration.shortlist=20"]
-    command += [f"--{name}={value}" for name, value in WORLD.items()]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, "-m", "recpo.cli.main", *command], **quiet)
-    deadline = time.monotonic() + 600
-    while not (out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir() and time.monotonic() < deadline:
-        assert process.poll() is None
+    words = ["loop", f"--out={out}", "--rounds=1"]
+    words += [f"--recipe=[{tmp_path / 'pretrain.yaml'}, {tmp_path / 'value.yaml'}]"]
+    words += ["--exploration.temperature=0.5", "--exploration.epsilon=0.1", "--exploration.shortlist=20"]
+    words += [f"--{name}={value}" for name, value in WORLD.items()]
+    command = Command(words, tmp_path)
+    while not (out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir():
+        assert command.runs, command.printed
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command.send(signal.SIGKILL)
+    assert command.ended() == -signal.SIGKILL
     assert recpo.load(out).rounds == ()
-    assert main([*command, "--resume=true"]) == 0
+    assert main([*words, "--resume=true"]) == 0
     printed = capsys.readouterr().out
     assert "round 1: day 6 as served: true value" in printed
     assert "policy of round 0: expected" in printed

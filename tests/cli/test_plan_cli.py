@@ -8,24 +8,25 @@ import pytest
 
 from recpo.cli.main import main
 from recpo.verbs.plan import plan
+from tests.forks import Command
 from tests.refusals import refused
 
 SEMANTIC = ("--policy=semantic", "--codebooks=[1024, 1024, 1024]", "--id_vectors=false")
 
 
 @pytest.mark.slow
-def test_a_plan_in_a_separate_process(tmp_path):
+def test_a_plan_in_a_separate_process(tmp_path):  # pytest would warn for torchrec
     out = tmp_path / "plan.json"
     options = ["--num_items=20000000", "--ranks=2", "--normalizer=sampled", "--device=cpu", f"--out={out}"]
-    command = [sys.executable, "-m", "recpo.cli.main", "plan", *options, "--memory_gib=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    (table,) = (line for line in done.stdout.splitlines() if "policy.item_table" in line)
+    command = Command(["plan", *options, "--memory_gib=12"], tmp_path)
+    assert command.ended() == 0, command.printed
+    printed, said = command.printed
+    assert said == ""
+    (table,) = (line for line in printed.splitlines() if "policy.item_table" in line)
     assert "20,000,001 x 64" in table
     assert "row_wise" in table
-    assert "estimated by torchrec's planner" in done.stdout
-    assert "not counted: " in done.stdout
+    assert "estimated by torchrec's planner" in printed
+    assert "not counted: " in printed
     document = json.loads(out.read_text())
     blocks = document["tables"]["policy.item_table"]["blocks"]
     assert [(block["rank"], block["num_rows"]) for block in blocks] == [(0, 10_000_001), (1, 10_000_000)]

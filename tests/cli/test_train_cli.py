@@ -1,8 +1,6 @@
 """`recpo train` as a user runs it: errors, and a killed run that ends like an uninterrupted one."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import pandas as pd
@@ -13,6 +11,7 @@ import recpo
 from recpo.cli.main import main
 from recpo.training.configuration import instantiate, parse_arguments
 from recpo.training.run import Run, checkpoint_path
+from tests.forks import Command
 from tests.refusals import refused
 
 CONFIG = """
@@ -34,10 +33,6 @@ def write_config(folder, prepared, name, epochs=2):
     file = folder / f"{name}.yaml"
     file.write_text(CONFIG.format(prepared=prepared, out=folder / name, epochs=epochs))
     return file
-
-
-def command(config, *options):
-    return [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), *options]
 
 
 def weights(run, checkpoint):
@@ -128,13 +123,12 @@ def test_a_mistyped_key_is_refused(tmp_path, prepared, capsys):
 def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared, capsys):
     assert main(["train", "--config", str(write_config(tmp_path, prepared, "whole"))]) == 0
     killed = write_config(tmp_path, prepared, "killed")
-    process = subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = Command(["train", "--config", str(killed)], tmp_path)
     last = checkpoint_path(tmp_path / "killed", "last")
-    deadline = time.monotonic() + 600
-    while not last.is_file() and time.monotonic() < deadline:
+    while not last.is_file() and command.runs:
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command.send(signal.SIGKILL)
+    assert command.ended() == -signal.SIGKILL
     assert last.is_file()
     assert not (tmp_path / "killed" / "run.json").exists()
     evaluate = ["evaluate", "--prepared", str(prepared), "--contenders", f'["{tmp_path}/killed"]', "--out", "m.json"]
@@ -151,14 +145,13 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared, capsys):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_run_with_its_status_and_how_to_continue(tmp_path, prepared, sent, status):
     config = write_config(tmp_path, prepared, "run", epochs=1000)
-    process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = Command(["train", "--config", str(config)], tmp_path)
     last = checkpoint_path(tmp_path / "run", "last")
-    deadline = time.monotonic() + 600
-    while not last.is_file() and process.poll() is None and time.monotonic() < deadline:
+    while not last.is_file() and command.runs:
         time.sleep(0.005)
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == status
+    command.send(sent)
+    assert command.ended() == status
+    _, said = command.printed
     assert f"stopped by {sent.name} at step" in said
     assert f"{last} is kept; continue with recpo train --config {tmp_path}/run/resolved.yaml --resume true" in said
     assert "Traceback" not in said

@@ -1,15 +1,11 @@
 """What follows training on a device that is not the CPU: the same numbers as on the CPU, and nothing mixes devices.
 
-The cases run on ``tests.computing_device``, in a process of their own: ``python -m tests.evaluation.test_another_device
-PREPARED CODES TRUTH OUT`` prints a line of JSON per case, ``{"case": ..., "failed": null or the error}``.
+The cases run on ``tests.computing_device``, in a process of their own.
 """
 
 import copy
-import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +30,7 @@ from recpo.serving.histories import HistoryReader
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
+from tests.forks import FORKS
 from tests.training.fake_device import place_of
 
 pytestmark = pytest.mark.slow
@@ -54,14 +51,8 @@ def results(prepared, world, tmp_path_factory):
     items = np.arange(Prepared.open(prepared).num_items)
     table = np.stack([items // 8, items % 8], 1)
     Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
-    command = [sys.executable, "-m", "tests.evaluation.test_another_device"]
-    command += [prepared, root / "codes", world / "truth", root]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["case"]: line["failed"] for line in lines}
+    with ProcessPoolExecutor(1, FORKS) as own:
+        return own.submit(cases_on_a_device, prepared, root / "codes", world / "truth", root).result()
 
 
 def test_evaluation_and_serving_on_a_device_give_the_numbers_of_the_cpu(results):
@@ -160,25 +151,25 @@ def on_cpu(found):
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda part: part.detach().cpu(), found)
 
 
-def compared(name, of_cpu, of_device, most=None):
-    """Prints whether both find the same."""
-    failed = None
+def compared(case, of_cpu, of_device, most=None):
+    """None if both find the same, or the error."""
     try:
         expected = on_cpu(of_cpu())
-        with nullcontext() if name.endswith("export") else Device():  # tracing makes no tensors on the device
+        with nullcontext() if case.endswith("export") else Device():  # tracing makes no tensors on the device
             found, transfers = of_device(), Device.transfers
             found = on_cpu(found)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
         if most is not None:
             assert transfers <= most, f"{transfers} transfers"
     except Exception as error:
-        failed = f"{type(error).__name__}: {str(error)[:300]} at {place_of(error)}"
-    print(json.dumps({"case": name, "failed": failed}), flush=True)
+        return f"{type(error).__name__}: {str(error)[:300]} at {place_of(error)}"
+    return None
 
 
-def main(prepared, codes, truth, out):
-    """Prints the result of every case."""
+def cases_on_a_device(prepared, codes, truth, out):
+    """Case to error; None = it ran, with the numbers of the CPU."""
     register()
+    found = {}
     data = Prepared.open(prepared)
     torch.manual_seed(0)
     options = {"num_items": data.num_items, "dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
@@ -195,20 +186,19 @@ def main(prepared, codes, truth, out):
             "validate": lambda one, device: validated(data, one, device),
             "serve": lambda one, device: served(data, one),
             "sample": lambda one, device: sampled(data, one, device),
-            "export": lambda one, device, name=family: exported(data, one, device, Path(out) / name),
+            "export": lambda one, device, name=family: exported(data, one, device, out / name),
             "resume": lambda one, device: resumed(one),
         }
         for case, run in cases.items():
             most = MOST_TRANSFERS if case == "evaluate" else None
-            compared(
+            found[f"{family} {case}"] = compared(
                 f"{family} {case}",
                 lambda run=run, policy=policy: run(policy, "cpu"),
                 lambda run=run, other=other: run(other, DEVICE),
                 most,
             )
-    compared("baselines", lambda: of_baselines(data, truth, "cpu"), lambda: of_baselines(data, truth, DEVICE))
-    compared("mixing", lambda: torch.ones(2), lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    found["baselines"] = compared(
+        "baselines", lambda: of_baselines(data, truth, "cpu"), lambda: of_baselines(data, truth, DEVICE)
+    )
+    found["mixing"] = compared("mixing", lambda: torch.ones(2), lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
+    return found

@@ -2,16 +2,13 @@
 
 Fake tensors have shapes, types and a device, and no values. On a device that is not the CPU, an operation that mixes
 devices fails as it would on a GPU, and so does one that needs a value on the CPU (``.item()``, a branch, a shape that
-depends on data): there, a GPU would make the training wait. Runs in a process of its own, because a device that was
-added to PyTorch cannot be taken away: ``python -m tests.training.fake_device PREPARED FACTORS CODES`` prints a line of
-JSON per case, ``{"case": ..., "failed": null or the error}``.
+depends on data): there, a GPU would make the training wait. PyTorch cannot forget a device that was added to it: use
+it in a process of its own.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 import traceback
 from dataclasses import replace
 from types import SimpleNamespace
@@ -181,8 +178,9 @@ def place_of(error):
     return "; ".join(f"{'/'.join(one.filename.split('/')[-2:])}: {one.line}" for one in frames[-2:])
 
 
-def main(prepared, factors, codes):
-    """Prints the result of every case."""
+def steps_on_a_device(prepared, factors, codes):
+    """Case to error; None = it ran."""
+    found = {}
     _setup_privateuseone_for_python_backend(rename=DEVICE)
     torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -199,8 +197,5 @@ def main(prepared, factors, codes):
                 failed = f"refused: {error.code}"
             except Exception as error:
                 failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200]} at {place_of(error)}"
-            print(json.dumps({"case": f"{family} {name}", "failed": failed}), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            found[f"{family} {name}"] = failed
+    return found

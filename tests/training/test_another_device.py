@@ -3,10 +3,7 @@
 ``tests.training.fake_device`` runs the steps on fake tensors, in a process of its own.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
 import pyarrow as pa
 import pytest
@@ -14,7 +11,8 @@ import pytest
 from recpo.artifacts.semantic_codes import Codes
 from recpo.log.prepared import Prepared
 from recpo.verbs.factorize import factorize
-from tests.training.fake_device import OF_CODES, SAME_STEP
+from tests.forks import FORKS
+from tests.training.fake_device import OF_CODES, SAME_STEP, steps_on_a_device
 from tests.training.test_objectives_learn import BYSTANDERS, LEARNERS, ON_CATALOGS
 
 pytestmark = pytest.mark.slow
@@ -35,13 +33,8 @@ def results(prepared, tmp_path_factory):
     codes = pa.table({"first": [item // 8 for item in items], "second": [item % 8 for item in items]})
     table = codes.to_pandas().to_numpy()
     Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
-    command = [sys.executable, "-m", "tests.training.fake_device", prepared, root / "factors", root / "codes"]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["case"]: line["failed"] for line in lines}
+    with ProcessPoolExecutor(1, FORKS) as own:  # a device that was added to PyTorch cannot be taken away
+        return own.submit(steps_on_a_device, prepared, root / "factors", root / "codes").result()
 
 
 @pytest.mark.parametrize("family", ["catalog", "semantic"])
