@@ -40,18 +40,25 @@ class Server:
         words = ["server", "--port", str(port), "--workers", "1", "--backend-store-uri", f"sqlite:///{place}/runs.db"]
         words += ["--artifacts-destination", str(place / "artifacts")]
         given = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        given |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
+        # its jobs are seven further processes, which recpo never asks for anything
+        given |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (place / "server.log").open("w") as log:
             self.process = subprocess.Popen(
                 [program, *words], cwd=place, env=given, stdout=log, stderr=log, start_new_session=True
             )
-        until = time.monotonic() + 120
+        try:
+            self._wait(time.monotonic() + 300, place / "server.log")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, until, log):
         while True:
             try:
                 urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
                 break
             except OSError:
-                assert self.process.poll() is None, (place / "server.log").read_text()
+                assert self.process.poll() is None, log.read_text()
                 assert time.monotonic() < until
                 time.sleep(0.2)
 
