@@ -183,21 +183,12 @@ def chosen_temperature(trials: Sequence[TiltTrial], criterion: Criterion | None 
     """The largest temperature, inf first, at most one standard error worse than the best; never an unknown value.
 
     With the criterion ``auc_mixed``, the one with the highest value of those that keep the order of a user's exposures
-    (``keeps_order``): a baseline is no policy that was trained for value, so nothing speaks for staying near it.
+    (``keeps_order``).
     """
     known = [trial for trial in trials if math.isfinite(trial.value)]
     if criterion == "auc_mixed":
         return max((t for t in known if t.keeps_order), key=lambda t: t.value).temperature
     return next(t.temperature for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
-
-
-def default_criterion(graded: bool, monitor: RewardFunction | None, of_baseline: bool = False) -> Criterion:
-    """The monitor reward if there is one, else grades if the period has some, else AUC; ``auc_mixed`` of a baseline."""
-    if monitor is not None:
-        return "monitor_reward"
-    if of_baseline:
-        return "auc_mixed"
-    return "grade" if graded else "auc"
 
 
 def has_grades(data: Prepared) -> bool:
@@ -453,11 +444,6 @@ class TiltBase:
         """The policy of a checkpoint of a run."""
         configuration = read_yaml(run.root / RESOLVED, REMEDY)["policy"]
         return cls(run.root.resolve().name, run.policy(checkpoint), configuration, run, checkpoint)
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether it is a baseline."""
-        return isinstance(self.source, Prepared)
 
     def write_files(self, root: Path) -> None:
         """Writes the files of a run that do not depend on the tilt: items, feedback, codes and features."""

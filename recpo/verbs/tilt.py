@@ -59,18 +59,18 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     out: Path | str
     """output run directory"""
     temperature: float | Literal["auto"] = "auto"
-    """difference in grade that moves the log-odds of two items by 1; auto = the largest temperature (the closest to the
-    base) whose value is within one standard error of the best; the untilted policy counts as an infinite temperature.
-    The error is that of the difference on the same users. With the criterion auc_mixed, the best one of those that rank
-    a user's own exposures as well as any, within one standard error. A number is written whatever its value"""
+    """difference in grade that moves the log-odds of two items by 1; auto = with the criterion auc_mixed, the best one
+    of those that rank a user's own exposures as well as any, within one standard error; with another criterion, the
+    largest (the closest to the base) whose value is within one standard error of the best. The error is that of the
+    difference on the same users; the untilted policy counts as an infinite temperature. A number is written whatever
+    its value"""
     temperatures: Sequence[PositiveFloat] = tilting.TEMPERATURES
     """values to try if temperature is auto"""
     criterion: tilting.Criterion | None = None
-    """value of a temperature: grade (mean grade of its lists, as a factorization of the validation period's own events
-    predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
-    drawn from it), auc (mean per-user AUC of positives against other exposures), auc_mixed (that AUC, with positives
-    against items never shown) or monitor_reward. null = monitor_reward if it is given; else auc_mixed for a baseline,
-    grade if the period has grades, auc otherwise"""
+    """value of a temperature: auc_mixed (mean per-user AUC of positives against other exposures, with positives against
+    items never shown), auc (the first of the two), grade (mean grade of its lists, as a factorization of the validation
+    period's own events predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS),
+    policy (of items drawn from it) or monitor_reward. null = monitor_reward if it is given, else auc_mixed"""
     k: PositiveInt = 10
     """list length"""
     candidates: PositiveInt = 200
@@ -115,7 +115,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         used: tilting.Criterion | None = None
         trials: tuple[tilting.TiltTrial, ...] = ()
         if data is not None:
-            shared, device = self._trials(data, of_baseline=base.is_baseline), compute_device(self.device)
+            shared, device = self._trials(data), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
             tilts = partial(tilting.tilted, candidates=self.candidates, lower_bound=self.lower_bound)
             trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
@@ -194,12 +194,12 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         given = None if isinstance(self.factors, Factors) else self.factors
         return [source.root, data and data.root, given]
 
-    def _trials(self, data: Prepared, *, of_baseline: bool) -> tilting.TemperatureTrials:
+    def _trials(self, data: Prepared) -> tilting.TemperatureTrials:
         """What all temperatures are measured with."""
         if self.monitor_reward is not None:
             validate_identity(self.monitor_reward, "monitor_reward", data)
         graded = tilting.has_grades(data)
-        criterion = self.criterion or tilting.default_criterion(graded, self.monitor_reward, of_baseline)
+        criterion = self.criterion or ("monitor_reward" if self.monitor_reward is not None else "auc_mixed")
         return tilting.TemperatureTrials(
             data=data,
             criterion=criterion,

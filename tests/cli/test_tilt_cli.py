@@ -45,6 +45,7 @@ def road(world, prepared, tmp_path_factory):
     recpo.factorize(prepared, out / "factors", method="als", ranks=[2], ridges=[4.0], sweeps=2, max_history=30)
     command = ["tilt", "--run", out / "base", "--factors", out / "factors", "--prepared", prepared]
     command += ["--out", out / "run", "--temperatures", json.dumps(TEMPERATURES), "--off_policy.resamples", 20]
+    command += ["--criterion", "grade"]
     with redirect_stdout(io.StringIO()) as printed:
         assert main([*map(str, command)]) == 0
     log = pd.read_parquet(world / "log")
@@ -76,7 +77,11 @@ def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_
 def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
     arguments = (road.root / "base", road.root / "factors", road.prepared)
     found = recpo.tilt(
-        *arguments, out=tmp_path / "run", temperatures=TEMPERATURES, off_policy=OffPolicyOptions(resamples=20)
+        *arguments,
+        out=tmp_path / "run",
+        temperatures=TEMPERATURES,
+        criterion="grade",
+        off_policy=OffPolicyOptions(resamples=20),
     )
     assert capfd.readouterr() == ("", "")
     frame = found.to_pandas()
@@ -278,7 +283,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
     monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
     monkeypatch.setattr(tilting, "has_grades", lambda data: False)
-    found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES)
+    found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES, criterion="auc")
     assert found.criterion == "auc"
     assert all(trial.value == trial.auc for trial in found.trials)
     assert all(math.isnan(trial.top_k) and math.isnan(trial.grade) for trial in found.trials)
@@ -386,7 +391,7 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
         temperatures=TEMPERATURES,
         candidates=30,
     )
-    assert found.criterion == "grade"
+    assert found.criterion == "auc_mixed"
     shutil.rmtree(tmp_path / "codes")
     shutil.rmtree(tmp_path / "base")
     run = recpo.load(tmp_path / "run")
