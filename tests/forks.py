@@ -1,20 +1,24 @@
-"""Processes that are forked from one that has imported recpo: an import takes eight seconds of a core, a fork none.
-
-A function in a process of its own:
-
-    with ProcessPoolExecutor(1, FORKS) as own:
-        found = own.submit(function, argument).result()
-"""
+"""Processes that are forked from one that has imported recpo: an import takes eight seconds of a core, a fork none."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torchrec", "recpo.cli.main", "recpo.training.fit", "recpo.sharding.strategy"])
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``function(*arguments)`` returns in a process of its own; it is a top-level function."""
+    with ProcessPoolExecutor(1, FORKS) as own:
+        return own.submit(function, *arguments).result()
 
 
 class Command:
@@ -31,15 +35,18 @@ class Command:
         self.process.start()
 
     @property
-    def runs(self) -> bool:
-        """Whether it has not ended yet."""
-        return self.process.exitcode is None
-
-    @property
     def printed(self) -> tuple[str, str]:
         """What it has printed so far, and its messages."""
         out, err = (file.read_text("utf-8") if file.is_file() else "" for file in self._files)
         return out, err
+
+    def until(self, holds: Callable[[], bool], timeout: float = 600) -> None:
+        """Waits until something holds, while the command runs."""
+        deadline = time.monotonic() + timeout
+        while not holds():
+            assert self.process.exitcode is None, self.printed
+            assert time.monotonic() < deadline, f"not after {timeout} s: {self.printed}"
+            time.sleep(0.005)
 
     def send(self, signal: int) -> None:
         """Sends a signal."""

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
@@ -67,7 +67,7 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
 
 
 @functools.cache
-def documentation(declared: type) -> dict[str, str]:
+def documentation(declared: type) -> Mapping[str, str]:
     """Option -> its help: docstrings of fields, and entries of ``Args`` and ``Attributes``, inherited ones too."""
     found: dict[str, str] = {}
     for base in reversed(declared.__mro__):

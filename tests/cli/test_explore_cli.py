@@ -1,7 +1,6 @@
 """``recpo explore``: one file, or pages until Ctrl-C."""
 
 import signal
-import time
 import urllib.request
 from pathlib import Path
 
@@ -50,9 +49,7 @@ def test_what_is_wrong_is_said_before_it_listens(road, options, code, field, tmp
 @pytest.mark.slow
 def test_it_listens_until_ctrl_c(road, tmp_path):
     command = Command(["explore", "--source", str(road / "prepared"), "--port", "0"], tmp_path)
-    while not command.printed[0].endswith("\n"):
-        assert command.runs, command.printed
-        time.sleep(0.02)
+    command.until(lambda: command.printed[0].endswith("\n"))
     line = command.printed[0]
     assert line.startswith("open http://127.0.0.1:")
     url = line.split()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import time
 
 import numpy as np
 import pandas as pd
@@ -227,9 +226,7 @@ def test_a_killed_loop_continues_to_the_same_result(whole, tmp_path, capsys):
     words += ["--exploration.temperature=0.5", "--exploration.epsilon=0.1", "--exploration.shortlist=20"]
     words += [f"--{name}={value}" for name, value in WORLD.items()]
     command = Command(words, tmp_path)
-    while not (out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir():
-        assert command.runs, command.printed
-        time.sleep(0.02)
+    command.until((out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir)
     command.send(signal.SIGKILL)
     assert command.ended() == -signal.SIGKILL
     assert recpo.load(out).rounds == ()

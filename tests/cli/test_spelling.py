@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from recpo.cli.main import VERBS, main
 from recpo.cli.option_index import option_index
 from recpo.cli.parser import parser_of, verb_class
 from recpo.cli.spelling import INDEX, check_spelling, index, nearest
-from tests.forks import FORKS
+from tests.forks import forked
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -48,8 +47,7 @@ def options_of(verb):
 
 @pytest.mark.slow
 def test_the_index_is_the_one_of_these_sources():
-    with ProcessPoolExecutor(1, FORKS) as own:  # classes of other tests are not in it
-        made = own.submit(option_index).result()
+    made = forked(option_index)  # classes of other tests are not in it
     assert made == INDEX.read_text("utf-8"), "python -m recpo.cli.option_index writes it again"
 
 

@@ -1,7 +1,6 @@
 """`recpo train` as a user runs it: errors, and a killed run that ends like an uninterrupted one."""
 
 import signal
-import time
 
 import pandas as pd
 import pytest
@@ -125,8 +124,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared, capsys):
     killed = write_config(tmp_path, prepared, "killed")
     command = Command(["train", "--config", str(killed)], tmp_path)
     last = checkpoint_path(tmp_path / "killed", "last")
-    while not last.is_file() and command.runs:
-        time.sleep(0.005)
+    command.until(last.is_file)
     command.send(signal.SIGKILL)
     assert command.ended() == -signal.SIGKILL
     assert last.is_file()
@@ -147,8 +145,7 @@ def test_a_signal_ends_a_run_with_its_status_and_how_to_continue(tmp_path, prepa
     config = write_config(tmp_path, prepared, "run", epochs=1000)
     command = Command(["train", "--config", str(config)], tmp_path)
     last = checkpoint_path(tmp_path / "run", "last")
-    while not last.is_file() and command.runs:
-        time.sleep(0.005)
+    command.until(last.is_file)
     command.send(sent)
     assert command.ended() == status
     _, said = command.printed

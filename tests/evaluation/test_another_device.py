@@ -4,7 +4,6 @@ The cases run on ``tests.computing_device``, in a process of their own.
 """
 
 import copy
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -30,7 +29,7 @@ from recpo.serving.histories import HistoryReader
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
-from tests.forks import FORKS
+from tests.forks import forked
 from tests.training.fake_device import place_of
 
 pytestmark = pytest.mark.slow
@@ -51,8 +50,7 @@ def results(prepared, world, tmp_path_factory):
     items = np.arange(Prepared.open(prepared).num_items)
     table = np.stack([items // 8, items % 8], 1)
     Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
-    with ProcessPoolExecutor(1, FORKS) as own:
-        return own.submit(cases_on_a_device, prepared, root / "codes", world / "truth", root).result()
+    return forked(cases_on_a_device, prepared, root / "codes", world / "truth", root)
 
 
 def test_evaluation_and_serving_on_a_device_give_the_numbers_of_the_cpu(results):

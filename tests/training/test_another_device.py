@@ -3,15 +3,13 @@
 ``tests.training.fake_device`` runs the steps on fake tensors, in a process of its own.
 """
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pyarrow as pa
 import pytest
 
 from recpo.artifacts.semantic_codes import Codes
 from recpo.log.prepared import Prepared
 from recpo.verbs.factorize import factorize
-from tests.forks import FORKS
+from tests.forks import forked
 from tests.training.fake_device import OF_CODES, SAME_STEP, steps_on_a_device
 from tests.training.test_objectives_learn import BYSTANDERS, LEARNERS, ON_CATALOGS
 
@@ -33,8 +31,7 @@ def results(prepared, tmp_path_factory):
     codes = pa.table({"first": [item // 8 for item in items], "second": [item % 8 for item in items]})
     table = codes.to_pandas().to_numpy()
     Codes(table, (len(items) // 8 + 1, 8), "any").save(root / "codes", pa.array(items), {})
-    with ProcessPoolExecutor(1, FORKS) as own:  # a device that was added to PyTorch cannot be taken away
-        return own.submit(steps_on_a_device, prepared, root / "factors", root / "codes").result()
+    return forked(steps_on_a_device, prepared, root / "factors", root / "codes")
 
 
 @pytest.mark.parametrize("family", ["catalog", "semantic"])
