@@ -129,27 +129,46 @@ class Ranking:
 def evaluate_ranking(
     recommender: Recommender, batches: Iterable[EvaluationBatch], ranking: Ranking, measures: Sequence[Measure] = ()
 ) -> RankingResult:
-    """Ranks the complete catalog for every held-out user, in one pass over the batches.
+    """Ranks the complete catalog for every held-out user, in one pass over the batches; see ``RankingPass``."""
+    found = RankingPass(recommender, ranking, measures)
+    for batch in batches:
+        found.add(batch)
+    return found.result()
+
+
+class RankingPass:
+    """The ranking of the complete catalog for held-out users, batch by batch.
 
     For every user, it computes ``accuracy``, ``graded_accuracy`` and, if the recommender scores slates,
-    ``exposure_auc``; for all lists, ``Exposure``; and the metrics of ``measures``.
+    ``exposure_auc``; for all lists, ``Exposure``; and the metrics of ``measures``. Several passes may take turns on the
+    same batches.
 
     Args:
         recommender: called without gradients.
-        batches: held-out users.
-        ranking: how they are ranked.
+        ranking: how users are ranked.
         measures: further metrics; new instances that have not been used in a pass.
-
-    Raises:
-        RecpoError: no users, an answer that ``validate_answer`` rejects, or two measures return a metric of the same
-            name.
     """
-    candidates = ranking.candidates
-    exposure = Exposure(ranking.num_items, ranking.ks, None if candidates is None else candidates.is_candidate)
-    collected = _Collected(ranking, [exposure, *measures])
-    size = min(max(ranking.ks), ranking.num_items)
-    for batch in batches:
+
+    def __init__(self, recommender: Recommender, ranking: Ranking, measures: Sequence[Measure] = ()) -> None:
+        candidates = ranking.candidates
+        exposure = Exposure(ranking.num_items, ranking.ks, None if candidates is None else candidates.is_candidate)
+        self._recommender, self._ranking, self._measures = recommender, ranking, [exposure, *measures]
+        # so far, on the CPU
+        self._counts: Counter[str] = Counter()
+        self._user_ids: list[Tensor] = []
+        self._per_user: _Parts = defaultdict(list)
+        self._labels: _Parts = defaultdict(list)
+        self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, batch: EvaluationBatch) -> None:
+        """Ranks the users of a batch.
+
+        Raises:
+            RecpoError: an answer that ``validate_answer`` rejects, or two measures return a metric of the same name.
+        """
         with torch.inference_mode():
+            recommender, ranking, candidates = self._recommender, self._ranking, self._ranking.candidates
+            size = min(max(ranking.ks), ranking.num_items)
             past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
             lists = recommender.lists(batch, size, past, absent)
@@ -163,15 +182,82 @@ def evaluate_ranking(
                     code="bad_value",
                     field="candidates",
                 )
-            targets = collected.rankable(held_out_targets(batch), past, absent)
+            targets = self._rankable(held_out_targets(batch), past, absent)
             among = ranking.new_items_among
             new = None if among is None else _new_lists(recommender, batch, size, past, absent, among)
             logged = batch.feedback.slates.item_ids.shape[1]
             both = scores if logp is None else logp
             unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
             logp, scores = (None if part is None else part[:, :logged] for part in (logp, scores))
-            collected.add(Observed(batch, lists, targets, logp, scores, absent, new, unseen))
-    return collected.result()
+            self._measure(Observed(batch, lists, targets, logp, scores, absent, new, unseen))
+
+    def result(self) -> RankingResult:
+        """The results of all users.
+
+        Raises:
+            RecpoError: there was no user.
+        """
+        if not self._user_ids:
+            raise RecpoError("nothing to evaluate: there are no held-out users", code="empty", field="prepared")
+        labels = _joined(self._labels)
+        return RankingResult(
+            user_ids=torch.cat(self._user_ids),
+            per_user=_joined(self._per_user),
+            totals={name: value for measure in self._measures for name, value in measure.totals().items()},
+            counts=dict(self._counts),
+            user_segments={
+                segment.name: {name: labels[segment.name] == index for index, name in enumerate(segment.bins)}
+                for segment in self._ranking.user_segments
+            },
+            item_segments={
+                segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
+                for segment in self._ranking.item_segments
+            },
+        )
+
+    def _rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
+        """The targets that a list can contain. Counts removed targets, first those that are not candidates."""
+        there = targets if absent is None else targets.without(absent)
+        kept = there if past is None else there.without(past)
+        for kind, logged, before, after in (
+            ("positive", targets.positive, there.positive, kept.positive),
+            ("disliked", targets.disliked, there.disliked, kept.disliked),
+        ):
+            self._counts[f"{kind}_events"] += int(logged.sum())
+            self._counts[f"{kind}_events_unavailable"] += int(logged.sum()) - int(before.sum())
+            self._counts[f"{kind}_events_excluded"] += int(before.sum()) - int(after.sum())
+        return kept
+
+    def _measure(self, observed: Observed) -> None:
+        lists, targets = observed.lists.item_ids, observed.targets
+        positive = ranked_hits(lists, targets.item_ids, targets.positive)
+        disliked = ranked_hits(lists, targets.item_ids, targets.disliked)
+        self._counts["users"] += len(lists)
+        self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
+        self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
+        metrics = accuracy(positive, disliked, self._ranking.ks) | graded_accuracy(
+            observed, self._ranking.ks, self._ranking.gain
+        )
+        scores = observed.scores if observed.logp is None else observed.logp
+        if scores is not None and observed.unseen is not None:
+            unseen = observed.unseen
+            metrics |= exposure_auc(scores, targets) | unseen_auc(scores, unseen.scores, targets, unseen.item_ids)
+        for measure in self._measures:
+            more = measure.update(observed)
+            if again := metrics.keys() & more.keys():
+                names = ", ".join(sorted(again))
+                raise RecpoError(
+                    f"two measures give metrics of the same name: {names}; give yours another name",
+                    code="duplicate",
+                    field=names,
+                )
+            metrics |= {name: values.float() for name, values in more.items()}
+        self._user_ids.append(observed.batch.user_ids.cpu())
+        _append(self._per_user, metrics)
+        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._ranking.user_segments})
+        for segment in self._ranking.item_segments:
+            for bin_name, of_bin in zip(segment.bins, segment.split(positive, lists), strict=True):
+                _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))
 
 
 def _new_lists(
@@ -253,87 +339,6 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     gains = label if gain == "linear" else torch.exp2((4 * label).floor().clamp(max=3)) - 1
     hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))
     return named(ks, gNDCG=graded_ndcg(hits, ks))
-
-
-class _Collected:
-    """The results of one pass so far, on the CPU."""
-
-    def __init__(self, ranking: Ranking, measures: Sequence[Measure]) -> None:
-        self._ranking, self._measures = ranking, measures
-        self._counts: Counter[str] = Counter()
-        self._user_ids: list[Tensor] = []
-        self._per_user: _Parts = defaultdict(list)
-        self._labels: _Parts = defaultdict(list)
-        self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
-
-    def rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
-        """The targets that a list can contain. Counts removed targets, first those that are not candidates."""
-        there = targets if absent is None else targets.without(absent)
-        kept = there if past is None else there.without(past)
-        for kind, logged, before, after in (
-            ("positive", targets.positive, there.positive, kept.positive),
-            ("disliked", targets.disliked, there.disliked, kept.disliked),
-        ):
-            self._counts[f"{kind}_events"] += int(logged.sum())
-            self._counts[f"{kind}_events_unavailable"] += int(logged.sum()) - int(before.sum())
-            self._counts[f"{kind}_events_excluded"] += int(before.sum()) - int(after.sum())
-        return kept
-
-    def add(self, observed: Observed) -> None:
-        """Measures one batch."""
-        lists, targets = observed.lists.item_ids, observed.targets
-        positive = ranked_hits(lists, targets.item_ids, targets.positive)
-        disliked = ranked_hits(lists, targets.item_ids, targets.disliked)
-        self._counts["users"] += len(lists)
-        self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
-        self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
-        metrics = accuracy(positive, disliked, self._ranking.ks) | graded_accuracy(
-            observed, self._ranking.ks, self._ranking.gain
-        )
-        scores = observed.scores if observed.logp is None else observed.logp
-        if scores is not None and observed.unseen is not None:
-            unseen = observed.unseen
-            metrics |= exposure_auc(scores, targets) | unseen_auc(scores, unseen.scores, targets, unseen.item_ids)
-        for measure in self._measures:
-            more = measure.update(observed)
-            if again := metrics.keys() & more.keys():
-                names = ", ".join(sorted(again))
-                raise RecpoError(
-                    f"two measures give metrics of the same name: {names}; give yours another name",
-                    code="duplicate",
-                    field=names,
-                )
-            metrics |= {name: values.float() for name, values in more.items()}
-        self._user_ids.append(observed.batch.user_ids.cpu())
-        _append(self._per_user, metrics)
-        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._ranking.user_segments})
-        for segment in self._ranking.item_segments:
-            for bin_name, of_bin in zip(segment.bins, segment.split(positive, lists), strict=True):
-                _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))
-
-    def result(self) -> RankingResult:
-        """The results of all users.
-
-        Raises:
-            RecpoError: there was no user.
-        """
-        if not self._user_ids:
-            raise RecpoError("nothing to evaluate: there are no held-out users", code="empty", field="prepared")
-        labels = _joined(self._labels)
-        return RankingResult(
-            user_ids=torch.cat(self._user_ids),
-            per_user=_joined(self._per_user),
-            totals={name: value for measure in self._measures for name, value in measure.totals().items()},
-            counts=dict(self._counts),
-            user_segments={
-                segment.name: {name: labels[segment.name] == index for index, name in enumerate(segment.bins)}
-                for segment in self._ranking.user_segments
-            },
-            item_segments={
-                segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
-                for segment in self._ranking.item_segments
-            },
-        )
 
 
 def _append(parts: _Parts, values: Mapping[str, Tensor]) -> None:

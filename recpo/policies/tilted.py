@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,14 @@ class _OnBase(Policy):
         self.reads_item_features = base.reads_item_features
 
 
+class _Read(NamedTuple):
+    """What is known of histories at any temperature: what the base says, and ``GradeFactors.fold_in``."""
+
+    histories: Histories
+    of_base: Tensor
+    users: Tensor
+
+
 class TiltedPolicy(_OnBase, StatePolicy):
     """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact, and one itself.
 
@@ -72,6 +81,8 @@ class TiltedPolicy(_OnBase, StatePolicy):
     """
 
     base: DotProductPolicy
+    _keeps = False
+    _read: _Read | None = None
 
     def __init__(
         self,
@@ -99,6 +110,18 @@ class TiltedPolicy(_OnBase, StatePolicy):
     def set_item_counts(self, counts: Tensor) -> None:
         """See ``Policy.set_item_counts``."""
         self.base.set_item_counts(counts)
+
+    @contextmanager
+    def keeping_histories(self) -> Iterator[None]:
+        """Within it, the same histories are read once: what base and factors say of them holds for every temperature.
+
+        ``temperature`` may change between calls, and weights may not. Histories are the same if they are one object.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._read = False, None
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
@@ -206,13 +229,19 @@ class TiltedPolicy(_OnBase, StatePolicy):
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
-        states = self.base.last_states(histories.recent(self.base.max_history))
-        return self._joined(states, self.factors.fold_in(histories))
+        read = self._read
+        if read is None or read.histories is not histories:
+            states = self.base.last_states(histories.recent(self.base.max_history))
+            read = _Read(histories, states, self.factors.fold_in(histories))
+            self._read = read if self._keeps else None
+        return self._joined(read.of_base, read.users)
 
     def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
         """The states ``[N, d]`` of the prefixes ``rows``: ``context * (H + 1) + visible``."""
         width = readable_ids(histories, self.max_history).shape[1]
         context, visible = rows // (width + 1), rows % (width + 1)
+        if bool((visible == histories.lengths[context]).all()):  # as in an evaluation
+            return self.last_states(histories)[context]
         states = self.base.states_at(histories, context, visible)
         users = [self.factors.fold_in(part) for part in prefixes(histories, context, visible)]
         return self._joined(states, torch.cat(users))

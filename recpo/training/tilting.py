@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -18,11 +19,10 @@ from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import DotProductPolicy, Policy, RewardFunction
 from recpo.base.errors import RecpoError
-from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, Slates, on_device
+from recpo.base.types import Slates, on_device
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.candidates import Candidates
-from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
+from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
 from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
@@ -265,8 +265,8 @@ class TemperatureTrials:
         users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
         hidden, total = None if progress else True, users * (1 + len(temperatures))
         with tqdm(total=total, desc="tilt", unit="user", disable=hidden) as bar:
-            found = [self._measured(math.inf, base, bar)]
-            found += [self._measured(one, tilts(base, factors, one), bar) for one in temperatures]
+            found = self._measured(base, [math.inf], bar)
+            found += self._measured(tilts(base, factors, temperatures[0]), temperatures, bar)
         values = [self._value(one)[0] for one in found]
         auc_losses = self._auc_losses(found)
         keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
@@ -280,28 +280,38 @@ class TemperatureTrials:
             )
         return tuple(self._trial(one, found[best], *loss) for one, loss in zip(found, auc_losses, strict=True))
 
-    def _measured(self, temperature: float, policy: Policy, bar: Any) -> _Measured:
+    def _measured(self, policy: Policy, temperatures: Sequence[float], bar: Any) -> list[_Measured]:
+        """One pass over the validation period, in which the temperatures of a policy share what they read."""
         policy = policy.to(self.device).eval()
-        value = None if self.setting is None else self.setting.measure()
+        values = [None if self.setting is None else self.setting.measure() for _ in temperatures]
+        # only the ranks within a user are used, because the scores are estimates
+        scores = policy.has_exact_log_prob or self.criterion in _RANKS
+        passes = [
+            RankingPass(
+                Recommender(policy.recommend, policy.log_prob if scores else None, f"temperature {temperature:g}"),
+                Ranking(num_items=self.data.num_items, ks=[self.k], candidates=self.candidates),
+                self._measures(policy, value),
+            )
+            for temperature, value in zip(temperatures, values, strict=True)
+        ]
+        for batch in evaluation_batches(self.data.root, "valid", policy.max_history, self.batch_size, policy.reads):
+            shown = on_device(batch, self.device)
+            with policy.keeping_histories() if isinstance(policy, TiltedPolicy) else nullcontext():
+                for temperature, one in zip(temperatures, passes, strict=True):
+                    if isinstance(policy, TiltedPolicy | RerankedPolicy):
+                        policy.temperature = temperature
+                    one.add(shown)
+            bar.update(len(batch.exclude) * len(passes))
+        return [
+            _Measured(temperature, one.result(), None if value is None else value.result())
+            for temperature, one, value in zip(temperatures, passes, values, strict=True)
+        ]
+
+    def _measures(self, policy: Policy, value: Measure | None) -> list[Measure]:
         measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, TiltedPolicy | RerankedPolicy) else []
         measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
-        measures += [] if value is None else [value]
-        # only the ranks within a user are used, because the scores are estimates
-        scores = policy.has_exact_log_prob or self.criterion in _RANKS
-        recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"temperature {temperature:g}")
-        ranking = evaluate_ranking(
-            recommender,
-            self._batches(policy.max_history, bar, policy.reads),
-            Ranking(num_items=self.data.num_items, ks=[self.k], candidates=self.candidates),
-            measures=measures,
-        )
-        return _Measured(temperature, ranking, None if value is None else value.result())
-
-    def _batches(self, max_history: int, bar: Any, reads: Reads) -> Iterator[EvaluationBatch]:
-        for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size, reads):
-            yield on_device(batch, self.device)
-            bar.update(len(batch.exclude))
+        return measures if value is None else [*measures, value]
 
     def _target(self) -> str:
         return POLICY if self.criterion == "policy" else f"top_{self.k}"

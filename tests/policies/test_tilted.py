@@ -197,6 +197,29 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_the_temperature_but_for_a_c
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
 
 
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_temperatures_that_share_what_is_known_of_histories_give_what_they_give_alone(bound: float) -> None:
+    policy, known, others = tilted(bound=bound), histories([H, 6, 2, 0]), histories([3, H, 1], seed=1)
+    calls = []
+    read = policy.factors.fold_in
+    policy.factors.fold_in = lambda histories: calls.append(len(histories.lengths)) or read(histories)  # type: ignore[method-assign,func-returns-value]
+
+    def answers(temperature: float) -> tuple[Tensor, ...]:
+        policy.temperature = temperature
+        logp = policy.log_prob(whole_catalog(known))
+        return (*policy.recommend(known, 5), logp, policy.kl_from_base(known))
+
+    with policy.keeping_histories():
+        shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
+        assert calls == [4]
+        policy.recommend(others, 5)
+        assert calls == [4, 3]
+    for temperature, found in shared.items():
+        for one, alone in zip(found, answers(temperature), strict=True):
+            torch.testing.assert_close(one, alone, rtol=0, atol=0)
+    assert len(calls) == 2 + 6
+
+
 @pytest.mark.parametrize("options", [{}, {"block": HSTUBlock}, {"profile": True},
                                      {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
 @pytest.mark.parametrize("bound", [0.0, BOUND])
@@ -211,7 +234,7 @@ def test_every_prefix_is_scored_as_a_separate_history(options: dict[str, Any], b
     torch.testing.assert_close(again, logp)
     entropy = policy.entropy(FeedbackBatch(known, slates, torch.arange(3)))
     for seen in range(H + 1):
-        prefix = known.first(seen)
+        prefix = known.up_to(known.lengths.clamp_max(seen))
         alone = policy.log_prob(whole_catalog(prefix))[..., 0]
         torch.testing.assert_close(
             alone.gather(1, items[:, seen : seen + 1] - 1)[:, 0], logp[:, seen], rtol=0, atol=2e-5
