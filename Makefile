@@ -14,21 +14,23 @@ SHIM := $(if $(filter cpu,$(DEVICE)),./requirements/shim-fbgemm-gpu)
 
 .PHONY: setup demo test lint docs examples clean
 
+# A new environment. The pip that Python brings reads an index three times as slowly as a current one.
 define VENV
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "recpo needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --disable-pip-version-check pip==26.3
 endef
 
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml requirements/shim-fbgemm-gpu/pyproject.toml
-	$(VENV)
+	$(call VENV,.venv)
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check $(SHIM) -r requirements/$(DEVICE).lock -e .
 	touch $@
 
 # Of the same pinned versions, what recpo itself needs, with the search of `recpo fit` and the server.
 $(RUNNABLE): requirements/$(DEVICE).lock pyproject.toml
-	$(VENV)
+	$(call VENV,.venv)
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c requirements/$(DEVICE).lock -e '.[serve,search]'
 	touch $@
 
@@ -48,19 +50,19 @@ docs: setup .venv-docs/.installed
 	RECPO_PYTHON=$(abspath $(BIN)/python) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/.installed: requirements/docs.lock
-	$(PYTHON) -m venv .venv-docs
+	$(call VENV,.venv-docs)
 	.venv-docs/bin/pip install --quiet --no-compile --disable-pip-version-check -r requirements/docs.lock
 	touch $@
 
 examples: .venv-airflow/.installed .venv-dagster/.installed .venv-mlflow/.installed
 
 .venv-mlflow/.installed: requirements/mlflow.lock
-	$(PYTHON) -m venv .venv-mlflow
+	$(call VENV,.venv-mlflow)
 	.venv-mlflow/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 .venv-%/.installed: examples/daily/requirements-%.txt
-	$(PYTHON) -m venv .venv-$*
+	$(call VENV,.venv-$*)
 	.venv-$*/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $<
 	touch $@
 
