@@ -7,7 +7,7 @@ corrected for the number of policies that were compared. Otherwise the baseline 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ CRITERIA: Final = {
     "NDCG": "agreement with the logged positives: the period has too little to compare value",
 }
 _LEAST_USERS: Final = 30
+#: Which of the policies that ``AUC_mixed`` cannot tell apart ranks what a user was shown best.
+_ORDER: Final = "AUC_other"
 
 
 def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
@@ -67,7 +69,7 @@ class Choice(NamedTuple):
         name: the contender that ships.
         leader: the contender with the best value.
         strongest_baseline: the baseline with the best value.
-        policy: the policy with the best value; None = there is none.
+        policy: the policy that may ship (``choose``); None = there is none.
         gain: paired difference of that policy to the strongest baseline; None = there is no policy.
         p_value: one-sided, corrected for the number of policies; None = there is no policy.
         reason: the sentence for people.
@@ -118,7 +120,11 @@ def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing
 
 
 def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
-    """The contender that ships: the best policy if it beats the strongest baseline beyond doubt, else that baseline.
+    """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
+
+    That policy is the best one. By ``AUC_mixed``, it is the one with the highest ``AUC_other`` of those within one
+    standard error of the best one, by the paired difference: ``AUC_mixed`` also rewards what was likely to be shown, so
+    of policies that it cannot tell apart it would take the one that is most like the log.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
     (``best_p_value``), is at most 5 %.
@@ -135,21 +141,34 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     if not policies:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
-    best = policies[0].name
+    near = _near(policies, by_name, criterion)
+    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
     strong = by_name[strongest].result
     gain = by_name[best].result.difference(strong, criterion)
     columns = [by_name[row.name].result.differences(strong, criterion) for row in policies]
-    p_value = best_p_value(torch.stack(columns, 1), 0)
+    p_value = best_p_value(torch.stack(columns, 1), [row.name for row in policies].index(best))
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
+    named = (
+        f"{best}, which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else best
+    )
     if p_value <= LEVEL:
-        reason = f"{best} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
+        reason = f"{named} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
         return Choice(best, leader, strongest, best, gain, p_value, reason, standings)
     reason = (
         f"no policy beats the strongest baseline, {strongest}, beyond doubt: the best one, {best}, differs by {known} "
         f"(p = {p_value:.2g}{many}), so the baseline ships"
     )
     return Choice(strongest, leader, strongest, best, gain, p_value, reason, standings)
+
+
+def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criterion: str) -> list[str]:
+    """The best policy, and those that ``AUC_mixed`` cannot tell from it, by one standard error of the difference."""
+    best = by_name[policies[0].name].result
+    if criterion != "AUC_mixed":
+        return [policies[0].name]
+    behind = {row.name: best.difference(by_name[row.name].result, criterion) for row in policies[1:]}
+    return [policies[0].name, *(name for name, one in behind.items() if one.mean <= one.half_width / Z95)]
 
 
 def _known(value: float) -> float:

@@ -18,7 +18,7 @@ USERS = 400
 
 
 def measured(name, values, *, baseline=False, metric="AUC_mixed", **others):
-    per_user = {metric: values, **others}
+    per_user = {metric: values, "AUC_other": values, **others}
     result = RankingResult(torch.arange(len(values)), per_user, {}, {}, {}, {})
     kind = "baseline" if baseline else "run"
     return Evaluated(name, kind, result)
@@ -68,6 +68,20 @@ def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_coul
     assert choose([als, measured("mpo", worse)], criterion).advice == []  # it is surely worse
     assert choose([als], criterion).advice == []
     assert choose([als, measured("copy", noisy(0.7, 1))], criterion).advice == []  # nothing is to be seen
+
+
+def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
+    als, shared, apart = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1), torch.linspace(-0.1, 0.1, USERS)
+    log = measured("log", shared + 0.002, AUC_other=noisy(0.7, 3))
+    taste = measured("taste", shared + apart, AUC_other=noisy(0.75, 3))  # 0.7 standard errors behind
+    worse = measured("worse", shared - 0.002 + apart, AUC_other=noisy(0.9, 3))  # 1.4
+    found = choose([als, log, taste, worse], "AUC_mixed")
+    assert (found.leader, found.policy, found.name) == ("log", "taste", "taste")
+    assert found.reason.startswith("taste, which of 2 that are as good ranks the exposures of a user best, beats")
+    assert found.gain.mean == pytest.approx(0.1, abs=0.02)
+    unseen = [measured(one.name, one.result.per_user["AUC_mixed"], metric="AUC_unseen") for one in (log, taste)]
+    best = measured("als", noisy(0.6, 1), baseline=True, metric="AUC_unseen")
+    assert choose([best, *unseen], "AUC_unseen").name == found.leader
 
 
 def test_a_decision_needs_a_baseline():
