@@ -77,6 +77,7 @@ def test_a_night_from_the_command_line(tmp_path):
     tuesday = ["prepare", "--extends", place["monday"], "--log", files["second"], *engine]
     newest = ["--data.segments", "newest", "--data.replay", "1.0"]
     judged = ["--truth", str(tmp_path / "world" / "truth"), "--contenders", "[popularity]", "--ks", "[5]"]
+    judged += ["--segments", "false", "--off_policy", "null", "--bootstrap_resamples", "5"]
     asking = ["--histories", str(tmp_path / "tuesday" / "histories.parquet"), "--user_features", files["users"]]
     asking += ["--context", files["context"]]
     steps = [

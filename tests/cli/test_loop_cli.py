@@ -40,7 +40,7 @@ EXPLORE = recpo.Exploration(temperature=0.5, epsilon=0.1, shortlist=20)
 PRETRAIN = {
     "policy": {
         "class_path": "CatalogSoftmaxPolicy",
-        "init_args": {"dim": 16, "layers": 1, "heads": 2, "max_history": 40, "attention_length": 20},
+        "init_args": {"dim": 16, "layers": 1, "heads": 1, "max_history": 40},
     },
     "data": {"batch_size": 32, "layout": {"class_path": "SequenceLayout", "init_args": {"history_length": 20}}},
     "objective": {"class_path": "Likelihood"},

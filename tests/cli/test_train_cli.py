@@ -164,9 +164,9 @@ DAY = 86_400_000  # ms
 
 
 def log_of(items):
-    """A log of so many items: 60 users, one after another, so that those of later periods have no history."""
+    """A log of so many items: 30 users, one after another, so that those of later periods have no history."""
     rows = [
-        (user, (user + event) % items, DAY * (18_000 + 2 * user + event)) for user in range(60) for event in range(4)
+        (user, (user + event) % items, DAY * (18_000 + 2 * user + event)) for user in range(30) for event in range(4)
     ]
     frame = pd.DataFrame(rows, columns=["user_id", "item_id", "timestamp"])
     return frame.assign(watch_time=3.0 + frame.index % 7, duration=10.0)
@@ -179,6 +179,7 @@ def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recomme
     run, bundle, histories = tmp_path / "run", tmp_path / "bundle", data.root / "histories.parquet"
     config = ["train", "--config", "configs/pretrain.yaml", "--data.prepared", str(data.root), "--out", str(run)]
     small = ["--policy.dim", "8", "--policy.heads", "1", "--policy.layers", "1", "--trainer.max_epochs", "1"]
+    small += ["--policy.max_history", "4", "--data.layout.init_args.history_length", "4"]  # a user has no more events
     assert main([*config, *small]) == 0
     assert 0 <= Run.open(run).results["val/NDCG@10"] <= 1
     assert main(["export", "--run", str(run), "--out", str(bundle)]) == 0
@@ -220,11 +221,12 @@ def test_every_verb_that_opens_a_run_takes_trust(tmp_path, prepared, monkeypatch
     base = ["--data.prepared", str(prepared), "--init_from", run, "--trainer.max_steps", "1"]
     codes = ["--out", str(tmp_path / "codes"), "--levels", "2", "--codebook_size", "8"]
     vectors = ["--vectors", "VectorsFromRun", "--vectors.run", run]
+    few = ["--baselines", "false", "--segments", "false", "--off_policy", "null", "--bootstrap_resamples", "5"]
     verbs = [
         (["export", "--run", run, "--out", str(tmp_path / "bundle")], trusted),
         (["recommend", "--source", run, "--histories", histories, "--out", str(tmp_path / "r.parquet")], trusted),
         (
-            ["evaluate", "--prepared", str(prepared), "--contenders", f'["{run}"]', "--out", str(tmp_path / "e")],
+            ["evaluate", "--prepared", str(prepared), "--contenders", f'["{run}"]', "--out", str(tmp_path / "e"), *few],
             trusted,
         ),
         (["train", *base, "--out", str(tmp_path / "next")], trusted),

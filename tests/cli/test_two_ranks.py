@@ -130,7 +130,7 @@ def test_two_ranks_learn_from_their_own_candidates_and_resume(two, tmp_path, pre
 DEALT = """
 data:
   prepared: {prepared}
-  batch_size: 4
+  batch_size: 12
   num_workers: {workers}
   assign: shards
   layout: {{class_path: SequenceLayout, init_args: {{history_length: 12}}}}
@@ -142,7 +142,7 @@ advantage: {{class_path: TernaryAdvantage}}
 optimizer: {{class_path: torch.optim.Adam, init_args: {{lr: 0.01}}}}
 checkpoint_every: {every}
 trainer:
-  max_epochs: 3
+  max_epochs: 2
   accelerator: cpu
   devices: 2
   strategy: ddp
@@ -156,7 +156,7 @@ def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(two, tmp_pa
     prepared = tmp_path / "prepared"
     prepare(str(world / "log"), prepared, rows_per_shard=600)
     batches = [
-        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), Epochs(assign="shards"))
+        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 12, 0, Rank(rank, 2), Epochs(assign="shards"))
         for rank in range(2)
     ]
     filled = [sum(bool(batch.slates.mask.any()) for batch in own) for own in batches]
@@ -170,9 +170,9 @@ def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(two, tmp_pa
     alone = ["--resume", "true", "--trainer.devices", "1", "--trainer.strategy", "auto"]
     assert main(words(config, tmp_path / "cut", *alone)) == 1
     refused = capsys.readouterr().err
-    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot continue" in refused
+    assert "after 6 batches of 12 on each of 2 ranks (assign: shards); it cannot continue" in refused
     config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
     resumed = train(config, tmp_path / "cut", "--resume", "true", ranks=two)
-    assert resumed["global_step"] == whole["global_step"] == 3 * len(batches[0])
+    assert resumed["global_step"] == whole["global_step"] == 2 * len(batches[0])
     for name, weights in whole["state_dict"].items():
         torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)

@@ -1,15 +1,13 @@
 """A process and this one write the same output at the same time: one succeeds, the other one reports an error."""
 
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from recpo.artifacts.checksums import kind_of
 from recpo.cli.main import main
 from recpo.log.prepared import Prepared
+from tests.forks import Command
 
 SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]
 SMALL += ["--data.layout.init_args.history_length", "12", "--allocator", "false", "--progress", "false"]
@@ -17,23 +15,15 @@ SMALL += ["--patience", "null"]  # the first one must still be at it when the se
 TAKEN = "another process is writing it; wait until it ends, or choose another output"
 
 
-def begin(*options):
-    command = [sys.executable, "-m", "recpo.cli.main", *map(str, options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def begin(folder, *options):
+    folder.mkdir()
+    return Command(list(map(str, options)), folder)
 
 
-def ended(process):
-    _, said = process.communicate(timeout=600)
+def ended(command):
+    status, (_, said) = command.ended(), command.printed
     assert "Traceback" not in said
-    return process.returncode, said
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return status, said
 
 
 def here(capfd, *options):
@@ -46,10 +36,11 @@ def here(capfd, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", ["false", "true"])
 def test_two_preparations(world, tmp_path, capfd, overwrite):
-    out = tmp_path / "prepared"
+    out = tmp_path / "place" / "prepared"
+    out.parent.mkdir()
     words = ["prepare", "--log", world / "log", "--out", out, "--overwrite", overwrite]
-    other = begin(*words)
-    wait_for(lambda: any(tmp_path.iterdir()), other)  # it has begun to write
+    other = begin(tmp_path / "printed", *words)
+    other.until(lambda: any(out.parent.iterdir()))  # it has begun to write
     results = [here(capfd, *words), ended(other)]
     refused = [said for status, said in results if status == 1]
     assert [status for status, _ in results].count(0) >= 1
@@ -58,26 +49,26 @@ def test_two_preparations(world, tmp_path, capfd, overwrite):
     if overwrite == "false":
         assert len(refused) == 1
     Prepared.open(out).verify()
-    assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+    assert [path.name for path in out.parent.iterdir()] == ["prepared"]
 
 
 @pytest.mark.slow
 def test_two_trainings_and_two_resumptions(prepared, tmp_path, request, capfd):
-    config, out = request.config.rootpath / "configs" / "pretrain.yaml", tmp_path / "run"
+    config, out = request.config.rootpath / "configs" / "pretrain.yaml", tmp_path / "place" / "run"
     train = ["train", "--config", config, "--data.prepared", prepared, "--out", out, *SMALL, "--checkpoint_every", "5"]
     train += ["--trainer.max_epochs", "100000"]
-    for options in ([], ["--resume", "true"]):
-        first = begin(*train, *options)
+    for name, options in (("first", []), ("again", ["--resume", "true"])):
+        first = begin(tmp_path / name, *train, *options)
         written = (out / "checkpoints" / "last.ckpt").stat().st_mtime_ns if options else 0
-        wait_for(lambda w=written: (out / "checkpoints/last.ckpt").exists() and _age(out) > w, first)
+        first.until(lambda w=written: (out / "checkpoints/last.ckpt").exists() and _age(out) > w)
         for more in (["--overwrite", "true"], ["--resume", "true"]):
             status, said = here(capfd, *train, *more)
             assert (status, TAKEN in said) == (1, True), said
-        assert first.poll() is None
-        first.send_signal(signal.SIGTERM)
+        assert first.process.exitcode is None
+        first.send(signal.SIGTERM)
         assert ended(first)[0] == 143
     assert kind_of(out) == "run"
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert [path.name for path in out.parent.iterdir()] == ["run"]
 
 
 def _age(out):

@@ -191,13 +191,14 @@ def test_six_swaps_and_a_rollback_with_two_workers_lose_nothing(versions, bundle
     for path, version in zip(bundles, ("9", "10"), strict=True):
         expected[version] = [item for item, _ in Bundle.open(path).recommend_one(body["history"], 5)]
     with process(versions, "--workers", 2, "--admin_keys", keys, "--log", tmp_path / "log") as server:
-        _, ended = load(server.url)
+        found, ended = load(server.url, 2)
         operator = {"Authorization": "Bearer the-key-of-an-operator"}
         for number in range(6):
             wanted = {"version": ("9", "10")[number % 2]}
             answer = httpx.post(f"{server.url}/v1/admin/swap", json=wanted, headers=operator, timeout=60)
             assert answer.status_code == 200, answer.text
-            time.sleep(0.3)
+            count = len(found)
+            wait_for(lambda more=count + 20: len(found) > more)
         assert httpx.post(f"{server.url}/v1/admin/rollback", headers=operator, timeout=60).json()["version"] == "9"
 
         def late():

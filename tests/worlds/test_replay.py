@@ -280,7 +280,7 @@ def test_a_loop_serves_a_replayed_world(matrix, tmp_path):
     recipe = {
         "policy": {
             "class_path": "CatalogSoftmaxPolicy",
-            "init_args": {"dim": 16, "layers": 1, "heads": 2, "max_history": 120, "attention_length": 20},
+            "init_args": {"dim": 16, "layers": 1, "heads": 1, "max_history": 20},
         },
         "data": {"batch_size": 32, "layout": {"class_path": "SequenceLayout", "init_args": {"history_length": 20}}},
         "objective": {"class_path": "Likelihood"},
