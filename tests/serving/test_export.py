@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,15 +18,17 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Recommendations
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.program import verify_runtime
 from recpo.serving.runtimes import PolicyRuntime
+from tests.forks import FORKS
 from tests.refusals import refused
 
-REPOSITORY = Path(recpo.__file__).parent.parent
 SEVEN = IdMap(pa.array(range(10, 17)))
 FEEDBACK = FeedbackDefinition()
+REPOSITORY = Path(recpo.__file__).parent.parent
 
 
 class Counting(Policy):
@@ -250,33 +250,30 @@ def test_verification_tells_ties_from_differences():
     verify_runtime(Changed(Tied(), swap_first), Tied(), 4)
 
 
-KILLED = """
-import time
-import pyarrow as pa
-sleeps = [0, 1]
-from pathlib import Path
-from recpo.base.feedback import FeedbackDefinition
-from recpo.log.id_map import IdMap
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.serving import export
-options = dict(dim=4, layers=1, max_history=3)
-export.verify_runtime = lambda runtime, policy, k: (print(runtime, flush=True), time.sleep(600 * sleeps.pop(0)))
-facts = export.PolicyFacts(FeedbackDefinition(), options=options)
-export.export_bundle(
-    CatalogSoftmaxPolicy(7, **options), IdMap(pa.array(range(7))), facts, Path({out!r}), export.BundleOptions(k=3)
-)
-"""
+def export_slowly(out, verified):
+    """Sends a word for each of the two engines, and stays in the verification of the second one."""
+
+    def verify(runtime, policy, k):
+        verified.send(type(runtime).__name__)
+        time.sleep(600 * sleeps.pop(0))
+
+    sleeps, options = [0, 1], {"dim": 4, "layers": 1, "max_history": 3}
+    export.verify_runtime = verify
+    policy = CatalogSoftmaxPolicy(7, **options)
+    export_bundle(policy, SEVEN, PolicyFacts(FEEDBACK, options=options), out, BundleOptions(k=3))
 
 
 @pytest.mark.slow
 def test_an_export_killed_while_its_last_engine_is_verified_leaves_nothing_that_loads(tmp_path):
-    program = KILLED.format(out=str(tmp_path / "bundle"))
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=export_slowly, args=(tmp_path / "bundle", theirs))
+    process.start()
+    theirs.close()  # or a process that fails would not end the wait
     for _ in range(2):
-        assert "Runtime" in process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+        assert "Runtime" in ours.recv()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     leavings = list(tmp_path.iterdir())
     assert leavings
     for path in leavings:
