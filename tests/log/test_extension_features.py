@@ -175,19 +175,14 @@ def assert_extensions_equal(folder, log, cuts, seed):
 
 
 @pytest.mark.slow
-def test_an_extension_with_features_equals_preparing_the_whole_log(tmp_path):
-    first, extended = assert_extensions_equal(tmp_path, rich_log(4, 6), [5, 6], 1)
+def test_three_extensions_with_features_equal_preparing_the_whole_log(tmp_path):
+    first, extended, *_ = assert_extensions_equal(tmp_path, rich_log(7, 7), [4, 5, 6, 7], 7)
     codes = extended.item_features().codes[first.num_items + 1 :, 0]
     assert 1 in codes  # an author that is new
     assert codes.max() > 1
     counts = extended.manifest["feature_tables"]["item"]["counts"]
     assert counts["kept"] == first.num_items - 1  # all but the item that nobody was shown, which is given again
     assert counts["without"] == counts["unused"] == 0
-
-
-@pytest.mark.slow
-def test_three_extensions_with_features_equal_preparing_the_whole_log(tmp_path):
-    assert_extensions_equal(tmp_path, rich_log(7, 7), [4, 5, 6, 7], 7)
 
 
 @pytest.fixture(scope="module")
