@@ -185,7 +185,6 @@ def measure_speed(figures: dict[str, Figures], running: list[Running], turns: in
             if turn:  # the first one warms up
                 figures[contender.name].wall.append(done["positions"] / done["seconds"])
     for contender in running:
-        contender.end()
         figures[contender.name].facts.update(spread("positions_per_s", figures[contender.name].wall))
 
 
@@ -275,7 +274,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.setting = FULL
     if args.quick:
-        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.2, [0.3, 0.6]
+        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.1, [0.2, 0.4]
         args.threads = 1
     if args.cpu_seconds != sorted(set(args.cpu_seconds)) or args.cpu_seconds[0] <= 0:
         parser.error(f"--cpu-seconds must ascend from above 0, got {args.cpu_seconds}")
@@ -322,9 +321,15 @@ def main() -> None:
         data = Path(folder) / "data"
         test = write_data(sequences, data)
         figures = {name: Figures({}, [], []) for name in pythons}
+        running = []
         if args.turn_seconds:
-            measure_speed(figures, start(pythons, args, data, args.threads), args.turns, args.turn_seconds)
-        measure_training(figures, start(pythons, args, data, 1), args.turns, args.cpu_seconds, test)
+            running = start(pythons, args, data, args.threads)
+            measure_speed(figures, running, args.turns, args.turn_seconds)
+        if not (running and args.quick):  # there, the same processes go on: to start them is nearly all of the time
+            for contender in running:
+                contender.end()
+            running = start(pythons, args, data, 1)
+        measure_training(figures, running, args.turns, args.cpu_seconds, test)
     for name, own in figures.items():
         about = {**log, **args.setting, "threads": args.threads, "windows": CONTENDERS[name].windows}
         print(json.dumps({"benchmark": "pretrain", "contender": name, **about, **own.facts}))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -63,10 +61,10 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers(lines_
     for line in measured.values():
         assert line["positions_per_s_min"] <= line["positions_per_s"] <= line["positions_per_s_max"]
         assert line["positions_per_cpu_s"] > 0
-        assert line["trained_cpu_s"] >= 0.6
+        assert line["trained_cpu_s"] >= 0.4
         assert 0 < line["ndcg@10"] <= line["hr@10"] <= 1
-        assert list(line["after_cpu_s"]) == ["0.3", "0.6"]
-        assert line["after_cpu_s"]["0.6"]["ndcg@10"] == line["ndcg@10"]
+        assert list(line["after_cpu_s"]) == ["0.2", "0.4"]
+        assert line["after_cpu_s"]["0.4"]["ndcg@10"] == line["ndcg@10"]
         assert line["versions"]["torch"]
 
 
@@ -292,13 +290,11 @@ def gpu_benchmark():
     return benchmark("gpu")
 
 
-def test_gpu_benchmark_says_that_there_is_none():
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=hidden)
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("benchmarks/gpu.py needs a CUDA device")
-    assert "Traceback" not in result.stderr + result.stdout
+def test_gpu_benchmark_says_that_there_is_none(printed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as refused:
+        printed("gpu.py", "--quick")
+    assert refused.value.code.startswith("benchmarks/gpu.py needs a CUDA device")  # a text: status 1, no traceback
 
 
 def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
@@ -343,17 +339,19 @@ def test_every_part_of_what_only_a_gpu_can_tell_runs_on_a_cpu(one_thread):
     assert {line.get("same_items", 1.0) for line in lines["serving"].values()} == {1.0}
 
 
-def test_a_part_that_takes_too_long_leaves_its_lines_and_the_next_begins(tmp_path, monkeypatch, capsys):
+def test_a_part_that_takes_too_long_leaves_its_lines_and_the_next_begins(tmp_path, monkeypatch, capfd, lines_of):
     gpu, parts = gpu_benchmark(), benchmark("gpu_parts")
-    monkeypatch.setattr(parts, "BUDGETS", {"rows": 0.2, "softmax": 100})
+    monkeypatch.setattr(parts, "BUDGETS", {"rows": 0.2, "shares": 100})  # shares imports least
     monkeypatch.setitem(sys.modules, "gpu_parts", parts)
     assert gpu.everything("cpu", small=True, seconds=100, out=tmp_path / "gpu.jsonl") == 1
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [line["status"] for line in lines if "status" in line] == ["out of time", "done"]
-    assert {line["case"] for line in lines if line["of"] == "softmax" and "case" in line} > {"recpo", "dense"}
-    assert capsys.readouterr().out.splitlines() == [json.dumps(line) for line in lines]
+    assert {line["part"] for line in lines if line["of"] == "shares" and "part" in line} > {"copy", "adam"}
+    assert capfd.readouterr().out.splitlines() == [json.dumps(line) for line in lines]
     assert gpu.everything("cpu", small=True, seconds=0, out=tmp_path / "gpu.jsonl") == 2
-    assert capsys.readouterr().out.count("skipped") == 2
+    assert capfd.readouterr().out.count("skipped") == 2
+    softmax = lines_of("gpu.py", "--part", "softmax", "--device", "cpu", "--small")
+    assert {line["case"] for line in softmax} > {"recpo", "dense"}
 
 
 @pytest.mark.gpu

@@ -28,7 +28,8 @@ NAV = re.findall(r"([\w/]+\.md)$", CONFIGURATION[CONFIGURATION.index("\nnav:") :
 GIVEN = {
     "evaluation.md": """
 import recpo
-tiny = {"data.batch_size": 16, "trainer.max_epochs": 1, "trainer.limit_train_batches": 2}
+tiny = {"policy.init_args.dim": 8, "policy.init_args.layers": 1, "data.batch_size": 16, "trainer.max_epochs": 1}
+tiny["trainer.limit_train_batches"] = 2
 recpo.simulate("world", users=80, items=60, events=5000, days=10)
 data = recpo.prepare("world/log", out="prepared")
 run = recpo.train(data, out="runs/pretrain", **tiny)
@@ -56,7 +57,8 @@ users = pd.DataFrame({"user_id": sorted(set(log["user_id"])), "age": 30})
 import recpo
 recpo.simulate("world", users=80, items=60, events=5000, days=10)
 data = recpo.prepare("world/log", out="prepared")
-run = recpo.train(data, out="run", **{"trainer.max_epochs": 1, "trainer.limit_train_batches": 2})
+tiny = {"policy.init_args.dim": 8, "policy.init_args.layers": 1, "trainer.limit_train_batches": 2}
+run = recpo.train(data, out="run", **{"trainer.max_epochs": 1, **tiny})
 recpo.export(run, out="runs/bundle")
 """,
 }
@@ -231,12 +233,14 @@ def test_the_example_of_plain_arrays_runs(capsys):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A directory with what the pages read: the sample, and the configurations with trainings of three steps."""
+    """A directory with what the pages read: the sample, and the configurations, with three steps of a small policy."""
     for name in ("configs", "data"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for config in (tmp_path / "configs").glob("*.yaml"):
         text = config.read_text(encoding="utf-8")
-        config.write_text(re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1\n  max_steps: 3", text), encoding="utf-8")
+        text = re.sub(r"(?m)^  max_epochs: \d+", "  max_epochs: 1\n  max_steps: 3", text)
+        text = text.replace("    profile: true\n", "    layers: 1\n    dim: 8\n").replace("    fold_in: 16\n", "")
+        config.write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -96,15 +96,6 @@ def test_serving_uses_only_the_id_map_of_data():
             assert not name.startswith("recpo.log") or name == "recpo.log.id_map", f"{path}: {name}"
 
 
-@pytest.mark.slow
-def test_verbs_that_read_runs_import_neither_lightning_nor_the_compiler():
-    verbs = ["evaluate", "export", "tilt", "tokenize", "compare", "calibrate", "factorize"]
-    code = f"import importlib, sys\nfor verb in {verbs}:\n    importlib.import_module(f'recpo.verbs.{{verb}}')\n"
-    code += "    print(verb, sorted({'lightning', 'torch._dynamo', 'sympy'} & set(sys.modules)))"
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed.splitlines()[-len(verbs) :] == [f"{verb} []" for verb in verbs]
-
-
 OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")
 OPTIONAL += ("pyspark", "matplotlib", "polars", "optuna", "mlflow", "wandb")
 #: their classes inherit from those of the package, or its decorators make them; verbs import them where they need them
@@ -113,17 +104,35 @@ INTEGRATIONS = {
     "fastapi": ["server.app", "server.processes"],
     "triton": ["ops.fused_catalog"],
 }
+READING = ("evaluate", "export", "tilt", "tokenize", "compare", "calibrate", "factorize")
 
 
-@pytest.mark.slow
-def test_every_module_imports_without_the_optional_packages():
+@pytest.fixture(scope="module")
+def fresh():
+    """What a fresh process says that imports the verbs that read runs, then every module, without optional packages."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in MODULES}
     names = {name.removesuffix(".__init__") for name in names}
     names -= {f"recpo.{name}" for modules in INTEGRATIONS.values() for name in modules}
-    code = "import importlib, sys, warnings; warnings.simplefilter('ignore')\n"
-    code += f"sys.modules.update(dict.fromkeys({OPTIONAL}))\nfor name in {sorted(names)}: importlib.import_module(name)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    code = f"""
+import importlib, sys, warnings
+warnings.simplefilter("ignore")
+sys.modules.update(dict.fromkeys({OPTIONAL}))
+for verb in {READING}:
+    importlib.import_module("recpo.verbs." + verb)
+    print(verb, sorted({{"lightning", "torch._dynamo", "sympy"}} & set(sys.modules)))
+for name in {sorted(names)}: importlib.import_module(name)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_verbs_that_read_runs_import_neither_lightning_nor_the_compiler(fresh):
+    assert fresh.stdout.splitlines()[-len(READING) :] == [f"{verb} []" for verb in READING], fresh.stderr
+
+
+@pytest.mark.slow
+def test_every_module_imports_without_the_optional_packages(fresh):
+    assert fresh.returncode == 0, fresh.stderr
 
 
 def test_the_command_line_imports_only_the_verb_asked_for():

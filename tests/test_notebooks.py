@@ -14,7 +14,9 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 #: What makes a notebook long, and less of it.
 LESS = {
     r'("trainer.max_epochs"|epochs): \d+': r"\1: 1",
-    r"events=\d+_000": "events=20_000",
+    r"users=600": "users=150",
+    r"events=\d+_000": "events=10_000",
+    r"dim=32": "dim=8",
     r"range\(60\)": "range(6)",
     r"steps: int = 400": "steps: int = 40",
 }

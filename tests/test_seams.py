@@ -212,8 +212,8 @@ def test_a_block_from_outside_is_trained_opened_exported_and_served(blocks, prep
 @pytest.mark.slow
 def test_a_block_in_python_with_options_of_its_own(blocks, prepared, tmp_path):
     wide = partial(recpo.SASRecBlock, expansion=2)
-    run = trained(prepared, tmp_path / "wide", policy=partial(recpo.CatalogSoftmaxPolicy, dim=8, block=wide))
-    assert [block.expand.out_features for block in run.policy().encoder.blocks] == [16, 16]
+    run = trained(prepared, tmp_path / "wide", policy=partial(recpo.CatalogSoftmaxPolicy, dim=8, layers=1, block=wide))
+    assert [block.expand.out_features for block in run.policy().encoder.blocks] == [16]
     recpo.export(run, out=tmp_path / "bundle", k=5)
     options = recpo.Bundle.open(tmp_path / "bundle", engine="torch").manifest.options
     assert options["block"] == {"class": "recpo.policies.blocks.SASRecBlock", "options": {"expansion": 2}}

@@ -97,6 +97,8 @@ def test_the_road_from_a_log_to_served_days_can_be_followed_in_mlflow(server, ru
     config = str(ROOT / "configs" / "pretrain.yaml")
     training = ["--config", config, "--data.prepared", data, "--out", run, *SMALL, "--trainer.log_every_n_steps", "1"]
     training += ["--policy.init_args.max_history", "20", "--data.layout.init_args.history_length", "20"]
+    training += ["--policy.init_args.profile", "false", "--policy.init_args.fold_in", "0"]  # a smaller program
+    training += ["--trainer.limit_val_batches", "1"]
     for words in (
         ["prepare", str(ROOT / "data" / "sample.parquet"), "--out", data],
         ["train", *training],
