@@ -56,7 +56,7 @@ class _OnBase(Policy):
 
 
 class _Read(NamedTuple):
-    """What is known of histories at any temperature: what the base says, and ``GradeFactors.fold_in``."""
+    """Histories, the base's states after them, and ``GradeFactors.fold_in``: the same at every temperature."""
 
     histories: Histories
     of_base: Tensor
@@ -113,7 +113,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
 
     @contextmanager
     def keeping_histories(self) -> Iterator[None]:
-        """Within it, the same histories are read once: what base and factors say of them holds for every temperature.
+        """Within it, the same histories are encoded and folded in once, for calls at several temperatures.
 
         ``temperature`` may change between calls, and weights may not. Histories are the same if they are one object.
         """

@@ -36,7 +36,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
     recpo.factorize(data, tmp_path / "factors", method="als", ranks=[2], ridges=[4.0], sweeps=2)
     listed = []
 
-    def ranked(*arguments, measures=(), **named):
+    def ranked(recommender, ranking, measures):
         class Lists:
             def update(self, observed):
                 listed.append(observed.lists.item_ids.numpy())
@@ -45,10 +45,10 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
             def totals(self):
                 return {}
 
-        return ranking(*arguments, measures=[*measures, Lists()], **named)
+        return one_pass(recommender, ranking, [*measures, Lists()])
 
-    ranking, lists_of = tilting.evaluate_ranking, reward_comparison.greedy_lists
-    monkeypatch.setattr(tilting, "evaluate_ranking", ranked)
+    one_pass, lists_of = tilting.RankingPass, reward_comparison.greedy_lists
+    monkeypatch.setattr(tilting, "RankingPass", ranked)
     tilted = recpo.tilt(base, tmp_path / "factors", data, out=tmp_path / "run", temperatures=[0.05, 0.5])
     assert len(tilted.trials) == 3
     known = data.num_items - UNBORN
