@@ -8,8 +8,9 @@ population. A user's rows may depend on each other in any way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
+_CELLS_KEPT = 1 << 23  # two bytes each
 
 NOWHERE = Interval(math.nan, math.nan)
 
@@ -84,16 +86,30 @@ def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -
         seed: of the random numbers.
     """
     users = len(samples[0])
-    rng = np.random.default_rng(seed)
     joined = np.concatenate(samples, axis=1)
-    totals = np.empty((resamples, joined.shape[1]))
-    at_once = max(1, _CELLS_AT_ONCE // users)
-    for begin in range(0, resamples, at_once):
-        part = totals[begin : begin + at_once]
-        drawn = [np.bincount(rng.integers(0, users, users), minlength=users) for _ in part]
-        part[:] = np.array(drawn, np.float64) @ joined
+    if users * resamples <= _CELLS_KEPT:
+        at_once = max(1, _CELLS_AT_ONCE // users)
+        kept = _kept_draws(users, resamples, seed)
+        parts: Iterable[NDArray[np.integer]] = (kept[begin : begin + at_once] for begin in range(0, resamples, at_once))
+    else:
+        parts = _draws(users, resamples, seed)
+    totals = np.concatenate([part.astype(np.float64) @ joined for part in parts])
     edges = np.cumsum([sample.shape[1] for sample in samples])[:-1]
     return [sum_of_ratios(part) for part in np.split(totals, edges, axis=1)]
+
+
+def _draws(users: int, resamples: int, seed: int) -> Iterator[NDArray[np.integer]]:
+    """How often each user is drawn, ``[rows, users]``, some of the resamples at a time."""
+    rng, at_once = np.random.default_rng(seed), max(1, _CELLS_AT_ONCE // users)
+    for begin in range(0, resamples, at_once):
+        rows = range(begin, min(begin + at_once, resamples))
+        yield np.array([np.bincount(rng.integers(0, users, users), minlength=users) for _ in rows])
+
+
+@lru_cache(maxsize=4)
+def _kept_draws(users: int, resamples: int, seed: int) -> NDArray[np.integer]:
+    """All of ``_draws``: every contender, target and pair of contenders of an evaluation has the same."""
+    return np.concatenate([part.astype(np.uint16) for part in _draws(users, resamples, seed)])
 
 
 def percentile_interval(values: FloatArray, level: float = 0.95) -> Interval:
