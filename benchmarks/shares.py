@@ -226,15 +226,12 @@ def flops_of(name: str, shapes: list[list[int]]) -> float:
     return 2.0 * math.prod(left) * width
 
 
-def training(name: str, work: Path, flags: argparse.Namespace, watch: Watch) -> None:
+def training(name: str, work: Path, steps: int, batch: int, watch: Watch) -> None:
     """Trains ``steps`` steps and a few more; of a validation only one batch."""
     from recpo.verbs.train import train
 
     start = {} if name == "pretrain" else {"init_from": work / "pretrain", "reward.init_args.factors": work / "factors"}
-    options = {"trainer.max_steps": flags.steps + 2 + PROFILED, "trainer.limit_val_batches": 1}
-    options |= {"data.batch_size": flags.batch}
-    if flags.quick and name == "pretrain":
-        options |= {"policy.init_args.layers": 1}
+    options = {"trainer.max_steps": steps + 2 + PROFILED, "trainer.limit_val_batches": 1, "data.batch_size": batch}
     files = configurations(CONFIGS, name)
     train(
         work / "prepared",
@@ -270,7 +267,7 @@ def run_step(name: str, work: Path, flags: argparse.Namespace) -> dict[str, Any]
             call(verb, **verbs[name])
             shares.stop()
     else:
-        training(name, work, flags, watch)
+        training(name, work, flags.steps, flags.batch, watch)
     return {"step": name, **shares.as_json(), **watch.found, "import_cpu_seconds": round(imported, 2)}
 
 
