@@ -252,7 +252,7 @@ def serving(device: str, small: bool) -> Iterator[Line]:
     """An export of a policy on the device; lists by the policy there, and by the program in ONNX Runtime."""
     items, users, k = (500, 8, 5) if small else (100_000, 256, 50)
     torch.manual_seed(0)
-    policy = CatalogSoftmaxPolicy(items, dim=DIM, layers=1 if small else 2, max_history=HISTORY).to(device).eval()
+    policy = CatalogSoftmaxPolicy(items, dim=DIM, max_history=HISTORY).to(device).eval()
     generator = np.random.default_rng(0)
     ids = generator.integers(1, items + 1, (users, HISTORY))
     inputs = EncodedHistories(ids, ids % 3, np.zeros((users, 1), np.int64))

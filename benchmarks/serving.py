@@ -47,7 +47,7 @@ LITSERVE = Path(__file__).parent / "peers" / "litserve_server.py"
 FIRST_MS = 1_700_000_000_000
 
 
-def make_bundle(items: int, out: Path, layers: int = 2) -> None:
+def make_bundle(items: int, out: Path) -> None:
     """A bundle of an untrained policy: what it lists is meaningless, what it costs is not."""
     import pyarrow as pa
     import torch
@@ -58,7 +58,7 @@ def make_bundle(items: int, out: Path, layers: int = 2) -> None:
     from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 
     torch.manual_seed(0)
-    options = {"dim": DIM, "max_history": HISTORY, "layers": layers}
+    options = {"dim": DIM, "max_history": HISTORY}
     feedback = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
     ids = IdMap(pa.array(np.arange(items, dtype=np.int64) + 10**6))
     export_bundle(
@@ -289,13 +289,13 @@ def below_http(items: int, bundle: Path, repeats: int) -> dict[str, float]:
 def measure(arguments: argparse.Namespace) -> None:
     quick = arguments.quick
     sizes = arguments.items or ([1000] if quick else [10**4, 10**5])
-    seconds, warm = (0.2, 0.1) if quick else (arguments.seconds, arguments.warm)
+    seconds, warm = (0.5, 0.2) if quick else (arguments.seconds, arguments.warm)
     clients = (2,) if quick else CLIENTS
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for items in sizes:
             bundle = work / f"bundle-{items}"
-            make_bundle(items, bundle, layers=1 if quick else 2)
+            make_bundle(items, bundle)
             print(json.dumps({"items": items, **below_http(items, bundle, 5 if quick else 30)}), flush=True)
             found: dict[tuple[str, int], dict[str, float]] = {}
             for contender in arguments.contenders:

@@ -102,11 +102,7 @@ def main() -> None:
         for ranks in args.ranks:
             with tempfile.TemporaryDirectory() as folder:
                 store = str(Path(folder) / "store")
-                arguments = ranks, store, items, args.dim, args.states, args.repeats
-                if args.quick and ranks == 1:  # where a process that imports torch would be nearly all of the time
-                    measure(0, *arguments)
-                else:
-                    mp.spawn(measure, arguments, nprocs=ranks)
+                mp.spawn(measure, (ranks, store, items, args.dim, args.states, args.repeats), nprocs=ranks)
 
 
 if __name__ == "__main__":

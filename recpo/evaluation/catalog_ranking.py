@@ -129,7 +129,11 @@ class Ranking:
 def evaluate_ranking(
     recommender: Recommender, batches: Iterable[EvaluationBatch], ranking: Ranking, measures: Sequence[Measure] = ()
 ) -> RankingResult:
-    """Ranks the complete catalog for every held-out user, in one pass over the batches; see ``RankingPass``."""
+    """Ranks the complete catalog for every held-out user, in one pass over the batches; see ``RankingPass``.
+
+    Raises:
+        RecpoError: no users, or what ``RankingPass.add`` raises.
+    """
     found = RankingPass(recommender, ranking, measures)
     for batch in batches:
         found.add(batch)

@@ -8,7 +8,7 @@ population. A user's rows may depend on each other in any way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -87,13 +87,9 @@ def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -
     """
     users = len(samples[0])
     joined = np.concatenate(samples, axis=1)
-    if users * resamples <= _CELLS_KEPT:
-        at_once = max(1, _CELLS_AT_ONCE // users)
-        kept = _kept_draws(users, resamples, seed)
-        parts: Iterable[NDArray[np.integer]] = (kept[begin : begin + at_once] for begin in range(0, resamples, at_once))
-    else:
-        parts = _draws(users, resamples, seed)
-    totals = np.concatenate([part.astype(np.float64) @ joined for part in parts])
+    draws: Callable[[int, int, int], Iterable[NDArray[np.integer]]]
+    draws = _kept_draws if users * resamples <= _CELLS_KEPT else _draws
+    totals = np.concatenate([part.astype(np.float64) @ joined for part in draws(users, resamples, seed)])
     edges = np.cumsum([sample.shape[1] for sample in samples])[:-1]
     return [sum_of_ratios(part) for part in np.split(totals, edges, axis=1)]
 
@@ -107,9 +103,9 @@ def _draws(users: int, resamples: int, seed: int) -> Iterator[NDArray[np.integer
 
 
 @lru_cache(maxsize=4)
-def _kept_draws(users: int, resamples: int, seed: int) -> NDArray[np.integer]:
-    """All of ``_draws``: every contender, target and pair of contenders of an evaluation has the same."""
-    return np.concatenate([part.astype(np.uint16) for part in _draws(users, resamples, seed)])
+def _kept_draws(users: int, resamples: int, seed: int) -> tuple[NDArray[np.integer], ...]:
+    """``_draws``, kept: every contender, target and pair of contenders of an evaluation has the same."""
+    return tuple(part.astype(np.uint16) for part in _draws(users, resamples, seed))
 
 
 def percentile_interval(values: FloatArray, level: float = 0.95) -> Interval:
