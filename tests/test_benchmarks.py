@@ -494,7 +494,7 @@ def test_shares_names_the_largest_parts_of_every_step(lines_of, tmp_path):
         assert ("products" in line) == (step in ("pretrain", "grpo"))
     parts = {name for name, *_ in benchmark("shares").PARTS} | {"other"}
     assert {name for line in lines for name in line["shares"]} <= parts
-    assert sum(name.startswith("log: ") for name in by_step["prepare"]["shares"]) >= 2  # which are largest, load decides
+    assert sum(name.startswith("log: ") for name in by_step["prepare"]["shares"]) >= 2  # load decides which
     assert "ONNX program of the graph" in by_step["export"]["shares"]
     for step in ("pretrain", "grpo"):
         products, passes = by_step[step]["products"], by_step[step]["passes"]
