@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from recpo.evaluation.measures import (
     Observed,
     Recommender,
     Targets,
+    auc_precision,
     exposure_auc,
     held_out_targets,
     unseen_auc,
@@ -54,6 +55,7 @@ class RankingResult:
         counts: numbers of users and held-out events, used and removed.
         user_segments: segment name to bin to ``[U]`` bool, the users in it.
         item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
+        precision: the AUCs of ``per_user`` to ``[U]`` float32, how precisely they are known (``auc_precision``).
     """
 
     user_ids: Tensor
@@ -62,10 +64,19 @@ class RankingResult:
     counts: dict[str, int]
     user_segments: dict[str, dict[str, Tensor]]
     item_segments: dict[str, dict[str, dict[str, Tensor]]]
+    precision: dict[str, Tensor] = field(default_factory=dict)
 
     def estimate(self, metric: str) -> Estimate:
         """Mean of a metric over the users for whom it is defined."""
         return estimate(self.per_user[metric])
+
+    def precise_estimate(self, metric: str) -> Estimate:
+        """The mean of ``estimate``, in which users weigh by the precision of their AUC; of other metrics, the same."""
+        return estimate(self.per_user[metric], self.precision.get(metric))
+
+    def precise_difference(self, other: RankingResult, metric: str) -> Estimate:
+        """The mean of ``difference`` with the weights of ``precise_estimate``."""
+        return estimate(self.differences(other, metric), self.precision.get(metric))
 
     def difference(self, other: RankingResult, metric: str) -> Estimate:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
@@ -161,6 +172,7 @@ class RankingPass:
         self._counts: Counter[str] = Counter()
         self._user_ids: list[Tensor] = []
         self._per_user: _Parts = defaultdict(list)
+        self._precision: _Parts = defaultdict(list)
         self._labels: _Parts = defaultdict(list)
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
 
@@ -217,6 +229,7 @@ class RankingPass:
                 segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
                 for segment in self._ranking.item_segments
             },
+            precision=_joined(self._precision),
         )
 
     def _rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
@@ -246,6 +259,7 @@ class RankingPass:
         if scores is not None and observed.unseen is not None:
             unseen = observed.unseen
             metrics |= exposure_auc(scores, targets) | unseen_auc(scores, unseen.scores, targets, unseen.item_ids)
+            _append(self._precision, auc_precision(targets, unseen.item_ids))
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():

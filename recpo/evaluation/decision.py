@@ -46,7 +46,7 @@ class Standing(NamedTuple):
     Attributes:
         name: the contender.
         is_baseline: whether a team has it without recpo.
-        value: mean of the criterion.
+        value: mean of the criterion; users weigh by the precision of their AUC (``RankingResult.precise_estimate``).
         half_width: half-width of its 95 % interval over users.
         behind: mean paired difference of the leader to it, on the same users.
         behind_half_width: half-width of the interval of that difference.
@@ -107,11 +107,11 @@ class Choice(NamedTuple):
 
 def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""
-    values = {one.name: one.result.estimate(criterion) for one in measured}
+    values = {one.name: one.result.precise_estimate(criterion) for one in measured}
     ranked = sorted(measured, key=lambda one: -_known(values[one.name].mean))
     leader, rows = ranked[0], []
     for one in ranked:
-        behind = leader.result.difference(one.result, criterion)
+        behind = leader.result.precise_difference(one.result, criterion)
         lost = one is not leader and behind.mean > 0 and _p_value(behind) <= LEVEL
         own = values[one.name]
         is_baseline = one.kind == "baseline"
@@ -142,11 +142,12 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
     near = _near(policies, by_name, criterion)
-    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
+    best = max(near, key=lambda name: by_name[name].result.precise_estimate(_ORDER).mean) if len(near) > 1 else near[0]
     strong = by_name[strongest].result
-    gain = by_name[best].result.difference(strong, criterion)
+    gain = by_name[best].result.precise_difference(strong, criterion)
     columns = [by_name[row.name].result.differences(strong, criterion) for row in policies]
-    p_value = best_p_value(torch.stack(columns, 1), [row.name for row in policies].index(best))
+    best_column = [row.name for row in policies].index(best)
+    p_value = best_p_value(torch.stack(columns, 1), best_column, strong.precision.get(criterion))
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
     named = (
@@ -167,7 +168,7 @@ def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criter
     best = by_name[policies[0].name].result
     if criterion != "AUC_mixed":
         return [policies[0].name]
-    behind = {row.name: best.difference(by_name[row.name].result, criterion) for row in policies[1:]}
+    behind = {row.name: best.precise_difference(by_name[row.name].result, criterion) for row in policies[1:]}
     return [policies[0].name, *(name for name, one in behind.items() if one.mean <= one.half_width / Z95)]
 
 

@@ -49,12 +49,26 @@ def as_json(value: Any) -> Any:
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def estimate(values: Tensor) -> Estimate:
-    """Mean and normal 95 % half-width of the values that are not nan."""
-    defined = values[~values.isnan()].double()
+def estimate(values: Tensor, weights: Tensor | None = None) -> Estimate:
+    """Mean and normal 95 % half-width of the values that are not nan.
+
+    With weights w, the mean is ``sum(w x) / sum(w)``, with the squared standard error
+    ``n / (n - 1) sum(w^2 (x - mean)^2) / sum(w)^2``; equal weights give the plain mean and ``s^2 / n``.
+
+    Args:
+        values: ``[U]``.
+        weights: ``[U]``, positive where a value is defined; None = equal.
+    """
+    known = ~values.isnan()
+    defined = values[known].double()
     n = len(defined)
-    mean = defined.mean().item() if n else math.nan
-    return Estimate(mean, Z95 * defined.std().item() / math.sqrt(n) if n > 1 else math.nan, n)
+    if weights is None or n < 2:
+        mean = defined.mean().item() if n else math.nan
+        return Estimate(mean, Z95 * defined.std().item() / math.sqrt(n) if n > 1 else math.nan, n)
+    share = weights[known].double() / weights[known].double().sum()
+    mean = (share * defined).sum().item()
+    error = math.sqrt(n / (n - 1)) * (share * (defined - mean)).square().sum().sqrt().item()
+    return Estimate(mean, Z95 * error, n)
 
 
 def _resampled(users: int, resamples: int, seed: int) -> Iterator[Tensor]:
@@ -123,7 +137,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def best_p_value(differences: Tensor, best: int, *, resamples: int = 2000, seed: int = 0) -> float:
+def best_p_value(
+    differences: Tensor, best: int, weights: Tensor | None = None, *, resamples: int = 2000, seed: int = 0
+) -> float:
     """One-sided p-value of "the mean difference of the best of M contenders is at most 0", corrected for the choice.
 
     The best of many contenders looks better than it is. The statistic of each is ``mean / standard error``. In every
@@ -135,6 +151,7 @@ def best_p_value(differences: Tensor, best: int, *, resamples: int = 2000, seed:
     Args:
         differences: ``[U, M]`` of the users' values to those of the baseline; nan = the user has none.
         best: column of the best contender.
+        weights: ``[U]`` of the users in every mean, as in ``estimate``; None = equal.
         resamples: number of samples.
         seed: seed of the samples.
 
@@ -142,17 +159,20 @@ def best_p_value(differences: Tensor, best: int, *, resamples: int = 2000, seed:
         at least ``1 / (resamples + 1)``; 1 if the best one has fewer than two users or no difference.
     """
     known = ~differences.isnan()
-    values, count = differences.double().nan_to_num(0.0), known.sum(0).clamp_min(1)
-    mean = values.sum(0) / count
-    error = (((values - mean) * known).square().sum(0) / (count - 1).clamp_min(1)).sqrt() / count.sqrt()
-    usable = (error > 0) & (known.sum(0) > 1)
+    values, count = differences.double().nan_to_num(0.0), known.sum(0)
+    weight = known.double() if weights is None else known * weights.double()[:, None]
+    total = weight.sum(0).clamp_min(sys.float_info.min)
+    mean = (weight * values).sum(0) / total
+    centered = weight * (values - mean)
+    error = (count / (count - 1).clamp_min(1)).sqrt() * centered.square().sum(0).sqrt() / total
+    usable = (error > 0) & (count > 1)
     if not usable[best]:
-        alike = known[:, best].sum() > 1 and mean[best] > 0  # the same gain for every user
+        alike = count[best] > 1 and mean[best] > 0  # the same gain for every user
         return 1 / (resamples + 1) if alike else 1.0
-    centered = ((values - mean) * known)[:, usable]
+    centered, weight = centered[:, usable], weight[:, usable]
     reached = 0
-    for weights in _resampled(len(values), resamples, seed):
-        sums, counts = weights @ centered, weights @ known[:, usable].double()
-        largest = (sums / counts.clamp_min(1) / error[usable]).max(1).values
+    for times in _resampled(len(values), resamples, seed):
+        totals = (times @ weight).clamp_min(sys.float_info.min)
+        largest = (times @ centered / totals / error[usable]).max(1).values
         reached += int((largest >= mean[best] / error[best]).sum())
     return (reached + 1) / (resamples + 1)

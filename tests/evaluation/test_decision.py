@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,21 @@ def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
     unseen = [measured(one.name, one.result.per_user["AUC_mixed"], metric="AUC_unseen") for one in (log, taste)]
     best = measured("als", noisy(0.6, 1), baseline=True, metric="AUC_unseen")
     assert choose([best, *unseen], "AUC_unseen").name == found.leader
+
+
+def test_users_weigh_by_the_precision_of_their_auc():
+    generator = torch.Generator().manual_seed(2)
+    precision = torch.tensor([1 / 3, 1 / 3, 1 / 3, 10.0]).repeat(USERS // 4)  # one pair of items, and many
+    noise = torch.randn(USERS, generator=generator) / (12 * precision).sqrt()
+    als, policy = measured("als", torch.full((USERS,), 0.6), baseline=True), measured("mpo", 0.62 + noise)
+    assert choose([als, policy], "AUC_mixed").name == "als"
+    known = {"AUC_mixed": precision, "AUC_other": precision}
+    weighted = [one._replace(result=replace(one.result, precision=known)) for one in (als, policy)]
+    found = choose(weighted, "AUC_mixed")
+    assert found.name == "mpo"
+    gain = noise + 0.02
+    assert found.gain.mean == pytest.approx(((gain * precision).sum() / precision.sum()).item())
+    assert found.standings[0].value == pytest.approx(0.6 + found.gain.mean)
 
 
 def test_a_decision_needs_a_baseline():

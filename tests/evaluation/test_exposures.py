@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -13,7 +14,16 @@ from sklearn.metrics import roc_auc_score
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.measures import UNSEEN_DRAWS, Recommender, Targets, auc, exposure_auc, unseen_auc, unseen_items
+from recpo.evaluation.measures import (
+    UNSEEN_DRAWS,
+    Recommender,
+    Targets,
+    auc,
+    auc_precision,
+    exposure_auc,
+    unseen_auc,
+    unseen_items,
+)
 from recpo.ops.ranking import first_places
 
 rows = st.lists(
@@ -43,6 +53,19 @@ def test_auc_of_long_slates_without_ties():
     scores, positive = rng.normal(size=(4, 500)), rng.random((4, 500)) < 0.3
     got = auc(torch.from_numpy(scores), torch.from_numpy(positive), torch.from_numpy(~positive))
     assert got.tolist() == pytest.approx([roc_auc_score(p, s) for p, s in zip(positive, scores, strict=True)])
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 4), (2, 3), (4, 2)])
+def test_the_precision_of_an_auc_is_the_inverse_of_its_variance_over_all_orders(m, n):
+    orders = torch.tensor(list(permutations(range(m + n))), dtype=torch.float64)
+    positive = (torch.arange(m + n) < m).expand_as(orders)
+    variance = auc(orders, positive, ~positive).var(correction=0)
+    items, none = torch.arange(1, m + n + 1)[None], torch.zeros(1, m + n, dtype=torch.bool)
+    found = auc_precision(Targets(items, positive[:1], none, ~positive[:1]), torch.tensor([[7, 0, 8, 9]]))
+    assert found["AUC_other"].item() == pytest.approx(1 / (12 * variance.item()))
+    assert found["AUC_mixed"] == found["AUC_other"]
+    assert found["AUC_unseen"].item() == pytest.approx(m * 3 / (m + 4))
+    assert found["AUC_dislikes"].item() == 0
 
 
 def test_constant_scores_are_worth_nothing():
