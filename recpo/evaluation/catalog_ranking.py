@@ -70,14 +70,6 @@ class RankingResult:
         """Mean of a metric over the users for whom it is defined."""
         return estimate(self.per_user[metric])
 
-    def precise_estimate(self, metric: str) -> Estimate:
-        """The mean of ``estimate``, in which users weigh by the precision of their AUC; of other metrics, the same."""
-        return estimate(self.per_user[metric], self.precision.get(metric))
-
-    def precise_difference(self, other: RankingResult, metric: str) -> Estimate:
-        """The mean of ``difference`` with the weights of ``precise_estimate``."""
-        return estimate(self.differences(other, metric), self.precision.get(metric))
-
     def difference(self, other: RankingResult, metric: str) -> Estimate:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
         return estimate(self.differences(other, metric))

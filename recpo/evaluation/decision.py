@@ -14,7 +14,7 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.document import Evaluated
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value, estimate
 
 #: Criteria without propensities, the preferred one first, and what they measure, as the end of a sentence.
 CRITERIA: Final = {
@@ -46,7 +46,7 @@ class Standing(NamedTuple):
     Attributes:
         name: the contender.
         is_baseline: whether a team has it without recpo.
-        value: mean of the criterion; users weigh by the precision of their AUC (``RankingResult.precise_estimate``).
+        value: mean of the criterion.
         half_width: half-width of its 95 % interval over users.
         behind: mean paired difference of the leader to it, on the same users.
         behind_half_width: half-width of the interval of that difference.
@@ -70,7 +70,8 @@ class Choice(NamedTuple):
         leader: the contender with the best value.
         strongest_baseline: the baseline with the best value.
         policy: the policy that may ship (``choose``); None = there is none.
-        gain: paired difference of that policy to the strongest baseline; None = there is no policy.
+        gain: paired difference of that policy to the strongest baseline, weighted by precision; None = there is no
+            policy.
         p_value: one-sided, corrected for the number of policies; None = there is no policy.
         reason: the sentence for people.
         standings: all contenders, best first.
@@ -107,11 +108,11 @@ class Choice(NamedTuple):
 
 def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""
-    values = {one.name: one.result.precise_estimate(criterion) for one in measured}
+    values = {one.name: one.result.estimate(criterion) for one in measured}
     ranked = sorted(measured, key=lambda one: -_known(values[one.name].mean))
     leader, rows = ranked[0], []
     for one in ranked:
-        behind = leader.result.precise_difference(one.result, criterion)
+        behind = leader.result.difference(one.result, criterion)
         lost = one is not leader and behind.mean > 0 and _p_value(behind) <= LEVEL
         own = values[one.name]
         is_baseline = one.kind == "baseline"
@@ -127,7 +128,8 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     of policies that it cannot tell apart it would take the one that is most like the log.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
-    (``best_p_value``), is at most 5 %.
+    (``best_p_value``), is at most 5 %. In this difference, users weigh by the precision of their AUC
+    (``auc_precision``): a user with one pair of items says much less than one with fifty.
 
     Raises:
         RecpoError: there is no baseline.
@@ -142,23 +144,22 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
     near = _near(policies, by_name, criterion)
-    best = max(near, key=lambda name: by_name[name].result.precise_estimate(_ORDER).mean) if len(near) > 1 else near[0]
+    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
     strong = by_name[strongest].result
-    gain = by_name[best].result.precise_difference(strong, criterion)
-    columns = [by_name[row.name].result.differences(strong, criterion) for row in policies]
-    best_column = [row.name for row in policies].index(best)
-    p_value = best_p_value(torch.stack(columns, 1), best_column, strong.precision.get(criterion))
+    weights, column = strong.precision.get(criterion), [row.name for row in policies].index(best)
+    gains = torch.stack([by_name[row.name].result.differences(strong, criterion) for row in policies], 1)
+    gain, p_value = estimate(gains[:, column], weights), best_p_value(gains, column, weights)
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
+    known += "" if weights is None else ", weighted by precision"
     many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
-    named = (
-        f"{best}, which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else best
-    )
+    why = f"which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else ""
     if p_value <= LEVEL:
+        named = f"{best}, {why}" if why else best
         reason = f"{named} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
         return Choice(best, leader, strongest, best, gain, p_value, reason, standings)
     reason = (
-        f"no policy beats the strongest baseline, {strongest}, beyond doubt: the best one, {best}, differs by {known} "
-        f"(p = {p_value:.2g}{many}), so the baseline ships"
+        f"no policy beats the strongest baseline, {strongest}, beyond doubt: "
+        f"{best}, {why or 'the best one,'} differs by {known} (p = {p_value:.2g}{many}), so the baseline ships"
     )
     return Choice(strongest, leader, strongest, best, gain, p_value, reason, standings)
 
@@ -168,7 +169,7 @@ def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criter
     best = by_name[policies[0].name].result
     if criterion != "AUC_mixed":
         return [policies[0].name]
-    behind = {row.name: best.precise_difference(by_name[row.name].result, criterion) for row in policies[1:]}
+    behind = {row.name: best.difference(by_name[row.name].result, criterion) for row in policies[1:]}
     return [policies[0].name, *(name for name, one in behind.items() if one.mean <= one.half_width / Z95)]
 
 

@@ -412,10 +412,9 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
     head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
     head += [f"{name}, test" for name in tested]
     said = (
-        "validation: users weigh by the precision of their AUC; ± half of the 95 % interval; lost = behind the best "
-        "beyond doubt; such policies are not evaluated on the test period; temperature: of the target of MPO, and of "
-        "tilting. It is a choice: no criterion of a log finds the best one in every world. A smaller one follows the "
-        "reward model, a larger one the log"
+        "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
+        "period; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of a log finds the "
+        "best one in every world. A smaller one follows the reward model, a larger one the log"
     )
     return Table(said, head, rows)
 

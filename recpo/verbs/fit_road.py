@@ -296,14 +296,14 @@ class Road:
             self._measured[name] = self._validation.evaluate(self._contender(name))
             self.measuring_seconds += time.monotonic() - began
             criterion = criterion_of([self._measured[name]], self._k)
-            value = self._measured[name].result.precise_estimate(criterion)
+            value = self._measured[name].result.estimate(criterion)
             self.say(f"{name}: {criterion} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
 
     def show_list(self) -> None:
         """Shows the list of one user by the best contender so far, long before the decision."""
         criterion = self.criterion
-        best = max(self.measured, key=lambda one: one.result.precise_estimate(criterion).mean).name
+        best = max(self.measured, key=lambda one: one.result.estimate(criterion).mean).name
         user, items = self._validation.one_list(self._contender(best), self._k)
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
         listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
@@ -321,7 +321,7 @@ class Road:
 
     def value(self, name: str) -> float:
         """The criterion of a contender on the validation period."""
-        return self.measure(name).result.precise_estimate(self.criterion).mean
+        return self.measure(name).result.estimate(self.criterion).mean
 
     @property
     def _k(self) -> int:
