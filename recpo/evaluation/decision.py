@@ -14,7 +14,7 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.document import Evaluated
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, best_p_value, estimate
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, adjusted_p_values, estimate
 
 #: Criteria without propensities, the preferred one first, and what they measure, as the end of a sentence.
 CRITERIA: Final = {
@@ -123,13 +123,13 @@ def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing
 def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
 
-    That policy is the best one. By ``AUC_mixed``, it is the one with the highest ``AUC_other`` of those within one
-    standard error of the best one, by the paired difference: ``AUC_mixed`` also rewards what was likely to be shown, so
-    of policies that it cannot tell apart it would take the one that is most like the log.
-
-    "Beyond doubt": the one-sided p-value of the paired difference, corrected for the choice among several policies
-    (``best_p_value``), is at most 5 %. In this difference, users weigh by the precision of their AUC
+    "Beyond doubt": the one-sided p-value of the paired difference, corrected for the number of policies
+    (``adjusted_p_values``), is at most 5 %. In this difference, users weigh by the precision of their AUC
     (``auc_precision``): a user with one pair of items says much less than one with fifty.
+
+    Of several such policies, the best one ships. By ``AUC_mixed``, it is the one with the highest ``AUC_other`` of
+    those within one standard error of the best one, by the paired difference: ``AUC_mixed`` also rewards what was
+    likely to be shown, so of policies that it cannot tell apart it would take the one that is most like the log.
 
     Raises:
         RecpoError: there is no baseline.
@@ -143,23 +143,25 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     if not policies:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
-    near = _near(policies, by_name, criterion)
-    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
     strong = by_name[strongest].result
-    weights, column = strong.precision.get(criterion), [row.name for row in policies].index(best)
-    gains = torch.stack([by_name[row.name].result.differences(strong, criterion) for row in policies], 1)
-    gain, p_value = estimate(gains[:, column], weights), best_p_value(gains, column, weights)
+    weights, names = strong.precision.get(criterion), [row.name for row in policies]
+    gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
+    p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
+    sure = [row for row in policies if p_values[row.name] <= LEVEL]
+    near = _near(sure or policies, by_name, criterion)
+    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
+    gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"
     many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
     why = f"which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else ""
-    if p_value <= LEVEL:
+    if sure:
         named = f"{best}, {why}" if why else best
         reason = f"{named} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
         return Choice(best, leader, strongest, best, gain, p_value, reason, standings)
     reason = (
-        f"no policy beats the strongest baseline, {strongest}, beyond doubt: "
-        f"{best}, {why or 'the best one,'} differs by {known} (p = {p_value:.2g}{many}), so the baseline ships"
+        f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}, {why or 'the best one,'} "
+        f"differs by {known} (p = {p_value:.2g}{many}), so the baseline ships"
     )
     return Choice(strongest, leader, strongest, best, gain, p_value, reason, standings)
 

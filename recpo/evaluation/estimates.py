@@ -137,26 +137,26 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def best_p_value(
-    differences: Tensor, best: int, weights: Tensor | None = None, *, resamples: int = 2000, seed: int = 0
-) -> float:
-    """One-sided p-value of "the mean difference of the best of M contenders is at most 0", corrected for the choice.
+def adjusted_p_values(
+    differences: Tensor, weights: Tensor | None = None, *, resamples: int = 2000, seed: int = 0
+) -> list[float]:
+    """One-sided p-values of "the mean difference is at most 0" for M contenders, corrected for their number.
 
     The best of many contenders looks better than it is. The statistic of each is ``mean / standard error``. In every
-    bootstrap sample of users, the largest deviation of any contender's statistic from its mean is noted; the p-value is
-    the share of samples in which it reaches the statistic of the best. Contenders that behave alike therefore count
-    little, which Bonferroni's correction ignores (the reality check of White, Econometrica 68, 2000; studentized, as
-    Romano and Wolf, Econometrica 73, 2005).
+    bootstrap sample of users, the largest deviation of any contender's statistic from its mean is noted; the p-value of
+    a contender is the share of samples in which it reaches the contender's statistic. Contenders that behave alike
+    therefore count little, which Bonferroni's correction ignores (the reality check of White, Econometrica 68, 2000;
+    studentized, as Romano and Wolf, Econometrica 73, 2005). The probability that any value of at most 5 % is an
+    accident is at most 5 %.
 
     Args:
         differences: ``[U, M]`` of the users' values to those of the baseline; nan = the user has none.
-        best: column of the best contender.
         weights: ``[U]`` of the users in every mean, as in ``estimate``; None = equal.
         resamples: number of samples.
         seed: seed of the samples.
 
     Returns:
-        at least ``1 / (resamples + 1)``; 1 if the best one has fewer than two users or no difference.
+        M values of at least ``1 / (resamples + 1)``; 1 for a contender with fewer than two users or no difference.
     """
     known = ~differences.isnan()
     values, count = differences.double().nan_to_num(0.0), known.sum(0)
@@ -166,13 +166,12 @@ def best_p_value(
     centered = weight * (values - mean)
     error = (count / (count - 1).clamp_min(1)).sqrt() * centered.square().sum(0).sqrt() / total
     usable = (error > 0) & (count > 1)
-    if not usable[best]:
-        alike = count[best] > 1 and mean[best] > 0  # the same gain for every user
-        return 1 / (resamples + 1) if alike else 1.0
-    centered, weight = centered[:, usable], weight[:, usable]
-    reached = 0
-    for times in _resampled(len(values), resamples, seed):
-        totals = (times @ weight).clamp_min(sys.float_info.min)
-        largest = (times @ centered / totals / error[usable]).max(1).values
-        reached += int((largest >= mean[best] / error[best]).sum())
-    return (reached + 1) / (resamples + 1)
+    statistic = torch.where(usable, mean / error, torch.where((count > 1) & (mean > 0), torch.inf, -torch.inf))
+    reached = torch.zeros(len(mean))
+    if usable.any():
+        for times in _resampled(len(values), resamples, seed):
+            totals = (times @ weight[:, usable]).clamp_min(sys.float_info.min)
+            largest = (times @ centered[:, usable] / totals / error[usable]).max(1).values
+            reached += (largest[:, None] >= statistic).sum(0)
+    found = torch.where(statistic == -torch.inf, 1.0, (reached.double() + 1) / (resamples + 1))
+    return [float(one) for one in found]

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.decision import choose, criterion_of, leaderboard
 from recpo.evaluation.document import Evaluated
-from recpo.evaluation.estimates import best_p_value
+from recpo.evaluation.estimates import adjusted_p_values
 from tests.refusals import refused
 
 USERS = 400
@@ -85,6 +85,14 @@ def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
     assert choose([best, *unseen], "AUC_unseen").name == found.leader
 
 
+def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():
+    als, noise = measured("als", noisy(0.6, 1), baseline=True), torch.linspace(-2, 2, USERS)
+    wild, sure = measured("wild", noisy(0.6, 1) + 0.05 + noise), measured("sure", noisy(0.6, 1) + 0.02 + noise / 20)
+    assert choose([als, wild], "AUC_mixed").name == "als"
+    found = choose([als, wild, sure], "AUC_mixed")
+    assert (found.leader, found.policy, found.name) == ("wild", "sure", "sure")
+
+
 def test_in_the_gain_users_weigh_by_the_precision_of_their_auc():
     generator = torch.Generator().manual_seed(2)
     precision = torch.tensor([1 / 3, 1 / 3, 1 / 3, 10.0]).repeat(USERS // 4)  # one pair of items, and many
@@ -134,28 +142,27 @@ def test_of_a_single_contender_the_p_value_is_the_normal_one():
         values = noisy(0.0, 7)
         values = values - values.mean() + mean
         z = mean / (values.std() / math.sqrt(USERS))
-        found = best_p_value(values[:, None], 0, resamples=20_000)
+        (found,) = adjusted_p_values(values[:, None], resamples=20_000)
         assert found == pytest.approx(norm.sf(float(z)), abs=0.02)
 
 
 def test_a_copy_of_a_contender_changes_nothing_and_others_cost_power():
     values = noisy(0.01, 3)
-    alone = best_p_value(values[:, None], 0)
-    assert best_p_value(torch.stack([values] * 10, 1), 0) == alone
+    (alone,) = adjusted_p_values(values[:, None])
+    assert adjusted_p_values(torch.stack([values] * 10, 1)) == [alone] * 10
     others = torch.stack([values, *(noisy(0.0, seed) for seed in range(20, 40))], 1)
-    assert alone < best_p_value(others, 0) <= min(1.0, 21 * alone) + 0.01
+    assert alone < adjusted_p_values(others)[0] <= min(1.0, 21 * alone) + 0.01
 
 
 def test_the_best_of_many_worthless_policies_seldom_ships():
     shipped = 0
     for trial in range(60):
         columns = torch.randn(100, 12, generator=torch.Generator().manual_seed(trial))
-        best = int(columns.mean(0).argmax())
-        shipped += best_p_value(columns, best, resamples=400) <= 0.05
+        shipped += min(adjusted_p_values(columns, resamples=400)) <= 0.05
     assert shipped <= 8  # 5 % of 60 are 3; without the correction about half would
 
 
 def test_differences_without_users_or_spread():
-    assert best_p_value(torch.full((5, 1), math.nan), 0) == 1.0
-    assert best_p_value(torch.zeros(5, 1), 0) == 1.0
-    assert best_p_value(torch.ones(5, 1), 0, resamples=99) == 0.01
+    assert adjusted_p_values(torch.full((5, 1), math.nan)) == [1.0]
+    assert adjusted_p_values(torch.zeros(5, 1)) == [1.0]
+    assert adjusted_p_values(torch.ones(5, 1), resamples=99) == [0.01]
