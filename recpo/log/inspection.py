@@ -14,7 +14,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -28,10 +27,6 @@ from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 _YEAR: Final = 365.0  # days
-#: The valid period of a small log is extended to so many events, if it then has at most this share of the log.
-_VALID_EVENTS: Final = 10_000
-_VALID_SHARE: Final = 0.15
-_MOST_DAYS: Final = 60  # that are counted
 _MS_PER_DAY: Final = 86_400_000.0
 
 
@@ -47,8 +42,6 @@ class LogCounts:
         events_per_user: 90th percentile of the number of events per user.
         days: days from the first event to the last; None if the log has no clock.
         is_whole: whether all rows were inspected.
-        last_days: events of the last days (UTC), the last day first; empty if the log has no clock, or if not all rows
-            were inspected.
     """
 
     events: int
@@ -58,7 +51,6 @@ class LogCounts:
     events_per_user: int
     days: float | None
     is_whole: bool = True
-    last_days: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,9 +128,7 @@ class Inspection(Recognition):
             why = f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
             return Choice("LeaveLastOut", {}, why)
         each = max(1, min(14, round(days / 15)))
-        valid, begin = _valid_days(self.counts, each), f"the log has {days:,.0f} days"
-        options = {"valid_days": valid, "test_days": each}
-        begin += "" if valid == each else f", and few events: {valid} of them to compare policies on"
+        options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
         if timezone is None:
             why = f'{begin}; they begin at midnight UTC, or as in timezone: "+08:00"'
@@ -285,48 +275,7 @@ def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnF
         events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
         days=_days(table, found, facts),
         is_whole=sample.is_whole,
-        last_days=_last_days(table, found) if sample.is_whole else (),
     )
-
-
-def _valid_days(counts: LogCounts, each: int) -> int:
-    """Days of the valid period: ``each``, in a small log more, or too few users would compare policies.
-
-    Args:
-        counts: of the log.
-        each: days of the test period.
-    """
-    days, by_day = each, counts.last_days[each : int(counts.days or 0) // 2]
-    while (
-        days < len(by_day)
-        and sum(by_day[:days]) < _VALID_EVENTS
-        and sum(by_day[: days + 1]) <= _VALID_SHARE * counts.events
-    ):
-        days += 1
-    return days
-
-
-def _last_days(table: pa.Table, found: Recognition) -> tuple[int, ...]:
-    """Events of the last days of UTC, the last day first."""
-    column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
-    if column is None or unit == "order":
-        return ()
-    values = table[column]
-    try:
-        if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-            days = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()).to_numpy() // int(_MS_PER_DAY)
-        elif unit is not None:
-            days = values.cast(pa.float64()).to_numpy() * MILLISECONDS_PER_UNIT[unit] // _MS_PER_DAY
-        else:
-            text = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)
-            days = text.cast(pa.date32()).cast(pa.int32()).to_numpy()
-    except pa.ArrowInvalid:  # a time that cannot be read is told when the log is prepared
-        return ()
-    known = days[np.isfinite(days)]
-    if not len(known):
-        return ()
-    before_last = np.minimum(known.max() - known, _MOST_DAYS).astype(np.int64)
-    return tuple(np.bincount(before_last)[:_MOST_DAYS].tolist())
 
 
 def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> float | None:
