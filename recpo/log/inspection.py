@@ -27,7 +27,6 @@ from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 _YEAR: Final = 365.0  # days
-_OWN_RANK: Final = 50  # a rank among few watch times is noise: its error is up to .5 / sqrt(n)
 _MS_PER_DAY: Final = 86_400_000.0
 
 
@@ -101,11 +100,8 @@ class Inspection(Recognition):
         facts = self.facts
         watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
         if watch is not None and duration is not None:
-            why = (
-                f"the rank of `{watch}` among the user's watch times on items of similar duration; among everybody's "
-                f"where the user has fewer than {_OWN_RANK}"
-            )
-            return Choice("WatchQuantiles", {"min_history": _OWN_RANK}, why)
+            why = f"the rank of `{watch}` among the user's watch times on items of similar duration"
+            return Choice("WatchQuantiles", {}, why)
         if rated is not None and (texts := self.texts(LogColumns.LABEL)):
             return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
         if rated is not None and facts[rated].distinct > 1:
