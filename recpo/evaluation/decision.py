@@ -87,6 +87,14 @@ class Choice(NamedTuple):
     standings: tuple[Standing, ...]
 
     @property
+    def tested(self) -> list[str]:
+        """What the test period is evaluated for: the baselines, the policies that have not lost, and what ships.
+
+        What ships may have lost: a better policy, of which it is less sure, does not ship.
+        """
+        return [row.name for row in self.standings if row.is_baseline or not row.lost or row.name == self.name]
+
+    @property
     def advice(self) -> list[str]:
         """What to do if the period cannot tell the best policy from the strongest baseline; empty if it can.
 

@@ -288,9 +288,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return [name]
 
     def _finish(self, road: Road, choice: Choice, truth: Path | str | None) -> None:
-        """Evaluates the contenders that have not lost on the test period, and the baselines; exports the chosen one."""
-        shown = [row.name for row in choice.standings if row.is_baseline or not row.lost]
-        paths = [road.path_of(name) for name in shown]
+        """Evaluates ``Choice.tested`` on the test period; exports the chosen contender."""
+        paths = [road.path_of(name) for name in choice.tested]
         out, cache = road.root / _EVALUATION, road.root / fit_road.BASELINES
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
         how |= {"ks": [min(self.k, road.data.num_items)], "baseline_cache": cache}
@@ -413,8 +412,8 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
     head += [f"{name}, test" for name in tested]
     said = (
         "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
-        "period; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of a log finds the "
-        "best one in every world. A smaller one follows the reward model, a larger one the log"
+        "period, unless they ship; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of "
+        "a log finds the best one in every world. A smaller one follows the reward model, a larger one the log"
     )
     return Table(said, head, rows)
 

@@ -107,6 +107,18 @@ def test_in_the_gain_users_weigh_by_the_precision_of_their_auc():
     assert found.standings[0].value == pytest.approx(0.62 + noise.mean().item())
 
 
+def test_what_ships_is_tested_though_it_has_lost_to_a_policy_that_is_not_sure():
+    precision = torch.tensor([1 / 3, 10.0]).repeat(USERS // 2)
+    known, base, noise = {"AUC_mixed": precision}, torch.full((USERS,), 0.6), noisy(0.0, 3)
+    wild = base + torch.where(precision < 1, 0.2, 5 * (noise - noise.mean()))  # much better for those who say little
+    made = [measured("als", base, baseline=True), measured("sure", base + 0.02 + noise / 50), measured("wild", wild)]
+    made += [measured("worse", base - 0.1 + noise / 50)]
+    found = choose([one._replace(result=replace(one.result, precision=known)) for one in made], "AUC_mixed")
+    assert (found.leader, found.name) == ("wild", "sure")
+    assert {row.name for row in found.standings if row.lost} == {"als", "sure", "worse"}
+    assert sorted(found.tested) == ["als", "sure", "wild"]
+
+
 def test_a_decision_needs_a_baseline():
     with refused("empty", "contenders"):
         choose([measured("run", noisy(0.5, 0))], "AUC_mixed")
