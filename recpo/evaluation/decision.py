@@ -161,17 +161,15 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"
-    many = "" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies"
-    why = f"which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else ""
+    known += f" (p = {p_value:.2g}"
+    known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
+    why = f", which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else ""
     if sure:
-        named = f"{best}, {why}" if why else best
-        reason = f"{named} beats the strongest baseline, {strongest}, by {known} (p = {p_value:.2g}{many})"
-        return Choice(best, leader, strongest, best, gain, p_value, reason, standings)
-    reason = (
-        f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}, {why or 'the best one,'} "
-        f"differs by {known} (p = {p_value:.2g}{many}), so the baseline ships"
-    )
-    return Choice(strongest, leader, strongest, best, gain, p_value, reason, standings)
+        reason = f"{best}{why} beats the strongest baseline, {strongest}, by {known}"
+    else:
+        reason = f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}{why or ', the best one,'} "
+        reason += f"differs by {known}, so the baseline ships"
+    return Choice(best if sure else strongest, leader, strongest, best, gain, p_value, reason, standings)
 
 
 def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criterion: str) -> list[str]:
