@@ -26,6 +26,8 @@ from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
+#: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
+_SMOOTHING: Final = 10
 _YEAR: Final = 365.0  # days
 _MS_PER_DAY: Final = 86_400_000.0
 
@@ -100,8 +102,8 @@ class Inspection(Recognition):
         facts = self.facts
         watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
         if watch is not None and duration is not None:
-            why = f"the rank of `{watch}` among the user's watch times on items of similar duration"
-            return Choice("WatchQuantiles", {}, why)
+            why = f"the rank of `{watch}` among the user's watch times on items of similar duration, smoothed with"
+            return Choice("WatchQuantiles", {"smoothing": _SMOOTHING}, f"{why} {_SMOOTHING} of everybody's")
         if rated is not None and (texts := self.texts(LogColumns.LABEL)):
             return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
         if rated is not None and facts[rated].distinct > 1:

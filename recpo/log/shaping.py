@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
-from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
+from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.events import bucket
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
@@ -112,21 +112,28 @@ class WatchQuantiles(Label):
     that bucket is used. If these are fewer than ``min_history`` as well, the event has no label. It also has no label
     if the duration is missing, zero or negative, or if the watch time is missing.
 
+    A rank among few watch times is mostly noise. With ``smoothing`` m above 0, m watch times of everybody stand beside
+    the user's own: ``(|P| q + m q_all) / (|P| + m)``, where ``q_all`` is the rank among all users' train watch times of
+    the bucket. That is the posterior mean of the user's distribution under a Dirichlet process with concentration m
+    around everybody's (Ferguson, Annals of Statistics 1973). They count toward ``min_history`` as well.
+
     Args:
         base: base of the duration buckets.
         min_history: minimum number of watch times for a quantile.
         ties: how equal watch times count: by half (mid), or in full (full).
+        smoothing: how many watch times of everybody stand beside the user's own; 0 = none, as in the paper.
     """
 
     base: float = DEFAULT_DURATION_BASE
     min_history: PositiveInt = 5
     ties: Ties = "mid"
+    smoothing: NonNegativeFloat = 0.0
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
 
     def add(self, events: ir.Table) -> ir.Table:
-        """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
+        """The user's rank, smoothed; or the bucket's rank if the user has too few watch times; or null."""
         return self.add_counted(events, bucket_counts(events, self.base))
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
@@ -146,13 +153,16 @@ class WatchQuantiles(Label):
             own_equal=fitted.sum().over(ibis.range_window(**own, preceding=0, following=0)),
             own_total=fitted.sum().over(**own, rows=(None, None)),
         )
+        own_enough, all_enough = keyed.own_total >= self.min_history, keyed.total_of_all >= self.min_history
+        own = _share(keyed.own_at_most, keyed.own_equal, keyed.own_total, self.ties)
+        if self.smoothing > 0:
+            own_enough = own_enough | (all_enough & (keyed.own_total + self.smoothing >= self.min_history))
+            rank = ibis.ifelse(keyed.own_total > 0, own * keyed.own_total, 0.0)
+            own = (rank + keyed.share_of_all * self.smoothing) / (keyed.own_total + self.smoothing)
         quantile = ibis.cases(
             (keyed[Derived.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),
-            (
-                keyed.own_total >= self.min_history,
-                _share(keyed.own_at_most, keyed.own_equal, keyed.own_total, self.ties),
-            ),
-            (keyed.total_of_all >= self.min_history, keyed.share_of_all),
+            (own_enough, own),
+            (all_enough, keyed.share_of_all),
             else_=ibis.null("float64"),
         )
         return _with_label(events, keyed, _unwatched_is_zero(keyed, quantile, self.ties))

@@ -77,11 +77,17 @@ def test_published_vector(engine):
 
 
 @QUICK
-@given(events=EVENTS, min_history=st.integers(1, 6), base=st.sampled_from([2.0, 10.0, 1.5]), ties=TIES)
-def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ties):
-    columns = events[:4]
-    found = labeled(engine, WatchQuantiles(base, min_history, ties), *columns)
-    np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history, ties), rtol=1e-12)
+@given(
+    events=EVENTS,
+    min_history=st.integers(1, 6),
+    base=st.sampled_from([2.0, 10.0, 1.5]),
+    ties=TIES,
+    smoothing=st.sampled_from([0.0, 0.5, 3.0, 10.0]),
+)
+def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ties, smoothing):
+    columns, options = events[:4], (base, min_history, ties, smoothing)
+    found = labeled(engine, WatchQuantiles(*options), *columns)
+    np.testing.assert_allclose(found, reference.watch_quantiles(*columns, *options), rtol=1e-12)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def label_of(watch_ms, value, values, ties):
     return 0.0 if ties == "mid" and watch_ms == 0 else share_reached(value, values, ties)
 
 
-def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid"):
+def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid", smoothing=0.0):
     """nan = unknown. All arguments are lists of equal length; None = unknown; period 0 is train."""
     rows = range(len(user))
     known = [i for i in rows if _known(watch_ms[i], duration_ms[i])]
@@ -35,6 +35,10 @@ def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5
         alike = [j for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
         own = [watch_ms[j] for j in alike if user[j] == user[i]]
         everyone = [watch_ms[j] for j in alike]
+        if smoothing and len(everyone) >= min_history and len(own) + smoothing >= min_history:
+            shares = [label_of(watch_ms[i], watch_ms[i], pool, ties) if pool else 0 for pool in (own, everyone)]
+            label[i] = (len(own) * shares[0] + smoothing * shares[1]) / (len(own) + smoothing)
+            continue
         for pool in (own, everyone):
             if len(pool) >= min_history:
                 label[i] = label_of(watch_ms[i], watch_ms[i], pool, ties)
