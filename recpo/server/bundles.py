@@ -31,10 +31,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
 from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
-from recpo.serving.bundle import Bundle, check_golden
-from recpo.serving.encoded_histories import EncodedHistories
-from recpo.serving.histories import ITEM_ID
-from recpo.serving.item_index import bundle_item_vectors
+from recpo.serving.bundle import Bundle, bundle_item_vectors, check_golden
+from recpo.serving.histories import ITEM_ID, EncodedHistories
 from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM
 from recpo.serving.recommending import ATTRIBUTES
 from recpo.serving.runtimes import CPU_PROVIDER
@@ -144,9 +142,7 @@ class LoadedBundle:
                 lacks item attributes that re-ranking needs.
         """
         size = sum(file.stat().st_size for file in path.glob(f"{ONNX_PROGRAM}*"))
-        if threads == 0 and size < _SMALL_PROGRAM:
-            threads = 1
-        bundle = Bundle.open(path, threads=threads, provider=provider)
+        bundle = Bundle.open(path, threads=threads or int(size < _SMALL_PROGRAM), provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
@@ -182,15 +178,13 @@ class Versions:
         self._on_change = on_change
         self._tried: str | None = None
         self._shortlist, self._loading_options = shortlist, loading
-        self.current = self._load(None if self._alone else self._wanted())
+        self.current = self._load(None if self._alone else self._state()[0] or _newest(path))
         on_change(self.current)
 
     @property
     def names(self) -> list[str]:
         """All versions, oldest first: sorted by name, with numbers in names sorted by value."""
-        if self._alone:
-            return [self.current.version]
-        return _versions(self.path)
+        return [self.current.version] if self._alone else _versions(self.path)
 
     @property
     def previous(self) -> list[str]:
@@ -298,10 +292,6 @@ class Versions:
         self._on_change(loaded)
         _LOG.info("bundle %s %s serves (%s)", loaded.name, loaded.version, loaded.checksum[:12])
         return loaded
-
-    def _wanted(self) -> str:
-        active = self._state()[0]
-        return _newest(self.path) if active is None else active
 
     def _state(self) -> tuple[str | None, list[str]]:
         """The version that serves according to ``active.json``, and the versions before it."""

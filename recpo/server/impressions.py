@@ -312,13 +312,13 @@ class ImpressionLog:
 
     def find(self, identifier: str) -> tuple[Address, Impression] | None:
         """The impression of a request id; None if there is none that still accepts outcomes."""
-        address, nonce = _parsed(identifier)
+        address = Address(*(int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36])))
         payload = read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
             return None
         impression = Impression.from_payload(payload)
         late = time.time() * 1000 > impression.time_ms + self.outcome_window_s * 1000
-        return None if impression.nonce != nonce or late else (address, impression)
+        return None if impression.nonce != identifier[36:] or late else (address, impression)
 
     def add_outcomes(self, address: Address, outcomes: Mapping[Any, Mapping[str, float | bool]]) -> Future[None]:
         """Appends outcomes by item to the impression at ``address``. They are stored once the future is done.
@@ -411,11 +411,6 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float | Non
         )
 
 
-def _parsed(identifier: str) -> tuple[Address, str]:
-    slot, segment, offset = (int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36]))
-    return Address(slot, segment, offset), identifier[36:]
-
-
 _LOG = logging.getLogger("recpo.server")
 
 
@@ -478,12 +473,6 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
         os.close(alone)
 
 
-def file_name(slot: int, segment: int) -> str:
-    """Name of the Parquet file of a segment: its start time and its slot."""
-    begun = datetime.fromtimestamp(segment / 1000, UTC)
-    return f"{begun:%Y%m%dT%H%M%S}.{segment % 1000:03d}Z-{slot:03d}.parquet"
-
-
 def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[Outcome]]) -> Settled:
     place = segment_path(root / JOURNAL, *segment, CLOSING)
     layout, rows, impressions, whole = None, [], 0, len(MAGIC)
@@ -502,11 +491,14 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
     if lost and layout is None:
         place.rename(place.with_suffix(DAMAGED))
         return Settled(lost_bytes=lost)
+    joined = 0
     if layout is not None and rows:
-        with output_file(root / file_name(*segment)) as working:
+        begun = datetime.fromtimestamp(segment.number / 1000, UTC)
+        name = f"{begun:%Y%m%dT%H%M%S}.{segment.number % 1000:03d}Z-{segment.slot:03d}.parquet"
+        with output_file(root / name) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
+        joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows)
     place.rename(place.with_suffix(DONE))
-    joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows) if layout is not None else 0
     return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from recpo.server.bundles import LoadedBundle
 from recpo.server.impressions import Settled
-from recpo.serving.encoded_histories import ServingCounts
+from recpo.serving.histories import ServingCounts
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 _LATENCIES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

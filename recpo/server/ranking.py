@@ -24,7 +24,7 @@ from recpo.lists.exploration import Exploration, Pool, Slate
 from recpo.lists.interleaving import Interleaving, interleave
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories, ServingCounts
+from recpo.serving.histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import Wanted, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 

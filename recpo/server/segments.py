@@ -54,19 +54,18 @@ class Address(NamedTuple):
     offset: int
 
 
-class Slot:
+class Slot(NamedTuple):
     """A writer's directory, locked until ``release``.
 
-    Args:
-        journal: the directory of all slots.
+    Attributes:
         number: number of the slot.
+        path: its directory.
         lock: an open, locked handle of it.
     """
 
-    def __init__(self, journal: Path, number: int, lock: int) -> None:
-        self.number = number
-        self.path = slot_path(journal, number)
-        self._lock = lock
+    number: int
+    path: Path
+    lock: int
 
     @classmethod
     def claim(cls, journal: Path) -> Slot:
@@ -88,13 +87,13 @@ class Slot:
     @classmethod
     def try_claim(cls, journal: Path, number: int) -> Slot | None:
         """The slot; None if a living process holds it."""
-        path = slot_path(journal, number)
+        path = journal / f"slot-{number:03d}"
         try:
             path.mkdir(parents=True, exist_ok=True)
             handle = locked_handle(path, os.O_RDONLY)
         except OSError as error:
             raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
-        return None if handle is None else cls(journal, number, handle)
+        return None if handle is None else cls(number, path, handle)
 
     def complete_segments(self) -> None:
         """Completes the segments that a dead process left open."""
@@ -103,7 +102,7 @@ class Slot:
 
     def release(self) -> None:
         """Releases the slot."""
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 class SegmentWriter:
@@ -254,14 +253,9 @@ def locked_handle(path: Path, flags: int) -> int | None:
     return handle
 
 
-def slot_path(journal: Path, number: int) -> Path:
-    """The directory of a slot."""
-    return journal / f"slot-{number:03d}"
-
-
 def segment_path(journal: Path, slot: int, segment: int, suffix: str) -> Path:
     """The file of a segment in one of its states."""
-    return slot_path(journal, slot) / f"{segment:012x}{suffix}"
+    return journal / f"slot-{slot:03d}" / f"{segment:012x}{suffix}"
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes]]:

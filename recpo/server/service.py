@@ -58,7 +58,9 @@ class Service:
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current.bundle, options)
         self.ended = None if self.log is None or not self.variants else EndedVariants(self.log.root, options.experiment)
-        self._watch = self._guard()
+        self._watch = None
+        if options.guard is not None and self.ended is not None:
+            self._watch = Watch(options.guard, [one.name for one in self.variants], self.ended)
         self.draining = False
         self._batcher = Batcher(
             self._rank,
@@ -77,14 +79,9 @@ class Service:
     def start(self) -> None:
         """Starts answering. Call it in the event loop."""
         self._batcher.start()
-        look: list[Callable[[], object]] = [
-            *(one.follow for one in self.of_variant.values()),
-            self._follow_ended,
-            flush_logs,
-        ]
-        look += [lambda: self.metrics.queue.set(self._batcher.waiting)]
-        look += [self._settle] if self.log is not None else []
-        look += [self._watch.look] if self._watch is not None else []
+        look: list[Callable[[], object]] = [one.follow for one in self.of_variant.values()]
+        look += [self._follow_ended, flush_logs, lambda: self.metrics.queue.set(self._batcher.waiting), self._settle]
+        look += [] if self._watch is None else [self._watch.look]
         self._tasks = [asyncio.get_running_loop().create_task(_repeat(call)) for call in look]
 
     async def stop(self) -> None:
@@ -176,10 +173,8 @@ class Service:
         """
         explores = self.options.exploration is not None and request.explore is not False
         known = self.versions.current.bundle.features
-        user, context = (
-            known_features(known, "user", request.user, "user"),
-            known_features(known, "context", request.context, "context"),
-        )
+        user = known_features(known, "user", request.user, "user")
+        context = known_features(known, "context", request.context, "context")
         if user and known.user is not None:
             columns = {feature.name: feature.source for feature in known.user.features}
             user = {columns[name]: value for name, value in user.items()}
@@ -215,12 +210,6 @@ class Service:
         """Maximum list length of a variant; of interleaved lists, that of both."""
         asked = [self.of_variant[variant]] if variant in self.of_variant else self.of_variant.values()
         return min(one.current.bundle.k for one in asked)
-
-    def _guard(self) -> Watch | None:
-        if self.options.guard is None or self.log is None or self.ended is None:
-            return None
-        names = [one.name for one in self.variants]
-        return Watch(self.log.root, self.options.guard, names, self.options.experiment, self.ended)
 
     def _follow_ended(self) -> None:
         if self.ended is not None:

@@ -186,7 +186,8 @@ class EndedVariants:
     """
 
     def __init__(self, root: Path, experiment: str) -> None:
-        self._path, self._experiment = root / ENDED, experiment
+        self.root, self.experiment = root, experiment
+        self._path = root / ENDED
         self._seen: tuple[int, int] | None = None
         self.names: frozenset[str] = frozenset()
         self.follow()
@@ -202,7 +203,7 @@ class EndedVariants:
             found = self._path.stat()
             seen = (found.st_mtime_ns, found.st_ino)
         if seen != self._seen:
-            self.names = frozenset(self._read().get(self._experiment, {}))
+            self.names = frozenset(self._read().get(self.experiment, {}))
             self._seen = seen
         return self.names
 
@@ -218,11 +219,11 @@ class EndedVariants:
         """
         with locked_parent(self._path):
             content = self._read()
-            known = content.setdefault(self._experiment, {})
+            known = content.setdefault(self.experiment, {})
             known.setdefault(name, {"ended_at": int(time.time() * 1000), **reason})
             write_json(self._path, content)
         self.names |= {name}
-        _LOG.warning("variant ended", extra={"fields": {"experiment": self._experiment, "variant": name, **reason}})
+        _LOG.warning("variant ended", extra={"fields": {"experiment": self.experiment, "variant": name, **reason}})
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Ended variants by experiment and name."""
@@ -243,15 +244,13 @@ class Watch:
     """The sums of one experiment, from all files of a log. Of all workers with this log, one watches.
 
     Args:
-        root: directory of the log.
         guard: the bounds.
         names: names of the variants, the control first.
-        experiment: name of the experiment.
-        ended: where ends are kept.
+        ended: where ends of this experiment are kept.
     """
 
-    def __init__(self, root: Path, guard: Guard, names: Sequence[str], experiment: str, ended: EndedVariants) -> None:
-        self._root, self._guard, self._names, self._experiment, self._ended = root, guard, names, experiment, ended
+    def __init__(self, guard: Guard, names: Sequence[str], ended: EndedVariants) -> None:
+        self._guard, self._names, self._ended, self._root = guard, names, ended, ended.root
         bounds = (guard.dislikes is not None) + (guard.value is not None)
         self._alpha = guard.alpha / (bounds * (len(names) - 1))
         self._values = {name: PerUser() for name in names}
@@ -301,7 +300,7 @@ class Watch:
             if error.code == "missing_column":  # of a server without variants
                 return {}
             raise
-        own = table.filter(pc.equal(table["experiment"], self._experiment))
+        own = table.filter(pc.equal(table["experiment"], self._ended.experiment))
         return slates(own, dislike_cost=self._guard.dislike_cost)
 
     def _reasons(self, name: str) -> Iterator[dict[str, Any]]:

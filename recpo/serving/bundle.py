@@ -37,10 +37,8 @@ from recpo.base.features import Categories, Category, Feature, FeatureArrays, Nu
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import EncodedHistories
-from recpo.serving.histories import HistoryReader
-from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest, readable
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
 from recpo.serving.recommending import (
     ItemFilters,
     Moment,
@@ -50,7 +48,7 @@ from recpo.serving.recommending import (
     score_candidates,
     validate_k,
 )
-from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
 
 @dataclass(frozen=True)
@@ -278,9 +276,40 @@ def load_runtime(
         from recpo.serving.saved_policy import load_policy
 
         return PolicyRuntime(load_policy(root, manifest), manifest.k, manifest.reads)
-    if manifest.index is not None:
-        return IndexRuntime(root, manifest, threads=threads, provider=provider)
-    return OnnxRuntime(root / ONNX_PROGRAM, manifest, threads=threads, provider=provider)
+    return (OnnxRuntime if manifest.index is None else IndexRuntime)(root, manifest, threads, provider)
+
+
+_TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
+_CODES = ("code_table.weight", "base.code_table.weight")
+
+
+def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> np.ndarray:
+    """The vectors that the bundle's encoder reads for its items, ``[V + 1, d]`` float32; row 0 is not an item.
+
+    They are in ``policy.safetensors``, whose checksum is in the manifest, so the bundle needs no further file.
+
+    Args:
+        root: the bundle.
+        manifest: its manifest, already verified; None = read and verify it here.
+
+    Raises:
+        RecpoError: no bundle, or its policy has no table of item vectors (semantic ids, a class that is not recpo's).
+    """
+    from safetensors import SafetensorError, safe_open  # lists without re-ranking do not need it
+
+    manifest = BundleManifest.read(root) if manifest is None else manifest
+    if manifest.options is not None:
+        file = root / WEIGHTS
+        with readable(file, SafetensorError, OSError), safe_open(str(file), framework="numpy") as weights:
+            names = set(weights.keys())
+            if not names & set(_CODES) and (found := [name for name in _TABLES if name in names]):
+                return np.asarray(weights.get_tensor(found[0]), np.float32)
+    raise RecpoError(
+        f"{root}: its policy, {manifest.policy['class']}, has no table of item vectors; re-rank with vectors of a file "
+        "(rerank_options.attributes and rerank_options.vectors)",
+        code="unsupported",
+        field="vectors",
+    )
 
 
 GOLDEN: Final = "golden.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,22 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
 from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import PerUser, ServingCounts, UserHistories
-from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
+from recpo.serving.histories import (
+    ITEM_ID,
+    LATEST_MS,
+    SECONDS_UNTIL,
+    USER_ID,
+    HistoryReader,
+    PerUser,
+    ServingCounts,
+    UserHistories,
+    rows_of_users,
+)
 from recpo.serving.manifest import readable
-from recpo.serving.runtimes import Runtime
+from recpo.serving.runtimes import PolicyRuntime, Runtime
+
+if TYPE_CHECKING:
+    from recpo.training.run import Run
 
 ATTRIBUTES: Final = "attributes.parquet"
 _INT64: Final = 2**63
@@ -297,6 +309,46 @@ def score_candidates(
         scores[padded["row"]] = runtime.score(inputs, padded["items"])
     result = pa.table({USER_ID: owner, ITEM_ID: table[ITEM_ID], "score": scores[1:]})
     return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
+
+
+def runtime_of(run: Run) -> tuple[PolicyRuntime, HistoryReader]:
+    """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
+    from recpo.training.run import kept_features  # a bundle is served without the libraries of training
+
+    policy = run.policy()
+    features = kept_features(policy, run.root)
+    reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
+    return PolicyRuntime(policy), reader
+
+
+def score(
+    run: Run | Path | str,
+    histories: Frame,
+    candidates: Frame,
+    *,
+    user_features: Frame | None = None,
+    context: Frame | None = None,
+    trust: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Log-probabilities of given items under the best checkpoint of a run. Of a bundle: ``Bundle.score``.
+
+    Args:
+        run: the run, or its directory.
+        histories: raw events, one per row, as in ``recpo.recommend``.
+        candidates: ``user_id`` and ``item_id``.
+        user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
+        context: ``user_id`` and the features of the current requests, if the policy reads them.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
+
+    Returns:
+        ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
+    """
+    from recpo.training.run import Run
+
+    runtime, reader = runtime_of(Run.open(run, trust))
+    return score_candidates(
+        runtime, reader, histories, candidates, user_features=user_features, context=context
+    ).to_pandas()
 
 
 def milliseconds(at: Moment | None) -> int:

@@ -24,9 +24,9 @@ from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
-from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
+from recpo.serving.runtimes import IndexOptions
 
 
 class Refreshed(NamedTuple):
