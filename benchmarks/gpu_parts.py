@@ -36,7 +36,8 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories
-from recpo.serving.runtimes import PolicyRuntime, Runtime
+from recpo.serving.runtimes import Runtime
+from recpo.serving.saved_policy import PolicyRuntime
 from recpo.sharding.lookup_tables import TableOptions
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks

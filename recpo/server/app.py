@@ -30,10 +30,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.metrics import REQUEST
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
-from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
+from recpo.server.service import REQUEST, InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
 from recpo.server.wire import (
     Fault,
     FeedbackAnswer,

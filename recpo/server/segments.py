@@ -25,8 +25,10 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from recpo.artifacts.documents import describe_os_error, flush
 from recpo.base.errors import RecpoError, validate_range
@@ -78,11 +80,8 @@ class Slot(NamedTuple):
             slot = cls.try_claim(journal, number)
             if slot is not None:
                 return slot
-        raise RecpoError(
-            f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own",
-            code="resources",
-            field="log",
-        )
+        message = f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own"
+        raise RecpoError(message, code="resources", field="log")
 
     @classmethod
     def try_claim(cls, journal: Path, number: int) -> Slot | None:
@@ -143,13 +142,11 @@ class SegmentWriter:
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:
-                raise RecpoError(
-                    f"{self.slot.path}: the log is closed: send the request to a living server",
-                    code="unsupported",
-                    field="log",
-                )
+                message = f"{self.slot.path}: the log is closed: send the request to a living server"
+                raise RecpoError(message, code="unsupported", field="log")
             if self._offset >= self._max_bytes or self._offset == 0 or self._is_old():
-                self._next_segment()
+                self._segment = max(self._segment + 1, int(time.time() * 1000))
+                self._offset, self._begun_at = len(self._begin), time.monotonic()
             address = Address(self.slot.number, self._segment, self._offset)
             self._offset += len(record)
             self._waiting.append((self._segment, record, written))
@@ -165,10 +162,6 @@ class SegmentWriter:
 
     def _is_old(self) -> bool:
         return time.monotonic() - self._begun_at >= self._max_age_s
-
-    def _next_segment(self) -> None:
-        self._segment = max(self._segment + 1, int(time.time() * 1000))
-        self._offset, self._begun_at = len(self._begin), time.monotonic()
 
     def _run(self) -> None:
         while True:
@@ -186,20 +179,18 @@ class SegmentWriter:
                 return
 
     def _write(self, group: list[tuple[int, bytes, Future[None]]]) -> None:
-        begin = 0
-        while begin < len(group):
-            segment = group[begin][0]
-            end = next((i for i in range(begin, len(group)) if group[i][0] != segment), len(group))
-            part = group[begin:end]
+        done = 0
+        for segment, records in groupby(group, itemgetter(0)):
+            part = list(records)
             try:
                 self._write_to(segment, b"".join(record for _, record, _ in part))
             except OSError as error:
-                self._fail(group[begin:], error)
+                self._fail(group[done:], error)
                 return
             self.failed = False
             for _, _, written in part:
                 written.set_result(None)
-            begin = end
+            done += len(part)
 
     def _write_to(self, segment: int, content: bytes) -> None:
         if self._file is None or self._file_segment != segment:
@@ -269,7 +260,7 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
             return
         offset: int | None = len(MAGIC)
         while offset is not None:
-            while (payload := _next_record(file.read(_FRAME.size), file)) is not None:
+            while (payload := _next_record(file)) is not None:
                 yield offset, payload
                 offset += _FRAME.size + len(payload)
             file.seek(offset)
@@ -286,7 +277,7 @@ def read_record(journal: Path, address: Address) -> bytes | None:
                 if address.offset >= os.fstat(file.fileno()).st_size:
                     return None
                 file.seek(address.offset)
-                return _next_record(file.read(_FRAME.size), file)
+                return _next_record(file)
         except FileNotFoundError:
             continue
     return None
@@ -308,11 +299,12 @@ def _framed(payload: bytes) -> bytes:
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _next_record(frame: bytes, file: object) -> bytes | None:
+def _next_record(file: BinaryIO) -> bytes | None:
+    frame = file.read(_FRAME.size)
     if len(frame) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(frame)
     if not 0 < length <= _LARGEST_RECORD:
         return None
-    payload: bytes = file.read(length)  # type: ignore[attr-defined]
+    payload = file.read(length)
     return payload if len(payload) == length and zlib.crc32(payload) == checksum else None

@@ -162,12 +162,11 @@ def open_variants(
     kinds = {name: log_kind(one.current) for name, one in found.items()}
     control = next(iter(kinds))
     if other := next((name for name, kind in kinds.items() if kind != kinds[control]), None):
-        raise RecpoError(
+        message = (
             f"variant {other} has other item ids, feedback, features or behaviors than {control} ({kinds[other]}, not "
-            f"{kinds[control]}): one log and one interface cannot serve both",
-            code="mismatch",
-            field="variant",
+            f"{kinds[control]}): one log and one interface cannot serve both"
         )
+        raise RecpoError(message, code="mismatch", field="variant")
     return found
 
 
@@ -264,7 +263,9 @@ class Watch:
         Raises:
             RecpoError: a file cannot be read, or an end cannot be written.
         """
-        if not self._is_watching():
+        if self._lock is None:  # of all processes, the one that holds the lock watches, until it ends
+            self._lock = locked_handle(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR)
+        if self._lock is None:
             return []
         new = sorted(file for file in self._root.glob("*.parquet") if file.name not in self._read)
         for file in new:
@@ -286,12 +287,6 @@ class Watch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _is_watching(self) -> bool:
-        """Whether this process holds the lock, which ends with it."""
-        if self._lock is None:
-            self._lock = locked_handle(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR)
-        return self._lock is not None
 
     def _slates(self, file: Path) -> dict[str, Slates]:
         try:

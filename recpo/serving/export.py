@@ -42,6 +42,7 @@ from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
+    TorchProgramRuntime,
     build_index,
     exported_program,
     ranker_of,
@@ -52,7 +53,7 @@ from recpo.serving.program import (
     verify_runtime,
 )
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
-from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime, TorchProgramRuntime
+from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime
 from recpo.serving.saved_policy import describe_policy, load_policy, save_item_encoders, save_policy
 
 if TYPE_CHECKING:
@@ -132,18 +133,20 @@ def export_bundle(
             policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
-        raise RecpoError(
-            f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items",
-            code="mismatch",
-            field="items",
-        )
+        message = f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items"
+        raise RecpoError(message, code="mismatch", field="items")
     _validate_features(policy, facts.features)
     given = options.attributes
     known = None if given is None else attribute_columns(read_frame(given, "attributes"), items, "attributes")
     k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
     features = facts.features if encoded is not None or grows(policy) else replace(facts.features, item=None)
-    policy = _servable(policy).eval()
+    # the policy that was given stays as it is, and where it is
+    if policy.reads_item_features or any(weight.device.type != "cpu" for weight in policy.parameters()):
+        policy = copy.deepcopy(policy)
+    if policy.reads_item_features:  # so that they do not change the cost of serving
+        policy.precompute_item_vectors()
+    policy = policy.cpu().eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
@@ -160,11 +163,8 @@ def export_bundle(
     )
 
     if options.index is not None and options.item_precision != "float32":
-        raise RecpoError(
-            "index: its exact scores are float32: leave item_precision at float32",
-            code="conflicting_options",
-            field="item_precision",
-        )
+        message = "index: its exact scores are float32: leave item_precision at float32"
+        raise RecpoError(message, code="conflicting_options", field="item_precision")
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         features.save(root)
         if encoded is not None and features.item is not None:
@@ -217,30 +217,16 @@ def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
         ("behaviors", policy.reads_behaviors, features.behaviors),
     ):
         if read != bool(known):
-            raise RecpoError(
+            message = (
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: pass those of the run (recpo.export does)",
-                code="mismatch",
-                field="features",
+                f"{'has none' if read else 'has them'}: pass those of the run (recpo.export does)"
             )
+            raise RecpoError(message, code="mismatch", field="features")
 
 
 def grows(policy: Policy) -> bool:
     """Whether a policy without encoders of item features takes new items: see ``GradeFactors.of_new_items``."""
     return isinstance(policy, FactorPolicy) and policy.factors.options.item_features
-
-
-def _servable(policy: Policy) -> Policy:
-    """The policy on the CPU, with precomputed item vectors, so that item features do not change the cost of serving.
-
-    The policy that was given stays as it is, and where it is.
-    """
-    elsewhere = any(weight.device.type != "cpu" for weight in policy.parameters())
-    if policy.reads_item_features or elsewhere:
-        policy = copy.deepcopy(policy)
-    if policy.reads_item_features:
-        policy.precompute_item_vectors()
-    return policy.cpu()
 
 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
@@ -305,12 +291,11 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
                 exported, package_path=f"{work}/program.pt2", inductor_configs=settings
             )
         except Exception as error:  # errors of Inductor's own classes and of the compiler
-            raise RecpoError(
+            message = (
                 f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or name "
-                "it in CXX), or serve the bundle with ONNX Runtime",
-                code="not_installed",
-                field="compile",
-            ) from error
+                "it in CXX), or serve the bundle with ONNX Runtime"
+            )
+            raise RecpoError(message, code="not_installed", field="compile") from error
         verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
         copyfile(file, working)
 
@@ -329,11 +314,8 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
         program: Any = load_package(str(file))
         found = program.get_metadata().get(_CHECKSUM)
     if found != sha256(loaded.root / MANIFEST):
-        raise RecpoError(
-            f"{file} was compiled from another bundle than {bundle}: compile this one",
-            code="mismatch",
-            field=Path(file).name,
-        )
+        message = f"{file} was compiled from another bundle than {bundle}: compile this one"
+        raise RecpoError(message, code="mismatch", field=Path(file).name)
     return replace(loaded, runtime=TorchProgramRuntime(program, replace(loaded.manifest, mask=False)))
 
 
@@ -423,11 +405,8 @@ def evaluation_facts(document: Mapping[str, Any], run: str) -> dict[str, Any]:
     """
     contenders = {one["name"]: one for one in document["contenders"] if one.get("metrics")}
     if run not in contenders:
-        raise RecpoError(
-            f"evaluation: {run} is not among its contenders ({', '.join(contenders)}): evaluate the exported run",
-            code="unknown_name",
-            field="evaluation",
-        )
+        message = f"evaluation: {run} is not among its contenders ({', '.join(contenders)}): evaluate the exported run"
+        raise RecpoError(message, code="unknown_name", field="evaluation")
     k = document["setting"]["ks"][0]
     names = [f"{name}@{k}" for name in _METRICS if f"{name}@{k}" in contenders[run]["metrics"]]
     baselines = [name for name, one in contenders.items() if one.get("kind") == "baseline" and name != run]

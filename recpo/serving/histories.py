@@ -32,11 +32,7 @@ _NUMBERS = ("watch_time", "duration", "label")
 #: the types that JSON has for ids, and for the values of an event
 _TEXT, _INTEGER = frozenset([str]), frozenset([int])
 _FLAG = frozenset([bool, type(None)])
-_JSON_TYPES = {
-    TIMESTAMP: _INTEGER,
-    **dict.fromkeys(_NUMBERS, frozenset([int, float, type(None)])),
-    "dislike": _FLAG,
-}
+_JSON_TYPES = {TIMESTAMP: _INTEGER, **dict.fromkeys(_NUMBERS, frozenset([int, float, type(None)])), "dislike": _FLAG}
 
 
 class EncodedHistories(NamedTuple):
@@ -461,12 +457,11 @@ class HistoryReader:
             if missing := [one for one in wanted if one not in columns]:
                 lacking.append(f"{name}: {', '.join(missing)}")
         if lacking:
-            raise RecpoError(
+            message = (
                 f"the policy reads columns that are not there ({'; '.join(lacking)}): add them, with nulls where a "
-                "value is not known",
-                code="missing_column",
-                field=lacking[0],
+                "value is not known"
             )
+            raise RecpoError(message, code="missing_column", field=lacking[0])
 
     @property
     def _context_names(self) -> tuple[str, ...]:
@@ -484,23 +479,21 @@ class HistoryReader:
         """From the columns ``_NUMBERS`` and ``dislike`` and the behaviors; None = there is no such column."""
         wrong = (time < 0) | (time >= LATEST_MS) | ((time >= SECONDS_FROM) & (time < SECONDS_UNTIL))
         if wrong.any():
-            raise RecpoError(
+            message = (
                 f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
-                f"{time[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds",
-                code="out_of_range",
-                field="timestamp",
+                f"{time[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds"
             )
+            raise RecpoError(message, code="out_of_range", field="timestamp")
         dislike, *behaviors = (np.zeros(len(user), bool) if column is None else column for column in flags)
         watch_time, duration, label = (np.full(len(user), np.nan) if column is None else column for column in numbers)
         outside = (label < 0) | (label > 1)  # False for nan
         if outside.any():
-            raise RecpoError(
+            message = (
                 f"histories: {int(outside.sum())} labels lie outside [0, 1], the first is {label[outside.argmax()]:g} "
                 f"in row {int(outside.argmax())}: a label says how good an event was, from 0 to 1; drop the column "
-                "where watch times say it",
-                code="out_of_range",
-                field="label",
+                "where watch times say it"
             )
+            raise RecpoError(message, code="out_of_range", field="label")
         false_watch = (watch_time < 0) | (watch_time > self.feedback.max_watch_time)
         false_duration = (duration < 0) | (duration > _LONGEST_S)
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
@@ -531,19 +524,13 @@ class HistoryReader:
 def _asked_for(users: Iterable[Any]) -> pa.Array:
     """The users to serve as an array of ids."""
     if isinstance(users, str | bytes) or not isinstance(users, Iterable):
-        raise RecpoError(
-            f"users: expected ids of users, such as a list, got {type(users).__name__}",
-            code="wrong_type",
-            field="users",
-        )
+        message = f"users: expected ids of users, such as a list, got {type(users).__name__}"
+        raise RecpoError(message, code="wrong_type", field="users")
     values = users if isinstance(users, pa.Array | pa.ChunkedArray | np.ndarray | pd.Series) else list(users)
     asked = id_column(to_arrow({USER_ID: values}, "users"), USER_ID, "users")
     if len(asked.unique()) < len(asked):
-        raise RecpoError(
-            f"users: {len(asked) - len(asked.unique())} users are named twice; name each once",
-            code="duplicate",
-            field="users",
-        )
+        message = f"users: {len(asked) - len(asked.unique())} users are named twice; name each once"
+        raise RecpoError(message, code="duplicate", field="users")
     return asked
 
 
@@ -584,16 +571,12 @@ def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
     if not len(owner) or not len(served):
         return np.full(len(owner), -1, np.int64)
     if pa.types.is_integer(owner.type) != pa.types.is_integer(served.type):
-        raise RecpoError(
-            f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them",
-            code="wrong_type",
-            field="user_id",
-        )
+        message = f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them"
+        raise RecpoError(message, code="wrong_type", field="user_id")
     kind = pa.int64() if pa.types.is_integer(owner.type) else pa.large_string()
     try:
         rows = pc.index_in(owner.cast(kind), value_set=served.cast(kind))
     except pa.ArrowInvalid as error:
-        raise RecpoError(
-            f"{name}: user_id does not fit 64 bits with a sign ({error})", code="out_of_range", field="user_id"
-        ) from error
+        message = f"{name}: user_id does not fit 64 bits with a sign ({error})"
+        raise RecpoError(message, code="out_of_range", field="user_id") from error
     return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)

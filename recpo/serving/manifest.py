@@ -133,11 +133,8 @@ class BundleManifest(Artifact):
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, REMEDY)
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
-            raise RecpoError(
-                f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it",
-                code="untrusted",
-                field=min(unlisted),
-            )
+            message = f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it"
+            raise RecpoError(message, code="untrusted", field=min(unlisted))
         return manifest
 
     @classmethod
@@ -235,19 +232,13 @@ class ProgramInput:
         """
         found = self.value(inputs)
         if found is None:
-            raise RecpoError(
-                f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories",
-                code="missing_value",
-                field=self.name,
-            )
+            message = f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories"
+            raise RecpoError(message, code="missing_value", field=self.name)
         sizes = [size if isinstance(size, int) else found.shape[-1] for size in self.shape]
         expected = (len(inputs.item_ids), *sizes)
         if found.dtype != self.type or found.shape != expected:
-            raise RecpoError(
-                f"{self.name}: expected {self.type} {list(expected)}, got {found.dtype} {list(found.shape)}",
-                code="wrong_shape",
-                field=self.name,
-            )
+            message = f"{self.name}: expected {self.type} {list(expected)}, got {found.dtype} {list(found.shape)}"
+            raise RecpoError(message, code="wrong_shape", field=self.name)
         return found
 
 

@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -38,16 +38,9 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
 from recpo.serving.histories import EncodedHistories
-from recpo.serving.manifest import ALLOWED, EXCLUDE, INDEX, VECTORS, ProgramReads, program_inputs
-from recpo.serving.runtimes import (
-    IndexOptions,
-    IndexRuntime,
-    ItemIndex,
-    PolicyRuntime,
-    Runtime,
-    TorchProgramRuntime,
-    import_faiss,
-)
+from recpo.serving.manifest import ALLOWED, EXCLUDE, INDEX, VECTORS, BundleManifest, ProgramReads, program_inputs
+from recpo.serving.runtimes import IndexOptions, IndexRuntime, ItemIndex, Runtime, import_faiss
+from recpo.serving.saved_policy import PolicyRuntime
 
 _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
@@ -89,6 +82,25 @@ class ServingProgram(nn.Module):
         return top.item_ids, top.scores
 
 
+class TorchProgramRuntime(Runtime):
+    """A serving program in torch, before its export.
+
+    Args:
+        program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
+        like: a bundle or a runtime with the same sizes.
+    """
+
+    def __init__(self, program: Callable[..., Any], like: BundleManifest | Runtime) -> None:
+        super().__init__(like)
+        self._program = program
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        with torch.inference_mode():
+            tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
+            top_items, scores = self._program(*tensors)
+        return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+
 class CatalogSearch(nn.Module):
     """A softmax over the catalog with its items in a ``BlockedTable``: what a policy recommends, in bounded memory.
 
@@ -107,12 +119,11 @@ class CatalogSearch(nn.Module):
         super().__init__()
         validate_precision(precision)
         if not has_item_matrix(policy):
-            raise RecpoError(
+            message = (
                 f"{type(policy).__name__} has no item matrix: item_precision {precision} is for a softmax over the "
-                "catalog, alone or tilted; leave it at float32",
-                code="unsupported",
-                field="item_precision",
+                "catalog, alone or tilted; leave it at float32"
             )
+            raise RecpoError(message, code="unsupported", field="item_precision")
         self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
         self.reads_timestamps = policy.reads_timestamps
         vectors, rooted = item_matrix(policy)
@@ -362,14 +373,13 @@ def verify_rounded(
         "tolerance": ROUNDING[precision],
     }
     if not agreement["largest_difference"] <= ROUNDING[precision]:
-        raise RecpoError(
+        message = (
             f"item_precision {precision}: log-probabilities differ from the policy's by up to "
             f"{agreement['largest_difference']:.2g}, {ROUNDING[precision]:g} is allowed (overlap of the first "
             f"{_SHORT} items {agreement[f'overlap_{_SHORT}']:.3f}): export with "
-            f"{'float16 or ' if precision == 'int8' else ''}float32",
-            code="mismatch",
-            field="item_precision",
+            f"{'float16 or ' if precision == 'int8' else ''}float32"
         )
+        raise RecpoError(message, code="mismatch", field="item_precision")
     return agreement
 
 
@@ -418,18 +428,14 @@ _MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no fas
 def validate_indexable(policy: Policy) -> None:
     """Raises ``RecpoError`` where the score of an item is no product of a state and the item's vector."""
     if not has_item_matrix(policy):
-        raise RecpoError(
-            f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog",
-            code="unsupported",
-            field="index",
-        )
+        message = f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog"
+        raise RecpoError(message, code="unsupported", field="index")
     if item_matrix(policy)[1]:
-        raise RecpoError(
+        message = (
             "index: with a lower bound the score of an item is no product of two vectors, so an index would search for "
-            "something else: tilt with lower_bound 0, or export without an index",
-            code="unsupported",
-            field="lower_bound",
+            "something else: tilt with lower_bound 0, or export without an index"
         )
+        raise RecpoError(message, code="unsupported", field="lower_bound")
 
 
 def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads) -> dict[str, Any]:
@@ -460,13 +466,12 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
     while (found := searched.recall(ItemIndex(index, vectors, probes, candidates)))[0] < options.recall:
         probes *= 2
         if probes > max(1, index.nlist * _MOST_PROBED):
-            raise RecpoError(
+            message = (
                 f"index: {probes // 2} of {index.nlist} lists give a recall of {found[0]:.3f}, {options.recall:g} is "
                 "asked for, and probing more of them is no faster than scoring the whole catalog: export without an "
-                "index, or ask for a lower index.recall",
-                code="out_of_range",
-                field="recall",
+                "index, or ask for a lower index.recall"
             )
+            raise RecpoError(message, code="out_of_range", field="recall")
     recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
     faiss.write_index(index, str(root / INDEX))
     np.save(root / VECTORS, vectors, allow_pickle=False)
@@ -497,11 +502,8 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
         for ours, theirs in ((torch.from_numpy(runtime.states(inputs)), states), (scores, expected))
     ]
     if not max(gaps) <= TOLERANCE:
-        raise RecpoError(
-            f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest",
-            code="mismatch",
-            field="index",
-        )
+        message = f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest"
+        raise RecpoError(message, code="mismatch", field="index")
 
 
 class _Sample:

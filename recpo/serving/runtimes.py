@@ -1,4 +1,4 @@
-"""Engines that rank and score encoded histories: the exported program in ONNX Runtime, an index, or a policy in torch.
+"""Engines that rank and score encoded histories. Here: the exported program in ONNX Runtime, alone or with an index.
 
 With an approximate index, the program gives the state of a user; faiss looks for the items with the largest products
 with it in the nearest lists of the index, and their exact scores rank them. A score is the exact product, which is the
@@ -8,12 +8,12 @@ policy's log-probability up to a constant of the request: the normalizer would t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from recpo.serving.manifest import (
     program_inputs,
     readable,
 )
-
-if TYPE_CHECKING:
-    from recpo.base.contracts import Policy
 
 EngineName = Literal["onnx", "torch"]
 
@@ -104,11 +101,8 @@ class Runtime(ABC):
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        raise RecpoError(
-            "this engine ranks the catalog and scores no candidates: load the bundle with engine=torch",
-            code="unsupported",
-            field="engine",
-        )
+        message = "this engine ranks the catalog and scores no candidates: load the bundle with engine=torch"
+        raise RecpoError(message, code="unsupported", field="engine")
 
     def _check(self, inputs: EncodedHistories) -> None:
         for one in self._inputs:
@@ -150,12 +144,11 @@ class OnnxRuntime(Runtime):
         outputs = outputs or dict.fromkeys(OUTPUTS, self.k)
         self._outputs = list(outputs)
         if provider not in (available := onnxruntime.get_available_providers()):
-            raise RecpoError(
+            message = (
                 f"provider is {provider!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, "
-                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
-                code="unknown_name",
-                field="provider",
+                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)"
             )
+            raise RecpoError(message, code="unknown_name", field="provider")
         _validate_own_files(path)
         with readable(path, Exception):  # ONNX Runtime's own exceptions have no common base class
             settings = onnxruntime.SessionOptions()
@@ -165,12 +158,11 @@ class OnnxRuntime(Runtime):
             providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         if provider not in self._session.get_providers():  # ONNX Runtime only warns
-            raise RecpoError(
+            message = (
                 f"provider {provider} does not start here (its libraries or its device are missing): see the warning "
-                f"of ONNX Runtime above, or use {CPU_PROVIDER}",
-                code="resources",
-                field="provider",
+                f"of ONNX Runtime above, or use {CPU_PROVIDER}"
             )
+            raise RecpoError(message, code="resources", field="provider")
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
         widths = {one.name: list(one.shape) for one in self._inputs} | {name: [one] for name, one in outputs.items()}
         # the exporter chooses the name of a dynamic size
@@ -179,11 +171,8 @@ class OnnxRuntime(Runtime):
             for name, shape in widths.items()
         }
         if found != expected:
-            raise RecpoError(
-                f"{path} reads and gives {found}, expected {expected}: export the bundle again",
-                code="mismatch",
-                field=path.name,
-            )
+            message = f"{path} reads and gives {found}, expected {expected}: export the bundle again"
+            raise RecpoError(message, code="mismatch", field=path.name)
 
     def run(self, inputs: EncodedHistories) -> list[np.ndarray]:
         """The outputs of the program, in their order."""
@@ -246,15 +235,11 @@ class ItemIndex:
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
-            raise RecpoError(
-                f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}", code="mismatch", field=VECTORS
-            )
+            message = f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}"
+            raise RecpoError(message, code="mismatch", field=VECTORS)
         if index.ntotal != manifest.num_items:
-            raise RecpoError(
-                f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}",
-                code="mismatch",
-                field=INDEX,
-            )
+            message = f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}"
+            raise RecpoError(message, code="mismatch", field=INDEX)
         if not _lists_every_item(faiss, index):
             raise RecpoError(f"{root / INDEX} does not list every item once: {REMEDY}", code="damaged", field="lists")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
@@ -381,87 +366,9 @@ def import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise RecpoError(
-            f"an index needs faiss ({error}): pip install recpo[index]", code="not_installed", field="faiss"
-        ) from error
+        message = f"an index needs faiss ({error}): pip install recpo[index]"
+        raise RecpoError(message, code="not_installed", field="faiss") from error
     return faiss
-
-
-class PolicyRuntime(Runtime):
-    """A policy in torch, from a run or rebuilt from a bundle. It runs on the device of its parameters.
-
-    Args:
-        policy: in evaluation mode.
-        k: length of its longest list; None = the size of the catalog.
-        reads: inputs beyond items and feedback; None = times, and whatever the histories contain.
-    """
-
-    def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
-        self.policy = policy
-        self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else replace(reads, mask=0)
-        self.k = policy.num_items if k is None else k
-
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
-
-        with torch.inference_mode():
-            histories = self._histories(inputs)
-            exclude = self._tensor(excluded(inputs, self.reads.repeats))
-            top = self.policy.recommend(histories, k, exclude)
-        return top.item_ids.cpu().numpy(), top.scores.cpu().numpy()
-
-    def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        import torch
-
-        from recpo.base.types import FeedbackBatch, Slates
-
-        with torch.inference_mode():
-            histories, items = self._histories(inputs), self._tensor(candidates)
-            slates = Slates(items, histories.lengths[:, None].expand_as(items), items > 0)
-            rows = torch.arange(len(items), device=items.device)
-            scores = self.policy.log_prob(FeedbackBatch(histories, slates, rows)).sum(-1)
-        return scores.masked_fill(items == 0, torch.nan).cpu().numpy()
-
-    def _histories(self, inputs: EncodedHistories) -> Any:
-        from recpo.base.types import Histories
-
-        item_ids = self._tensor(inputs.item_ids)
-        times = self._tensor(inputs.timestamps) if self.reads.timestamps else None
-        behaviors = None if inputs.behaviors is None else self._tensor(inputs.behaviors)
-        user, context = (
-            None if part is None else part.tensors().map(lambda column: column.to(item_ids.device))
-            for part in (inputs.user, inputs.context)
-        )
-        lengths, feedback = (item_ids != 0).sum(1), self._tensor(inputs.feedback)
-        return Histories(item_ids, lengths, feedback, times, behaviors, user, context)
-
-    def _tensor(self, values: np.ndarray | None) -> Any:
-        import torch
-
-        device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
-        return torch.from_numpy(values).to(device)
-
-
-class TorchProgramRuntime(Runtime):
-    """A serving program in torch, before its export.
-
-    Args:
-        program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
-        like: a bundle or a runtime with the same sizes.
-    """
-
-    def __init__(self, program: Callable[..., Any], like: BundleManifest | Runtime) -> None:
-        super().__init__(like)
-        self._program = program
-
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
-
-        with torch.inference_mode():
-            tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
-            top_items, scores = self._program(*tensors)
-        return top_items[:, :k].numpy(), scores[:, :k].numpy()
 
 
 def excluded(inputs: EncodedHistories, repeats: bool) -> np.ndarray:

@@ -25,7 +25,7 @@ from recpo.rewards.rewards import HitReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories, HistoryReader
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.saved_policy import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
 from tests.forks import forked

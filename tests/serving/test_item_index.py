@@ -19,7 +19,8 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.manifest import ProgramReads
 from recpo.serving.program import overlap, random_inputs, validate_indexable
-from recpo.serving.runtimes import IndexOptions, ItemIndex, PolicyRuntime
+from recpo.serving.runtimes import IndexOptions, ItemIndex
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 faiss = pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")

@@ -15,8 +15,16 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.manifest import ProgramReads
-from recpo.serving.program import CatalogSearch, ServingProgram, overlap, random_inputs, ranker_of, verify_rounded
-from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
+from recpo.serving.program import (
+    CatalogSearch,
+    ServingProgram,
+    TorchProgramRuntime,
+    overlap,
+    random_inputs,
+    ranker_of,
+    verify_rounded,
+)
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 NUM_ITEMS = 120  # of conftest
