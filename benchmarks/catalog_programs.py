@@ -62,8 +62,8 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     from recpo.base.feedback import FeedbackDefinition
     from recpo.log.id_map import IdMap
     from recpo.serving import export as exporting
-    from recpo.serving.item_index import IndexOptions
     from recpo.serving.program import ranker_of
+    from recpo.serving.runtimes import IndexOptions
 
     exporting.ranker_of = (lambda policy, precision: policy) if form == "plain" else ranker_of
     arguments: dict[str, Any] = {"item_precision": form} if form in ("float16", "int8") else {}
@@ -72,7 +72,7 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     facts = exporting.PolicyFacts(FeedbackDefinition(), options=options if form in ("torch", "compiled") else None)
     exporting.export_bundle(policy, items, facts, out, exporting.BundleOptions(k=K, **arguments))
     if form == "compiled":
-        from recpo.serving.compiled import write_compiled
+        from recpo.serving.export import write_compiled
 
         write_compiled(out, out.parent / COMPILED)
 
@@ -98,13 +98,13 @@ def smallest(call: Any, repeats: int) -> tuple[float, float]:
 def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     """In a process of its own, whose memory is the program's alone."""
     from recpo.serving.bundle import load_runtime
-    from recpo.serving.encoded_histories import EncodedHistories
+    from recpo.serving.histories import EncodedHistories
     from recpo.serving.manifest import BundleManifest
 
     manifest = BundleManifest.read(root)
     before = resident_mb()
     if form == "compiled":
-        from recpo.serving.compiled import load_compiled
+        from recpo.serving.export import load_compiled
 
         runtime = load_compiled(root, root.parent / COMPILED).runtime
     else:

@@ -23,8 +23,8 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.histories import EncodedHistories
 
 OPTIONS = {"dim": 64, "max_history": 50}
 

@@ -34,9 +34,10 @@ from recpo.ops.linear_logprob import linear_logprob
 from recpo.ops.sharded_logprob import RowShard, sharded_logprob, sharded_lookup
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.runtimes import PolicyRuntime, Runtime
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.runtimes import Runtime
+from recpo.serving.saved_policy import PolicyRuntime
 from recpo.sharding.lookup_tables import TableOptions
 from recpo.training.inputs import InputBuilder
 from recpo.training.networks import Networks

@@ -76,7 +76,7 @@ PARTS = (
     ("ONNX program of the graph", "serving/export.py:_save_onnx"),
     ("comparison with the policy", "program.py:verify_", "program.py:_agreement"),
     ("program in ONNX Runtime", "runtimes.py:run"),
-    ("histories of users", "serving/histories.py:", "encoded_histories.py:", "recommend.py:_blocks", "frames.py:"),
+    ("histories of users", "serving/histories.py:", "recommend.py:_blocks", "frames.py:"),
     ("lists to ids and Parquet", "serving/recommending.py:", "id_map.py:", "recommend.py:_write"),
     ("configuration", "jsonargparse/", "cli/parser.py:"),
 )

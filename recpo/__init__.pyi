@@ -93,8 +93,8 @@ from .rewards.rewards import (
 )
 from .server.variants import Guard as Guard
 from .serving.bundle import Bundle as Bundle
-from .serving.item_index import IndexOptions as IndexOptions
-from .serving.of_runs import score as score
+from .serving.recommending import score as score
+from .serving.runtimes import IndexOptions as IndexOptions
 from .training.module import PreferenceModule as PreferenceModule
 from .training.optimizers import LinearDecay as LinearDecay
 from .training.run import Run as Run

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from recpo.log.prepared import Prepared
     from recpo.rewards.factors import Factors
     from recpo.serving.bundle import Bundle
-    from recpo.serving.encoded_histories import ServingCounts
+    from recpo.serving.histories import ServingCounts
     from recpo.serving.manifest import BundleManifest
     from recpo.serving.refresh import Refreshed
     from recpo.sharding.memory import Needs

@@ -91,11 +91,8 @@ class Pool:
 def _ids(values: ArrayLike, name: str, smallest: int, largest: int) -> IntArray:
     found = np.unique(np.asarray(values, np.int64))
     if len(found) and (found[0] < smallest or found[-1] > largest):
-        raise RecpoError(
-            f"pool: {name} has ids {found[0]}..{found[-1]}, expected {smallest}..{largest}",
-            code="out_of_range",
-            field=name,
-        )
+        message = f"pool: {name} has ids {found[0]}..{found[-1]}, expected {smallest}..{largest}"
+        raise RecpoError(message, code="out_of_range", field=name)
     return found
 
 
@@ -128,12 +125,11 @@ def inclusion_probabilities(logits: ArrayLike, k: int, chosen: ArrayLike | None 
     """
     logits = np.asarray(logits, np.float64)
     if logits.ndim != 2 or np.isnan(logits).any() or np.isposinf(logits).any() or k < 1:
-        raise RecpoError(
+        message = (
             f"inclusion probabilities: expected log-weights [B, M] without nan and +inf, and k of at least 1; got "
-            f"shape {logits.shape} and k = {k}",
-            code="out_of_range" if k < 1 else "wrong_shape",
-            field="k" if k < 1 else "logits",
+            f"shape {logits.shape} and k = {k}"
         )
+        raise RecpoError(message, code="out_of_range" if k < 1 else "wrong_shape", field="k" if k < 1 else "logits")
     columns = np.arange(logits.shape[1])[None] if chosen is None else np.asarray(chosen, np.int64)
     columns = np.broadcast_to(columns, (len(logits), columns.shape[1]))
     possible = logits > -np.inf
@@ -141,7 +137,9 @@ def inclusion_probabilities(logits: ArrayLike, k: int, chosen: ArrayLike | None 
     if k == 1:
         return _softmax(logits, found, columns)
     open_rows = np.flatnonzero(possible.sum(1) > k)
-    for part in _parts(open_rows, logits.shape[1]):
+    step = max(1, _CELLS // (64 * max(1, logits.shape[1])))
+    for begin in range(0, len(open_rows), step):
+        part = open_rows[begin : begin + step]
         found[part] = _integrated(logits[part], k, columns[part])
     return found
 
@@ -151,11 +149,6 @@ def _softmax(logits: FloatArray, found: FloatArray, columns: IntArray) -> FloatA
         weights = np.nan_to_num(np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf)))
     total = weights.sum(1, keepdims=True)
     return np.where(found > 0, np.take_along_axis(weights, columns, 1) / np.where(total > 0, total, 1.0), 0.0)
-
-
-def _parts(rows: IntArray, items: int) -> list[IntArray]:
-    step = max(1, _CELLS // (64 * max(1, items)))
-    return [rows[begin : begin + step] for begin in range(0, len(rows), step)]
 
 
 def _integrated(logits: FloatArray, k: int, columns: IntArray) -> FloatArray:
@@ -375,11 +368,8 @@ class Exploration:
         fits = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         validate_range(fits, "temperature", f"must be 0 (the best items), or from {_COLDEST:g} on", self.temperature)
         if self.uniform_over not in ("catalog", "shortlist"):
-            raise RecpoError(
-                f"exploration: uniform_over is {self.uniform_over!r}, expected catalog or shortlist",
-                code="unknown_name",
-                field="uniform_over",
-            )
+            message = f"exploration: uniform_over is {self.uniform_over!r}, expected catalog or shortlist"
+            raise RecpoError(message, code="unknown_name", field="uniform_over")
 
     def sample(
         self, items: ArrayLike, logp: ArrayLike, k: int, generator: np.random.Generator, allowed: Pool | None = None
@@ -413,8 +403,7 @@ class Exploration:
         Raises:
             RecpoError: wrong shapes, repeated items, nan or +inf, k below 1, or no pool for uniform slates.
         """
-        ids, scores, pools = self._prepared(items, logp, k, allowed)
-        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        ids, scores, pools, lengths = self._prepared(items, logp, k, allowed)
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         drawn = best if self.temperature == 0 else _gumbel_top(self._logits(scores), k, generator)
         is_random = (generator.random(len(ids)) < self.epsilon) & (lengths > 0)
@@ -431,12 +420,7 @@ class Exploration:
         return SlateBatch(listed, propensity, explored, is_random, positions, lengths)
 
     def probabilities(
-        self,
-        items: ArrayLike,
-        logp: ArrayLike,
-        k: int,
-        asked: ArrayLike,
-        allowed: Sequence[Pool] | None = None,
+        self, items: ArrayLike, logp: ArrayLike, k: int, asked: ArrayLike, allowed: Sequence[Pool] | None = None
     ) -> FloatArray:
         """Propensities of given items, shown or not; equal to ``Slate.propensity`` for an item that is drawn.
 
@@ -453,8 +437,7 @@ class Exploration:
         Raises:
             RecpoError: see ``sample_batch``.
         """
-        ids, scores, pools = self._prepared(items, logp, k, allowed)
-        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        ids, scores, pools, lengths = self._prepared(items, logp, k, allowed)
         if self.temperature == 0:
             place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
             included = (place < lengths[:, None]).astype(np.float64)
@@ -474,20 +457,20 @@ class Exploration:
 
     def _prepared(
         self, items: ArrayLike, logp: ArrayLike, k: int, allowed: Sequence[Pool] | None
-    ) -> tuple[IntArray, FloatArray, Sequence[Pool] | None]:
-        """Shortlists without forbidden items, and the source of uniform slates; None = the shortlists."""
+    ) -> tuple[IntArray, FloatArray, Sequence[Pool] | None, IntArray]:
+        """Shortlists without forbidden items, the source of uniform slates (None = the shortlists), their lengths."""
         ids, scores = _validated(items, logp, k)
         if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
-            raise RecpoError(
+            message = (
                 "exploration: uniform slates over the catalog need the items that may be listed (allowed); pass a "
-                "Pool, or set uniform_over: shortlist",
-                code="missing_option",
-                field="allowed",
+                "Pool, or set uniform_over: shortlist"
             )
+            raise RecpoError(message, code="missing_option", field="allowed")
         if allowed is not None:
             kept = np.stack([pool.contains(row) for pool, row in zip(allowed, ids, strict=True)])
             scores = np.where(kept, scores, -np.inf)
-        return ids, scores, allowed if allowed is not None and self.uniform_over == "catalog" else None
+        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        return ids, scores, allowed if self.uniform_over == "catalog" else None, lengths
 
     def _logits(self, scores: FloatArray) -> FloatArray:
         with np.errstate(invalid="ignore"):
@@ -495,12 +478,7 @@ class Exploration:
         return np.where(scores > -np.inf, shifted, -np.inf) / self.temperature
 
     def _propensities(
-        self,
-        scores: FloatArray,
-        best: IntArray,
-        positions: IntArray,
-        lengths: IntArray,
-        pools: Sequence[Pool] | None,
+        self, scores: FloatArray, best: IntArray, positions: IntArray, lengths: IntArray, pools: Sequence[Pool] | None
     ) -> FloatArray:
         """``[B, n]``, nan where no item is shown; the exact mixture of both parts."""
         width = positions.shape[1]
@@ -523,25 +501,20 @@ def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, Flo
     """The shortlists ``[B, M]`` and their scores, with empty places if there are fewer than ``k``."""
     ids, scores = np.asarray(items), np.asarray(logp, np.float64)
     if ids.ndim != 2 or ids.shape != scores.shape or not np.issubdtype(ids.dtype, np.integer):
-        raise RecpoError(
+        message = (
             f"exploration: items {ids.shape} of {ids.dtype} and log-probabilities {scores.shape}; expected whole "
-            "numbers and numbers of one shape",
-            code="wrong_shape",
-            field="items",
+            "numbers and numbers of one shape"
         )
+        raise RecpoError(message, code="wrong_shape", field="items")
     validate_range(k >= 1, "k", "must be at least 1", k)
     if np.isnan(scores).any() or np.isposinf(scores).any():
-        raise RecpoError(
-            "exploration: a log-probability is nan or +inf, expected finite numbers, or -inf",
-            code="bad_value",
-            field="logp",
-        )
+        message = "exploration: a log-probability is nan or +inf, expected finite numbers, or -inf"
+        raise RecpoError(message, code="bad_value", field="logp")
     scores = np.where(ids > 0, scores, -np.inf)
     ordered = np.sort(np.where(scores > -np.inf, ids, -np.arange(ids.shape[1])), axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise RecpoError(
-            "exploration: an item occurs twice in a shortlist, expected distinct items", code="duplicate", field="items"
-        )
+        message = "exploration: an item occurs twice in a shortlist, expected distinct items"
+        raise RecpoError(message, code="duplicate", field="items")
     missing = ((0, 0), (0, max(0, k - ids.shape[1])))
     return np.pad(ids.astype(np.int64), missing), np.pad(scores, missing, constant_values=-np.inf)
 

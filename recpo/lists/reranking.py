@@ -90,11 +90,8 @@ class ItemAttributes:
         where = str(source) if isinstance(source, str | Path) else "item attributes"
         index = items.to_internal(id_column(table, item_id, where))
         if not (index > 0).any():
-            raise RecpoError(
-                f"{where}: column {item_id} names no item of the catalog; it holds the item ids of the log",
-                code="mismatch",
-                field=item_id,
-            )
+            message = f"{where}: column {item_id} names no item of the catalog; it holds the item ids of the log"
+            raise RecpoError(message, code="mismatch", field=item_id)
         require_columns(table, names, where)
         tags = {name: _tags(table.column(name).combine_chunks(), index, len(items)) for name in names}
         if vectors is None:
@@ -116,12 +113,11 @@ class ItemAttributes:
             RecpoError: there is no attribute of this name.
         """
         if name not in self.tags:
-            raise RecpoError(
+            message = (
                 f"re-ranking: no attribute {name!r} of the items is known, there are "
-                f"{', '.join(self.tags) or 'none'}; name a file with such a column (attributes)",
-                code="unknown_name",
-                field=name,
+                f"{', '.join(self.tags) or 'none'}; name a file with such a column (attributes)"
             )
+            raise RecpoError(message, code="unknown_name", field=name)
         return self.tags[name]
 
 
@@ -144,11 +140,8 @@ class RerankOptions:
     def __post_init__(self) -> None:
         validate_ranges(self)
         if self.vectors is not None and self.attributes is None:
-            raise RecpoError(
-                f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)",
-                code="missing_option",
-                field="attributes",
-            )
+            message = f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)"
+            raise RecpoError(message, code="missing_option", field="attributes")
 
     def read(self, names: Iterable[str], items: IdMap) -> ItemAttributes:
         """The attributes ``names``, and the vectors if a column has them.
@@ -287,12 +280,11 @@ def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
         RecpoError: there are none.
     """
     if known.vectors is None:
-        raise RecpoError(
+        message = (
             "re-ranking by similarity needs item vectors: name a column of vectors in a file of item attributes, or "
-            "take a policy that has item vectors of its own",
-            code="missing_option",
-            field="vectors",
+            "take a policy that has item vectors of its own"
         )
+        raise RecpoError(message, code="missing_option", field="vectors")
     return np.asarray(known.vectors[items], np.float64)
 
 

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from inspect import signature
@@ -25,14 +25,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recpo import __version__
 from recpo.base.errors import RecpoError
 from recpo.server.bundles import Versions
-from recpo.server.metrics import REQUEST
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
-from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
+from recpo.server.service import REQUEST, InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
 from recpo.server.wire import (
     Fault,
     FeedbackAnswer,
@@ -83,8 +83,16 @@ def create_app(service: Service) -> Gate:
     recommend = _recommend_routes(service)
     for router in (recommend, protocol_routes(service), _admin_routes(service)):
         app.include_router(router)
-    _add_metrics(app, service)
-    _add_faults(app)
+
+    @app.get("/metrics", tags=["Operations"], response_class=Response)
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for kind in _STATUS:
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
     return Gate(app, service, [_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)])
 
 
@@ -181,32 +189,15 @@ def _admin_routes(service: Service) -> APIRouter:
     return router
 
 
-def _add_metrics(app: FastAPI, service: Service) -> None:
-    @app.get("/metrics", tags=["Operations"], response_class=Response)
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_faults(app: FastAPI) -> None:
-    async def of_request(request: Request, error: Exception) -> Response:
-        return _fault_of(request.state.x_request_id, error)
-
-    async def of_body(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _fault(request.state.x_request_id, 422, _wrong_fields(error.errors()))
-
-    async def of_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _fault(request.state.x_request_id, error.status_code, str(error.detail), error.headers)
-
-    for kind in _STATUS:
-        app.add_exception_handler(kind, of_request)
-    app.add_exception_handler(RequestValidationError, of_body)
-    app.add_exception_handler(HTTPException, of_http)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _fault_of(request.state.x_request_id, error)
 
 
 def _fault_of(x_request_id: str, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return _fault(x_request_id, error.status_code, str(error.detail), error.headers)
+    if isinstance(error, RequestValidationError):
+        return _fault(x_request_id, 422, _wrong_fields(error.errors()))
     status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
     return _fault(x_request_id, status, str(error) or "the request has waited for too long")
 
@@ -297,12 +288,6 @@ def _validate(service: Service, name: str) -> None:
         raise HTTPException(404, f"no model {name!r:.80}: this server has {service.versions.name!r}")
 
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 ADMIN: Final = "/v1/admin"
 #: Probes, metrics and the interface's documentation pages need no key.
 _OPEN: Final = ("/v2/health/", "/metrics", "/docs", "/openapi.json", "/redoc")
@@ -323,10 +308,11 @@ class Gate:
         direct: routes of POST that are called without the application.
     """
 
-    def __init__(self, app: App, service: Service, direct: Sequence[_Direct]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, direct: Sequence[_Direct]) -> None:
         self._direct = {one.route.path: one for one in direct}
         self.app, self._service, options = app, service, service.options
         self._max_body = options.max_body_kb << 10
+        self._too_large = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
         self._api_keys, self._admin_keys = (
             None if file is None else Keys(file) for file in (options.api_keys, options.admin_keys)
         )
@@ -368,22 +354,20 @@ class Gate:
         x_request_id = scope["state"]["x_request_id"]
         refused = self._refusal(scope["path"], headers)
         body = b"" if refused else await self._body(receive)
-        if refused is None and body is None:
-            refused = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
-        if refused is not None:
-            await _fault(x_request_id, *refused)(scope, receive, send)
+        if refused is not None or body is None:
+            await _fault(x_request_id, *(refused or self._too_large))(scope, receive, send)
         elif scope["method"] == "POST" and (direct := self._direct.get(scope["path"])) is not None:
             scope["route"] = direct.route
-            response = await direct(body or b"", x_request_id)
+            response = await direct(body, x_request_id)
             await response(scope, receive, send)
         else:
-            await self.app(scope, _replay(body or b"", receive), send)
+            await self.app(scope, _replay(body, receive), send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         """Status and reason if the request is rejected here."""
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body:
-            return 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
+            return self._too_large
         if path.startswith(ADMIN):
             if self._admin_keys is None:
                 return 403, "this server was started without --admin_keys: its bundle cannot be swapped over HTTP"
@@ -412,9 +396,8 @@ class Gate:
         return b"".join(parts)
 
     def _account(self, scope: Scope, status: int, seconds: float, x_request_id: str) -> None:
-        route = getattr(
-            scope.get("route"), "path", "other"
-        )  # a client must not be able to create labels from arbitrary paths
+        # a client must not be able to create labels from arbitrary paths
+        route = getattr(scope.get("route"), "path", "other")
         self._service.metrics.of_request(route, status, seconds)
         if route.startswith("/v2/health") or route == "/metrics":
             return

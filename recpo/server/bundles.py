@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 
 from recpo.artifacts.checksums import kind_of, other_kind, sha256
@@ -30,11 +29,9 @@ from recpo.artifacts.outputs import locked_parent, write_json
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import Categories, Category, Feature, Number, Vector
-from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
-from recpo.serving.bundle import Bundle, check_golden
-from recpo.serving.encoded_histories import EncodedHistories
+from recpo.lists.reranking import ItemAttributes, Reranker, RerankOptions
+from recpo.serving.bundle import Bundle, bundle_item_vectors, check_golden
 from recpo.serving.histories import ITEM_ID
-from recpo.serving.item_index import bundle_item_vectors
 from recpo.serving.manifest import MANIFEST, ONNX_PROGRAM
 from recpo.serving.recommending import ATTRIBUTES
 from recpo.serving.runtimes import CPU_PROVIDER
@@ -71,30 +68,6 @@ class Reranking:
         if self.method.reads_vectors and known.vectors is None:
             known = known.with_vectors(bundle_item_vectors(bundle.root, bundle.manifest))
         return known
-
-    def order(
-        self,
-        known: ItemAttributes,
-        inputs: EncodedHistories,
-        top_items: np.ndarray,
-        scores: np.ndarray,
-        lengths: Sequence[int],
-    ) -> np.ndarray:
-        """The new order of the lists ``[B, K]``, as places ``[B, K]``. Empty places do not move.
-
-        Args:
-            known: item attributes of the bundle that made the lists.
-            inputs: the histories; calibration reads the items of them that the policy reads.
-            top_items: internal ids, 0 = empty.
-            scores: log-probabilities.
-            lengths: length of each slate.
-        """
-        order = np.tile(np.arange(top_items.shape[1]), (len(top_items), 1))
-        for row, k in enumerate(lengths):
-            first = (row, slice(max(self.options.shortlist, k)))
-            places = reranked_places(self.method, top_items[first], scores[first], k, known, inputs.item_ids[row])
-            order[row, : len(places)] = places
-        return order
 
 
 @dataclass(frozen=True)
@@ -144,9 +117,7 @@ class LoadedBundle:
                 lacks item attributes that re-ranking needs.
         """
         size = sum(file.stat().st_size for file in path.glob(f"{ONNX_PROGRAM}*"))
-        if threads == 0 and size < _SMALL_PROGRAM:
-            threads = 1
-        bundle = Bundle.open(path, threads=threads, provider=provider)
+        bundle = Bundle.open(path, threads=threads or int(size < _SMALL_PROGRAM), provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
@@ -182,15 +153,13 @@ class Versions:
         self._on_change = on_change
         self._tried: str | None = None
         self._shortlist, self._loading_options = shortlist, loading
-        self.current = self._load(None if self._alone else self._wanted())
+        self.current = self._load(None if self._alone else self._state()[0] or _newest(path))
         on_change(self.current)
 
     @property
     def names(self) -> list[str]:
         """All versions, oldest first: sorted by name, with numbers in names sorted by value."""
-        if self._alone:
-            return [self.current.version]
-        return _versions(self.path)
+        return [self.current.version] if self._alone else _versions(self.path)
 
     @property
     def previous(self) -> list[str]:
@@ -234,11 +203,8 @@ class Versions:
             return self._serve(self._load(None))
         version = _newest(self.path) if version is None else version
         if version not in self.names:
-            raise RecpoError(
-                f"{self.path} has no version {version!r}, it has {', '.join(self.names)}",
-                code="unknown_name",
-                field="version",
-            )
+            message = f"{self.path} has no version {version!r}, it has {', '.join(self.names)}"
+            raise RecpoError(message, code="unknown_name", field="version")
         loaded = self._load(version)  # it must pass its tests before other workers see it
         with locked_parent(self.path / ACTIVE):
             active, previous = self._state()
@@ -255,19 +221,13 @@ class Versions:
         """
         previous = self.previous
         if not previous:
-            raise RecpoError(
-                f"{self.path}: no version served before {self.current.version}: swap to one by its name",
-                code="empty",
-                field="previous",
-            )
+            message = f"{self.path}: no version served before {self.current.version}: swap to one by its name"
+            raise RecpoError(message, code="empty", field="previous")
         loaded = self._load(previous[-1])
         with locked_parent(self.path / ACTIVE):
             if self._state()[1] != previous:
-                raise RecpoError(
-                    f"{self.path}: another swap has just happened: look at the versions, and ask again",
-                    code="in_use",
-                    field=ACTIVE,
-                )
+                message = f"{self.path}: another swap has just happened: look at the versions, and ask again"
+                raise RecpoError(message, code="in_use", field=ACTIVE)
             self._write(previous[-1], previous[:-1])
         return self._serve(loaded)
 
@@ -276,20 +236,18 @@ class Versions:
             place = self.path if version is None else self.path / version
             loaded = LoadedBundle.load(place, self.name, version, **self._loading_options)
         if loaded.bundle.k < self._shortlist:
-            raise RecpoError(
+            message = (
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "
-                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k",
-                code="out_of_range",
-                field="k",
+                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k"
             )
+            raise RecpoError(message, code="out_of_range", field="k")
         if hasattr(self, "current") and log_kind(loaded) != log_kind(self.current):
-            raise RecpoError(
+            message = (
                 f"version {loaded.version} has other item ids, feedback, features or behaviors than "
                 f"{self.current.version} ({log_kind(loaded)}, not {log_kind(self.current)}): give it a server and a "
-                "log of its own",
-                code="mismatch",
-                field="version",
+                "log of its own"
             )
+            raise RecpoError(message, code="mismatch", field="version")
         return loaded
 
     def _serve(self, loaded: LoadedBundle) -> LoadedBundle:
@@ -298,10 +256,6 @@ class Versions:
         self._on_change(loaded)
         _LOG.info("bundle %s %s serves (%s)", loaded.name, loaded.version, loaded.checksum[:12])
         return loaded
-
-    def _wanted(self) -> str:
-        active = self._state()[0]
-        return _newest(self.path) if active is None else active
 
     def _state(self) -> tuple[str | None, list[str]]:
         """The version that serves according to ``active.json``, and the versions before it."""
@@ -312,11 +266,8 @@ class Versions:
         active, previous = content.get("active"), content.get("previous")
         names = [active, *previous] if isinstance(previous, list) else [None]
         if not all(isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) and name[0] != "." for name in names):
-            raise RecpoError(
-                f"{place} is damaged: active and previous are names of versions; {_REMEDY}",
-                code="damaged",
-                field=ACTIVE,
-            )
+            message = f"{place} is damaged: active and previous are names of versions; {_REMEDY}"
+            raise RecpoError(message, code="damaged", field=ACTIVE)
         return active, previous  # type: ignore[return-value]  # a list, as checked
 
     def _write(self, active: str, previous: Sequence[str]) -> None:
@@ -340,11 +291,8 @@ def log_kind(loaded: LoadedBundle) -> tuple[object, ...]:
 
 def _versions(path: Path) -> list[str]:
     if not path.is_dir():
-        raise RecpoError(
-            f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles",
-            code="missing_file",
-            field=str(path),
-        )
+        message = f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles"
+        raise RecpoError(message, code="missing_file", field=str(path))
     names = [child.name for child in path.iterdir() if child.name[0] not in "._" and (child / MANIFEST).is_file()]
     parts = {name: re.findall(r"[0-9]+|[^0-9]+", name) for name in names}
     return sorted(names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in parts[name]])
@@ -353,15 +301,11 @@ def _versions(path: Path) -> list[str]:
 def _newest(path: Path) -> str:
     names = _versions(path)
     if not names and (other := other_kind(path, "bundle")):
-        raise RecpoError(
-            f"{path} is not a bundle{other}: make a bundle with `recpo export`", code="wrong_file", field=str(path)
-        )
+        message = f"{path} is not a bundle{other}: make a bundle with `recpo export`"
+        raise RecpoError(message, code="wrong_file", field=str(path))
     if not names:
-        raise RecpoError(
-            f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`",
-            code="empty",
-            field=str(path),
-        )
+        message = f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`"
+        raise RecpoError(message, code="empty", field=str(path))
     return names[-1]
 
 

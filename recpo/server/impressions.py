@@ -135,12 +135,11 @@ class LogLayout:
         """
         found, names = json.loads(payload[1:]), [one.name for one in fields(cls)]
         if {*_OF_VARIANTS, *found} != set(names):
-            raise RecpoError(
+            message = (
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
-                "start the recpo version that wrote it again, which completes its log",
-                code="old_format",
-                field=JOURNAL,
+                "start the recpo version that wrote it again, which completes its log"
             )
+            raise RecpoError(message, code="old_format", field=JOURNAL)
         context = tuple((name, kind) for name, kind in found["context"])
         return cls(**{**found, "behaviors": tuple(found["behaviors"]), "context": context})
 
@@ -222,12 +221,11 @@ def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
     place, served = Path(os.path.realpath(root)), {Path(os.path.realpath(bundle)) for bundle in bundles}
     for parent in (place, *place.parents):
         if parent in served or kind_of(parent) == "bundle":
-            raise RecpoError(
+            message = (
                 f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
-                "which the files of a log would damage: choose a directory outside",
-                code="conflicting_options",
-                field="log",
+                "which the files of a log would damage: choose a directory outside"
             )
+            raise RecpoError(message, code="conflicting_options", field="log")
     if place.exists():
         with os_errors(place, WRITING), locked_parent(place / JOURNAL):
             _validate_files(place, root)
@@ -235,12 +233,11 @@ def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
 
 def _validate_files(place: Path, root: Path) -> None:
     if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
-        raise RecpoError(
+        message = (
             f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a "
-            "new directory, an empty one, or such a log",
-            code="wrong_file",
-            field="log",
+            "new directory, an empty one, or such a log"
         )
+        raise RecpoError(message, code="wrong_file", field="log")
 
 
 class ImpressionLog:
@@ -312,13 +309,13 @@ class ImpressionLog:
 
     def find(self, identifier: str) -> tuple[Address, Impression] | None:
         """The impression of a request id; None if there is none that still accepts outcomes."""
-        address, nonce = _parsed(identifier)
+        address = Address(*(int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36])))
         payload = read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
             return None
         impression = Impression.from_payload(payload)
         late = time.time() * 1000 > impression.time_ms + self.outcome_window_s * 1000
-        return None if impression.nonce != nonce or late else (address, impression)
+        return None if impression.nonce != identifier[36:] or late else (address, impression)
 
     def add_outcomes(self, address: Address, outcomes: Mapping[Any, Mapping[str, float | bool]]) -> Future[None]:
         """Appends outcomes by item to the impression at ``address``. They are stored once the future is done.
@@ -395,25 +392,16 @@ def validate_propensities(items: Sequence[Any], propensity: Sequence[float | Non
     """
     known = [value for value in propensity if value is not None]
     if wrong := [value for value in known if not 0.0 < value <= 1.0]:  # nan is wrong as well
-        raise RecpoError(
-            f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]",
-            code="bad_value",
-            field="propensity",
-        )
+        message = f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]"
+        raise RecpoError(message, code="bad_value", field="propensity")
     total = math.fsum(known)
     validate_range(total <= 1.0 + _ROUNDING, "propensity", "of a slate must sum to at most 1", total)
     if len(items) != len(propensity) or len(set(items)) < len(items):
-        raise RecpoError(
+        message = (
             f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
-            "propensities, expected one each",
-            code="duplicate",
-            field="items",
+            "propensities, expected one each"
         )
-
-
-def _parsed(identifier: str) -> tuple[Address, str]:
-    slot, segment, offset = (int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36]))
-    return Address(slot, segment, offset), identifier[36:]
+        raise RecpoError(message, code="duplicate", field="items")
 
 
 _LOG = logging.getLogger("recpo.server")
@@ -437,9 +425,8 @@ class Settled(NamedTuple):
     lost_bytes: int = 0
 
 
-class _Segment(NamedTuple):
-    slot: int
-    number: int
+#: A segment: its slot and its number.
+_Segment = tuple[int, int]
 
 
 def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
@@ -478,12 +465,6 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
         os.close(alone)
 
 
-def file_name(slot: int, segment: int) -> str:
-    """Name of the Parquet file of a segment: its start time and its slot."""
-    begun = datetime.fromtimestamp(segment / 1000, UTC)
-    return f"{begun:%Y%m%dT%H%M%S}.{segment % 1000:03d}Z-{slot:03d}.parquet"
-
-
 def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[Outcome]]) -> Settled:
     place = segment_path(root / JOURNAL, *segment, CLOSING)
     layout, rows, impressions, whole = None, [], 0, len(MAGIC)
@@ -502,11 +483,15 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
     if lost and layout is None:
         place.rename(place.with_suffix(DAMAGED))
         return Settled(lost_bytes=lost)
+    joined = 0
     if layout is not None and rows:
-        with output_file(root / file_name(*segment)) as working:
+        slot, number = segment
+        begun = datetime.fromtimestamp(number / 1000, UTC)
+        name = f"{begun:%Y%m%dT%H%M%S}.{number % 1000:03d}Z-{slot:03d}.parquet"
+        with output_file(root / name) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
+        joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows)
     place.rename(place.with_suffix(DONE))
-    joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows) if layout is not None else 0
     return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
 
 
@@ -522,7 +507,7 @@ def _outcomes(
                 if payload[:1] != OUTCOME:
                     continue
                 outcome = Outcome.from_payload(payload)
-                target = _Segment(*outcome.address[:2])
+                target = outcome.address[:2]
                 targets[segment].add(target)
                 if target in closing and outcome not in found[outcome.address]:
                     found[outcome.address].append(outcome)
@@ -560,7 +545,7 @@ def _segments(journal: Path, suffix: str) -> Iterator[_Segment]:
         slot = _number(path.parent.name)
         with suppress(ValueError):
             if slot is not None:
-                yield _Segment(slot, int(path.stem, 16))
+                yield slot, int(path.stem, 16)
 
 
 def _number(name: str) -> int | None:

@@ -158,19 +158,17 @@ class Keys:
         except OSError as error:
             raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
         except UnicodeDecodeError as error:
-            raise RecpoError(
-                f"{path} is not text: expected one key per line", code="wrong_file", field=str(path)
-            ) from error
+            message = f"{path} is not text: expected one key per line"
+            raise RecpoError(message, code="wrong_file", field=str(path)) from error
         keys = [line for line in lines if line and line[0] != "#"]
         if not keys:
             raise RecpoError(f"{path} has no keys: write one per line", code="empty", field=str(path))
         if short := [number for number, key in enumerate(keys, 1) if len(key) < _SHORTEST_KEY]:
-            raise RecpoError(
+            message = (
                 f"{path}: key {short[0]} is shorter than {_SHORTEST_KEY} characters: make one with "
-                "`openssl rand -hex 24`",
-                code="bad_value",
-                field=str(path),
+                "`openssl rand -hex 24`"
             )
+            raise RecpoError(message, code="bad_value", field=str(path))
         self._digests = {_digest(key) for key in keys}
 
     def __contains__(self, key: str) -> bool:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +26,8 @@ import uvicorn
 from recpo.artifacts.documents import describe_os_error
 from recpo.base.errors import RecpoError
 from recpo.server.impressions import settle
-from recpo.server.metrics import SHARED, log_as_json
 from recpo.server.options import Keys, ServerOptions
+from recpo.server.service import SHARED, Service, log_as_json
 from recpo.server.variants import open_variants
 
 _BACKLOG = 2048
@@ -117,20 +118,14 @@ class _Worker(uvicorn.Server):
         waiting = [connection for listening in sockets or [] for connection in _accepted(listening)]
         for server in self.servers:
             server.close()
+        protocol: Any = self.config.http_protocol_class  # called as in ``uvicorn.Server.startup``
+        state = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
         for connection in waiting:
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(partial(protocol, **state), connection)
         least, most = (time.monotonic() + seconds for seconds in _LAST_REQUESTS_S)
         while time.monotonic() < (most if self.server_state.connections else least):
             await asyncio.sleep(0.02)
         await super().shutdown(sockets)
-
-    def _protocol(self) -> asyncio.Protocol:
-        """What handles a connection, as in ``uvicorn.Server.startup``."""
-        protocol: Any = self.config.http_protocol_class
-        handler: asyncio.Protocol = protocol(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return handler
 
     def _reload(self, sig: int, frame: FrameType | None) -> None:
         threading.Thread(target=self._swap, name="recpo-swap", daemon=True).start()
@@ -145,7 +140,6 @@ class _Worker(uvicorn.Server):
 
 def _work(bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
     from recpo.server.app import create_app  # after the parent has set where metrics are shared
-    from recpo.server.service import Service
 
     service = Service(bundle, options)
     config = uvicorn.Config(
@@ -194,13 +188,7 @@ def _end_with_parent() -> None:
 
 
 class _Parent:
-    """Starts workers, forwards signals, and replaces workers that die, until the server is stopped.
-
-    Args:
-        bundle: what they serve.
-        options: number of workers, and how long they may take to stop.
-        listening: the socket that they share.
-    """
+    """Starts workers, forwards signals, and replaces workers that die, until the server is stopped."""
 
     def __init__(self, bundle: Path | None, options: ServerOptions, listening: socket.socket) -> None:
         self._bundle, self._options, self._listening = bundle, options, listening
@@ -233,9 +221,8 @@ class _Parent:
             mark_process_dead(worker.pid)
             self._early = self._early + 1 if time.monotonic() - begun < _SOON_S else 0
             if self._early >= _ATTEMPTS:
-                raise RecpoError(
-                    f"{_ATTEMPTS} workers ended as soon as they began: the log above says why", code="failed"
-                )
+                message = f"{_ATTEMPTS} workers ended as soon as they began: the log above says why"
+                raise RecpoError(message, code="failed")
             _LOG.error("worker %d ended with status %s: another one takes its place", worker.pid, worker.exitcode)
             self._workers[place] = self._start()
 
@@ -288,9 +275,8 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = describe_os_error(error, f"{host}:{port}")
-        raise RecpoError(
-            f"cannot listen at {host}:{port} ({reason}): choose another --host or --port", code="in_use", field="port"
-        ) from error
+        message = f"cannot listen at {host}:{port} ({reason}): choose another --host or --port"
+        raise RecpoError(message, code="in_use", field="port") from error
     listening.set_inheritable(True)
     return listening
 

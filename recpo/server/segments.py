@@ -25,8 +25,10 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from recpo.artifacts.documents import describe_os_error, flush
 from recpo.base.errors import RecpoError, validate_range
@@ -54,19 +56,18 @@ class Address(NamedTuple):
     offset: int
 
 
-class Slot:
+class Slot(NamedTuple):
     """A writer's directory, locked until ``release``.
 
-    Args:
-        journal: the directory of all slots.
+    Attributes:
         number: number of the slot.
+        path: its directory.
         lock: an open, locked handle of it.
     """
 
-    def __init__(self, journal: Path, number: int, lock: int) -> None:
-        self.number = number
-        self.path = slot_path(journal, number)
-        self._lock = lock
+    number: int
+    path: Path
+    lock: int
 
     @classmethod
     def claim(cls, journal: Path) -> Slot:
@@ -79,22 +80,19 @@ class Slot:
             slot = cls.try_claim(journal, number)
             if slot is not None:
                 return slot
-        raise RecpoError(
-            f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own",
-            code="resources",
-            field="log",
-        )
+        message = f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own"
+        raise RecpoError(message, code="resources", field="log")
 
     @classmethod
     def try_claim(cls, journal: Path, number: int) -> Slot | None:
         """The slot; None if a living process holds it."""
-        path = slot_path(journal, number)
+        path = journal / f"slot-{number:03d}"
         try:
             path.mkdir(parents=True, exist_ok=True)
             handle = locked_handle(path, os.O_RDONLY)
         except OSError as error:
             raise RecpoError(describe_os_error(error, path), code="failed", field=str(path)) from error
-        return None if handle is None else cls(journal, number, handle)
+        return None if handle is None else cls(number, path, handle)
 
     def complete_segments(self) -> None:
         """Completes the segments that a dead process left open."""
@@ -103,7 +101,7 @@ class Slot:
 
     def release(self) -> None:
         """Releases the slot."""
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 class SegmentWriter:
@@ -144,13 +142,11 @@ class SegmentWriter:
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:
-                raise RecpoError(
-                    f"{self.slot.path}: the log is closed: send the request to a living server",
-                    code="unsupported",
-                    field="log",
-                )
+                message = f"{self.slot.path}: the log is closed: send the request to a living server"
+                raise RecpoError(message, code="unsupported", field="log")
             if self._offset >= self._max_bytes or self._offset == 0 or self._is_old():
-                self._next_segment()
+                self._segment = max(self._segment + 1, int(time.time() * 1000))
+                self._offset, self._begun_at = len(self._begin), time.monotonic()
             address = Address(self.slot.number, self._segment, self._offset)
             self._offset += len(record)
             self._waiting.append((self._segment, record, written))
@@ -166,10 +162,6 @@ class SegmentWriter:
 
     def _is_old(self) -> bool:
         return time.monotonic() - self._begun_at >= self._max_age_s
-
-    def _next_segment(self) -> None:
-        self._segment = max(self._segment + 1, int(time.time() * 1000))
-        self._offset, self._begun_at = len(self._begin), time.monotonic()
 
     def _run(self) -> None:
         while True:
@@ -187,20 +179,18 @@ class SegmentWriter:
                 return
 
     def _write(self, group: list[tuple[int, bytes, Future[None]]]) -> None:
-        begin = 0
-        while begin < len(group):
-            segment = group[begin][0]
-            end = next((i for i in range(begin, len(group)) if group[i][0] != segment), len(group))
-            part = group[begin:end]
+        done = 0
+        for segment, records in groupby(group, itemgetter(0)):
+            part = list(records)
             try:
                 self._write_to(segment, b"".join(record for _, record, _ in part))
             except OSError as error:
-                self._fail(group[begin:], error)
+                self._fail(group[done:], error)
                 return
             self.failed = False
             for _, _, written in part:
                 written.set_result(None)
-            begin = end
+            done += len(part)
 
     def _write_to(self, segment: int, content: bytes) -> None:
         if self._file is None or self._file_segment != segment:
@@ -254,14 +244,9 @@ def locked_handle(path: Path, flags: int) -> int | None:
     return handle
 
 
-def slot_path(journal: Path, number: int) -> Path:
-    """The directory of a slot."""
-    return journal / f"slot-{number:03d}"
-
-
 def segment_path(journal: Path, slot: int, segment: int, suffix: str) -> Path:
     """The file of a segment in one of its states."""
-    return slot_path(journal, slot) / f"{segment:012x}{suffix}"
+    return journal / f"slot-{slot:03d}" / f"{segment:012x}{suffix}"
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -275,7 +260,7 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
             return
         offset: int | None = len(MAGIC)
         while offset is not None:
-            while (payload := _next_record(file.read(_FRAME.size), file)) is not None:
+            while (payload := _next_record(file)) is not None:
                 yield offset, payload
                 offset += _FRAME.size + len(payload)
             file.seek(offset)
@@ -292,7 +277,7 @@ def read_record(journal: Path, address: Address) -> bytes | None:
                 if address.offset >= os.fstat(file.fileno()).st_size:
                     return None
                 file.seek(address.offset)
-                return _next_record(file.read(_FRAME.size), file)
+                return _next_record(file)
         except FileNotFoundError:
             continue
     return None
@@ -314,11 +299,12 @@ def _framed(payload: bytes) -> bytes:
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _next_record(frame: bytes, file: object) -> bytes | None:
+def _next_record(file: BinaryIO) -> bytes | None:
+    frame = file.read(_FRAME.size)
     if len(frame) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(frame)
     if not 0 < length <= _LARGEST_RECORD:
         return None
-    payload: bytes = file.read(length)  # type: ignore[attr-defined]
+    payload = file.read(length)
     return payload if len(payload) == length and zlib.crc32(payload) == checksum else None

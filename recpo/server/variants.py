@@ -162,12 +162,11 @@ def open_variants(
     kinds = {name: log_kind(one.current) for name, one in found.items()}
     control = next(iter(kinds))
     if other := next((name for name, kind in kinds.items() if kind != kinds[control]), None):
-        raise RecpoError(
+        message = (
             f"variant {other} has other item ids, feedback, features or behaviors than {control} ({kinds[other]}, not "
-            f"{kinds[control]}): one log and one interface cannot serve both",
-            code="mismatch",
-            field="variant",
+            f"{kinds[control]}): one log and one interface cannot serve both"
         )
+        raise RecpoError(message, code="mismatch", field="variant")
     return found
 
 
@@ -186,7 +185,8 @@ class EndedVariants:
     """
 
     def __init__(self, root: Path, experiment: str) -> None:
-        self._path, self._experiment = root / ENDED, experiment
+        self.root, self.experiment = root, experiment
+        self._path = root / ENDED
         self._seen: tuple[int, int] | None = None
         self.names: frozenset[str] = frozenset()
         self.follow()
@@ -202,7 +202,7 @@ class EndedVariants:
             found = self._path.stat()
             seen = (found.st_mtime_ns, found.st_ino)
         if seen != self._seen:
-            self.names = frozenset(self._read().get(self._experiment, {}))
+            self.names = frozenset(self._read().get(self.experiment, {}))
             self._seen = seen
         return self.names
 
@@ -218,11 +218,11 @@ class EndedVariants:
         """
         with locked_parent(self._path):
             content = self._read()
-            known = content.setdefault(self._experiment, {})
+            known = content.setdefault(self.experiment, {})
             known.setdefault(name, {"ended_at": int(time.time() * 1000), **reason})
             write_json(self._path, content)
         self.names |= {name}
-        _LOG.warning("variant ended", extra={"fields": {"experiment": self._experiment, "variant": name, **reason}})
+        _LOG.warning("variant ended", extra={"fields": {"experiment": self.experiment, "variant": name, **reason}})
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Ended variants by experiment and name."""
@@ -243,15 +243,13 @@ class Watch:
     """The sums of one experiment, from all files of a log. Of all workers with this log, one watches.
 
     Args:
-        root: directory of the log.
         guard: the bounds.
         names: names of the variants, the control first.
-        experiment: name of the experiment.
-        ended: where ends are kept.
+        ended: where ends of this experiment are kept.
     """
 
-    def __init__(self, root: Path, guard: Guard, names: Sequence[str], experiment: str, ended: EndedVariants) -> None:
-        self._root, self._guard, self._names, self._experiment, self._ended = root, guard, names, experiment, ended
+    def __init__(self, guard: Guard, names: Sequence[str], ended: EndedVariants) -> None:
+        self._guard, self._names, self._ended, self._root = guard, names, ended, ended.root
         bounds = (guard.dislikes is not None) + (guard.value is not None)
         self._alpha = guard.alpha / (bounds * (len(names) - 1))
         self._values = {name: PerUser() for name in names}
@@ -265,7 +263,9 @@ class Watch:
         Raises:
             RecpoError: a file cannot be read, or an end cannot be written.
         """
-        if not self._is_watching():
+        if self._lock is None:  # of all processes, the one that holds the lock watches, until it ends
+            self._lock = locked_handle(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR)
+        if self._lock is None:
             return []
         new = sorted(file for file in self._root.glob("*.parquet") if file.name not in self._read)
         for file in new:
@@ -288,12 +288,6 @@ class Watch:
             os.close(self._lock)
             self._lock = None
 
-    def _is_watching(self) -> bool:
-        """Whether this process holds the lock, which ends with it."""
-        if self._lock is None:
-            self._lock = locked_handle(self._root / JOURNAL / _LOCK, os.O_CREAT | os.O_RDWR)
-        return self._lock is not None
-
     def _slates(self, file: Path) -> dict[str, Slates]:
         try:
             table = read_log(file)
@@ -301,7 +295,7 @@ class Watch:
             if error.code == "missing_column":  # of a server without variants
                 return {}
             raise
-        own = table.filter(pc.equal(table["experiment"], self._experiment))
+        own = table.filter(pc.equal(table["experiment"], self._ended.experiment))
         return slates(own, dislike_cost=self._guard.dislike_cost)
 
     def _reasons(self, name: str) -> Iterator[dict[str, Any]]:

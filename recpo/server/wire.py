@@ -97,8 +97,7 @@ class RecommendRequest(BaseModel):
     )
     deny: Filter | None = Field(default=None, description="attribute -> values: no items that have one of them")
     explore: StrictBool | None = Field(
-        default=None,
-        description="draw the slate instead of taking the best items; null = as the server was started",
+        default=None, description="draw the slate instead of taking the best items; null = as the server was started"
     )
 
     @model_validator(mode="after")
@@ -219,31 +218,18 @@ def known_features(
     if values is None:
         return None
     kinds = dict(feature_kinds(fitted))
-    if strange := [name for name in values if name not in kinds]:
-        raise RecpoError(
-            f"{where}.{strange[0]:.80}: {_read(kinds, 'features')}", code="unknown_name", field=f"{where}.{strange[0]}"
-        )
+    validate_names(values, kinds, "features", where)
     widths = {one.name: one.width for one in fitted.features if isinstance(one, Vector)} if fitted else {}
     return {name: _value(kinds[name], value, widths.get(name), f"{where}.{name}") for name, value in values.items()}
 
 
-def known_behaviors(names: Collection[str], values: Mapping[str, bool] | None, where: str) -> Mapping[str, bool]:
-    """The behaviors of an event.
-
-    Raises:
-        RecpoError: a behavior that the bundle does not read.
-    """
-    if not values:
-        return {}
-    if strange := [name for name in values if name not in names]:
-        raise RecpoError(
-            f"{where}.{strange[0]:.80}: {_read(names, 'behaviors')}", code="unknown_name", field=f"{where}.{strange[0]}"
-        )
-    return values
-
-
-def _read(names: Collection[str], what: str) -> str:
-    return f"this bundle reads the {what} {', '.join(names)}" if names else f"this bundle reads no such {what}"
+def validate_names(values: Mapping[str, Any], known: Collection[str], what: str, where: str) -> None:
+    """Raises ``RecpoError`` if the field ``where`` of a request names features or behaviors that the bundle lacks."""
+    strange = next((name for name in values if name not in known), None)
+    if strange is not None:
+        read = f"the {what} {', '.join(known)}" if known else f"no such {what}"
+        message = f"{where}.{strange:.80}: this bundle reads {read}"
+        raise RecpoError(message, code="unknown_name", field=f"{where}.{strange}")
 
 
 def _value(kind: str, value: Any, width: int | None, where: str) -> Any:
@@ -251,11 +237,8 @@ def _value(kind: str, value: Any, width: int | None, where: str) -> Any:
         return None
     if kind in ("integers", "strings", "vector"):
         if not isinstance(value, list) or (width is not None and len(value) != width):
-            raise RecpoError(
-                f"{where}: expected a list{'' if width is None else f' of {width} numbers'}",
-                code="wrong_type",
-                field=where,
-            )
+            message = f"{where}: expected a list{'' if width is None else f' of {width} numbers'}"
+            raise RecpoError(message, code="wrong_type", field=where)
         one = {"integers": "integer", "strings": "string", "vector": "number"}[kind]
         return [_single(one, part, where) for part in value]
     return _single(kind, value, where)
@@ -268,6 +251,5 @@ def _single(kind: str, value: Any, where: str) -> Any:
         return int(value)  # true and false are 1 and 0, as in a column of flags
     if kind == "number" and isinstance(value, int | float) and abs(value) < 1e38:
         return float(value)
-    raise RecpoError(
-        f"{where}: expected {'an integer' if kind == 'integer' else f'a {kind}'}", code="wrong_type", field=where
-    )
+    message = f"{where}: expected {'an integer' if kind == 'integer' else f'a {kind}'}"
+    raise RecpoError(message, code="wrong_type", field=where)

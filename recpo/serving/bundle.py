@@ -37,10 +37,8 @@ from recpo.base.features import Categories, Category, Feature, FeatureArrays, Nu
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import EncodedHistories
-from recpo.serving.histories import HistoryReader
-from recpo.serving.item_index import IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, REMEDY, BundleManifest, readable
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
 from recpo.serving.recommending import (
     ItemFilters,
     Moment,
@@ -50,7 +48,7 @@ from recpo.serving.recommending import (
     score_candidates,
     validate_k,
 )
-from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,8 @@ class Bundle:
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
-            raise RecpoError(
-                f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again",
-                code="mismatch",
-                field=ITEMS,
-            )
+            message = f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again"
+            raise RecpoError(message, code="mismatch", field=ITEMS)
         bundle = cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
         _ = bundle.features, bundle.filters  # read now, while the files are still the verified ones
         return bundle
@@ -230,12 +225,7 @@ class Bundle:
         return list(zip(items, scores[0][listed].tolist(), strict=True))
 
     def score(
-        self,
-        histories: Frame,
-        candidates: Frame,
-        *,
-        user_features: Frame | None = None,
-        context: Frame | None = None,
+        self, histories: Frame, candidates: Frame, *, user_features: Frame | None = None, context: Frame | None = None
     ) -> pd.DataFrame:
         """Log-probabilities of given items, for a bundle loaded with ``engine="torch"``.
 
@@ -262,25 +252,48 @@ def load_runtime(
 ) -> Runtime:
     """The engine of a bundle whose files are already verified."""
     if engine not in get_args(EngineName):
-        raise RecpoError(
-            f"engine is {engine!r}, expected one of: {', '.join(get_args(EngineName))}",
-            code="unknown_name",
-            field="engine",
-        )
+        message = f"engine is {engine!r}, expected one of: {', '.join(get_args(EngineName))}"
+        raise RecpoError(message, code="unknown_name", field="engine")
     if engine != "onnx" and provider != CPU_PROVIDER:
-        raise RecpoError(
-            f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out",
-            code="unused_option",
-            field="provider",
-        )
+        message = f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out"
+        raise RecpoError(message, code="unused_option", field="provider")
     if engine == "torch":
-        from recpo.serving.runtimes import PolicyRuntime
-        from recpo.serving.saved_policy import load_policy
+        from recpo.serving.saved_policy import PolicyRuntime, load_policy
 
         return PolicyRuntime(load_policy(root, manifest), manifest.k, manifest.reads)
-    if manifest.index is not None:
-        return IndexRuntime(root, manifest, threads=threads, provider=provider)
-    return OnnxRuntime(root / ONNX_PROGRAM, manifest, threads=threads, provider=provider)
+    return (OnnxRuntime if manifest.index is None else IndexRuntime)(root, manifest, threads, provider)
+
+
+_TABLES = ("item_table.weight", "base.item_table.weight")  # of a catalog softmax, alone or below a tilted policy
+_CODES = ("code_table.weight", "base.code_table.weight")
+
+
+def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> np.ndarray:
+    """The vectors that the bundle's encoder reads for its items, ``[V + 1, d]`` float32; row 0 is not an item.
+
+    They are in ``policy.safetensors``, whose checksum is in the manifest, so the bundle needs no further file.
+
+    Args:
+        root: the bundle.
+        manifest: its manifest, already verified; None = read and verify it here.
+
+    Raises:
+        RecpoError: no bundle, or its policy has no table of item vectors (semantic ids, a class that is not recpo's).
+    """
+    from safetensors import SafetensorError, safe_open  # lists without re-ranking do not need it
+
+    manifest = BundleManifest.read(root) if manifest is None else manifest
+    if manifest.options is not None:
+        file = root / WEIGHTS
+        with readable(file, SafetensorError, OSError), safe_open(str(file), framework="numpy") as weights:
+            names = set(weights.keys())
+            if not names & set(_CODES) and (found := [name for name in _TABLES if name in names]):
+                return np.asarray(weights.get_tensor(found[0]), np.float32)
+    message = (
+        f"{root}: its policy, {manifest.policy['class']}, has no table of item vectors; re-rank with vectors of a file "
+        "(rerank_options.attributes and rerank_options.vectors)"
+    )
+    raise RecpoError(message, code="unsupported", field="vectors")
 
 
 GOLDEN: Final = "golden.json"
@@ -398,11 +411,7 @@ def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> di
     bucket = list(feedback.cutoffs)[int(generator.integers(len(feedback.cutoffs)))]
     duration = float(feedback.duration_base) ** (bucket + 0.5)
     longest = 2 * max(feedback.cutoffs[bucket][-1], 0.5)
-    return {
-        "watch_time": round(float(generator.random()) * longest, 3),
-        "duration": round(duration, 3),
-        **disliked,
-    }
+    return {"watch_time": round(float(generator.random()) * longest, 3), "duration": round(duration, 3), **disliked}
 
 
 def compare_lists(
@@ -418,12 +427,11 @@ def compare_lists(
     """
     gaps = [abs(mine - theirs) for (_, mine), (_, theirs) in zip(found, expected, strict=False)]
     if len(found) != len(expected) or any(not gap <= TOLERANCE for gap in gaps):
-        raise RecpoError(
+        message = (
             f"{where}: {len(found)} items whose scores are nan or differ by up to {max(gaps, default=0.0):.2g} from "
-            f"the expected ones ({len(expected)} items, {TOLERANCE:g} is allowed){remedy}",
-            code="mismatch",
-            field="scores",
+            f"the expected ones ({len(expected)} items, {TOLERANCE:g} is allowed){remedy}"
         )
+        raise RecpoError(message, code="mismatch", field="scores")
     score_of = dict(expected)
     last = expected[-1][1] if expected else 0.0  # an item outside the list scores at most as much as its last place
     moved = [
@@ -432,6 +440,5 @@ def compare_lists(
         if item != other and abs(score_of.get(item, last) - score) > TOLERANCE
     ]
     if moved:
-        raise RecpoError(
-            f"{where}: other items than expected, {moved[0]!r} among them{remedy}", code="mismatch", field="items"
-        )
+        message = f"{where}: other items than expected, {moved[0]!r} among them{remedy}"
+        raise RecpoError(message, code="mismatch", field="items")

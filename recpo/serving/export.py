@@ -1,5 +1,8 @@
 """Writes a trained policy as a bundle and verifies it against the policy before publishing it.
 
+A bundle contains only data. Its program as machine code from AOTInductor is a separate file, for machines of the same
+kind. Loading such a file runs the code in it: load only files that you compiled.
+
 The model card of a bundle: what the policy is, what it was trained on, what is known of it and what is not.
 
 Every number comes from a manifest: the bundle's own, the run's (``run.json``, ``origin.json``) or an evaluation's.
@@ -8,24 +11,23 @@ Every number comes from a manifest: the bundle's own, the run's (``run.json``, `
 from __future__ import annotations
 
 import copy
-import gc
-import logging
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from shutil import copyfile
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 from jinja2 import Environment, PackageLoader
-from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
-from recpo.artifacts.outputs import output_directory
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.documents import validate_archive
+from recpo.artifacts.outputs import output_directory, output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
@@ -34,27 +36,28 @@ from recpo.base.frames import FrameOrPath, read_frame
 from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
-from recpo.policies.catalog_search import Precision
+from recpo.policies.catalog_search import BLOCK_ROWS, Precision
 from recpo.serving.bundle import Bundle, load_runtime, write_golden
-from recpo.serving.encoded_histories import EXCLUDE
-from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest, readable
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
+    TorchProgramRuntime,
     build_index,
-    random_inputs,
+    exported_program,
     ranker_of,
+    save_onnx,
+    traces_forgotten,
     verify_index,
     verify_rounded,
     verify_runtime,
 )
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
-from recpo.serving.runtimes import OUTPUTS
-from recpo.serving.saved_policy import describe_policy, save_item_encoders, save_policy
+from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime
+from recpo.serving.saved_policy import describe_policy, load_policy, save_item_encoders, save_policy
 
-_EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
-_PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
+if TYPE_CHECKING:
+    from recpo.training.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +133,20 @@ def export_bundle(
             policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
-        raise RecpoError(
-            f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items",
-            code="mismatch",
-            field="items",
-        )
+        message = f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items"
+        raise RecpoError(message, code="mismatch", field="items")
     _validate_features(policy, facts.features)
     given = options.attributes
     known = None if given is None else attribute_columns(read_frame(given, "attributes"), items, "attributes")
     k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
     features = facts.features if encoded is not None or grows(policy) else replace(facts.features, item=None)
-    policy = _servable(policy).eval()
+    # the policy that was given stays as it is, and where it is
+    if policy.reads_item_features or any(weight.device.type != "cpu" for weight in policy.parameters()):
+        policy = copy.deepcopy(policy)
+    if policy.reads_item_features:  # so that they do not change the cost of serving
+        policy.precompute_item_vectors()
+    policy = policy.cpu().eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
@@ -158,11 +163,8 @@ def export_bundle(
     )
 
     if options.index is not None and options.item_precision != "float32":
-        raise RecpoError(
-            "index: its exact scores are float32: leave item_precision at float32",
-            code="conflicting_options",
-            field="item_precision",
-        )
+        message = "index: its exact scores are float32: leave item_precision at float32"
+        raise RecpoError(message, code="conflicting_options", field="item_precision")
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         features.save(root)
         if encoded is not None and features.item is not None:
@@ -215,30 +217,16 @@ def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
         ("behaviors", policy.reads_behaviors, features.behaviors),
     ):
         if read != bool(known):
-            raise RecpoError(
+            message = (
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: pass those of the run (recpo.export does)",
-                code="mismatch",
-                field="features",
+                f"{'has none' if read else 'has them'}: pass those of the run (recpo.export does)"
             )
+            raise RecpoError(message, code="mismatch", field="features")
 
 
 def grows(policy: Policy) -> bool:
     """Whether a policy without encoders of item features takes new items: see ``GradeFactors.of_new_items``."""
     return isinstance(policy, FactorPolicy) and policy.factors.options.item_features
-
-
-def _servable(policy: Policy) -> Policy:
-    """The policy on the CPU, with precomputed item vectors, so that item features do not change the cost of serving.
-
-    The policy that was given stays as it is, and where it is.
-    """
-    elsewhere = any(weight.device.type != "cpu" for weight in policy.parameters())
-    if policy.reads_item_features or elsewhere:
-        policy = copy.deepcopy(policy)
-    if policy.reads_item_features:
-        policy.precompute_item_vectors()
-    return policy.cpu()
 
 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
@@ -248,7 +236,7 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, k, manifest.reads)
-    _save_onnx(program, root / ONNX_PROGRAM, OUTPUTS)
+    save_onnx(program, root / ONNX_PROGRAM, OUTPUTS)
     runtime = load_runtime(root, manifest, "onnx")
     if manifest.item_precision == "float32":
         verify_runtime(runtime, policy, k)
@@ -259,96 +247,180 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that computes states, and the index, compared with the policy."""
     manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
-    _save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
+    save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
     verify_index(IndexRuntime(root, manifest), policy, manifest.k)
     return manifest
 
 
-def exported_program(program: ServingProgram) -> ExportedProgram:
-    """The program as a graph, for any number of users and of excluded items."""
-    random = random_inputs(program.ranker, _EXAMPLE_USERS, np.random.default_rng(0), program.reads)
-    users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
-    inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
-    shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)
-    with _tracing():
-        return torch.export.export(program, inputs, dynamic_shapes=shapes)
+MOST_BLOCKS: Final = 16
+"""The loop over blocks of items is unrolled, and every block is code to compile."""
+
+_CHECKSUM: Final = "recpo_bundle"
 
 
-def _save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
-    exported, names = exported_program(program), [one.name for one in program.inputs]
-    with _tracing():
-        onnx = torch.onnx.export(
-            exported, input_names=names, output_names=outputs, dynamo=True, verbose=False, optimize=False
-        )
-        assert onnx is not None
-        _simplify(onnx.model)
-    size = sum(values.nbytes for values in exported.state_dict.values())
-    onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
+def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = False) -> None:
+    """Compiles the policy of a bundle, compares it with the policy, and writes one file, by convention ``.pt2``.
 
-
-def _simplify(model: Any) -> None:
-    """What ``onnxscript.optimizer.optimize`` does, with those of its rules that apply to these programs.
-
-    One of the others, for splits into two slices, compares every slice with every other one and finds nothing: it takes
-    a fifth to a third of the time of an export.
+    The program ranks the complete catalog in float32, even if the bundle rounds the item vectors or has an index.
+    Compiling needs a C++ compiler and takes ten seconds or more.
 
     Args:
-        model: the ``onnx_ir.Model``, changed in place.
+        bundle: directory written by ``recpo export``, with weights for the torch engine.
+        out: the file to write.
+        overwrite: replace an existing file.
+
+    Raises:
+        RecpoError: no bundle, a bundle without the torch engine, no compiler, a program whose lists differ from the
+            policy's, or ``out`` already exists.
     """
-    from onnxscript import optimizer, rewriter  # imported here because only an export needs it
-    from onnxscript.rewriter.rules import common
+    from torch._inductor.package import load_package  # importing Inductor takes seconds
 
-    no_op = (
-        common.mul_by_1_rule,
-        common.add_0_rule,
-        common.sub_0_rule,
-        common.no_op_cast_rule,
-        common.no_op_expand_rule,
-    )
-    shape = (common.materialize_reshape_shape_rule, common.reshape_reshape_rule, common.squeeze_reshape_1d_rule)
-    order = (common.no_op_transpose_rule, common.transpose_transpose_rule, common.unsqueeze_unsqueeze_rule)
-    other = (common.cast_cast_rule, common.collapse_slice_rule, common.collapse_slice2_rule)
-    optimizer.inline(model)
-    for _ in range(2):  # folded constants make further rules apply
-        optimizer.fold_constants(model)
-        rewriter.rewrite(model, [*no_op, *shape, *order, *other])
-    optimizer.optimize(model, num_iterations=0)
+    root = Path(bundle)
+    manifest = replace(BundleManifest.read(root), mask=False)  # it takes all forbidden items as ids
+    policy = load_policy(root, manifest)
+    with (
+        output_file(out, overwrite=overwrite, inputs=[root]) as working,
+        tempfile.TemporaryDirectory(prefix="recpo-compiled-") as work,
+        traces_forgotten(),
+        torch._inductor.config.patch(compile_threads=1),  # a process pool would outlive the call
+    ):
+        exported = exported_program(ServingProgram(_ranker(policy), manifest.k, manifest.reads))
+        settings = {"aot_inductor.metadata": {_CHECKSUM: sha256(root / MANIFEST)}}
+        try:
+            file = torch._inductor.aoti_compile_and_package(
+                exported, package_path=f"{work}/program.pt2", inductor_configs=settings
+            )
+        except Exception as error:  # errors of Inductor's own classes and of the compiler
+            message = (
+                f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or name "
+                "it in CXX), or serve the bundle with ONNX Runtime"
+            )
+            raise RecpoError(message, code="not_installed", field="compile") from error
+        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
+        copyfile(file, working)
 
 
-@contextmanager
-def traces_forgotten() -> Iterator[None]:
-    """Removes torch's caches of a traced loop over blocks, which include a second class with the policy's name.
+def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
+    """The bundle with its compiled program as the engine. This runs the code in the file.
 
-    While that class exists, a configuration that names the class of a policy would be ambiguous.
+    Raises:
+        RecpoError: no bundle, or a file that was not compiled from it.
     """
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
+    from torch._inductor.package import load_package
+
+    loaded = Bundle.open(bundle)
+    with readable(Path(file), Exception, remedy="compile the bundle again"):  # errors of the loader, the linker, or zip
+        validate_archive(Path(file), contents=True)  # a damaged library could end the process
+        program: Any = load_package(str(file))
+        found = program.get_metadata().get(_CHECKSUM)
+    if found != sha256(loaded.root / MANIFEST):
+        message = f"{file} was compiled from another bundle than {bundle}: compile this one"
+        raise RecpoError(message, code="mismatch", field=Path(file).name)
+    return replace(loaded, runtime=TorchProgramRuntime(program, replace(loaded.manifest, mask=False)))
 
 
-@contextmanager
-def _tracing() -> Iterator[None]:
-    """Traces without gradients, without notes of the exporter about its own internals, and without stack traces.
-
-    Stack traces contain file names of the exporting machine, and they take a tenth of the time of an export.
-    """
-    logger, config = logging.getLogger("torch.onnx"), torch.fx.config
-    level, without = logger.level, config.do_not_emit_stack_traces
-    logger.setLevel(logging.ERROR)
-    config.do_not_emit_stack_traces = True
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-        config.do_not_emit_stack_traces = without
+def _ranker(policy: Policy) -> Policy | CatalogSearch:
+    """Inductor cannot lower the loop over blocks, so it is unrolled into a few blocks."""
+    rows = max(BLOCK_ROWS, math.ceil((policy.num_items + 1) / MOST_BLOCKS))
+    ranker = ranker_of(policy, "float32", rows)
+    if isinstance(ranker, CatalogSearch):
+        ranker.table.written_out = True
+    return ranker
 
 
 MODEL_CARD = "README.md"
 _UNKNOWN = "not recorded"
+_METRICS: Final = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward", "true_dislike")
+
+
+def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, Any] | None = None) -> PolicyFacts:
+    """What a bundle keeps of a run.
+
+    Args:
+        run: the run.
+        policy: its policy.
+        checkpoint: which of its checkpoints.
+        measured: what ``evaluation_facts`` found, for the model card; None = nothing.
+    """
+    from recpo.training.run import kept_features  # a refreshed bundle takes no training code
+
+    data = run.origin.get("data", {})
+    origin = {
+        "run": run.root.resolve().name,
+        "checkpoint": checkpoint,
+        "weights": run.weights_checksum(checkpoint),
+        "catalog_checksum": run.catalog_checksum,
+        "user_ids": data.get("user_ids"),
+        "item_column": data.get("item_column"),
+    }
+    return PolicyFacts(
+        run.feedback,
+        kept_features(policy, run.root),
+        run.configuration["policy"].get("init_args", {}),
+        origin,
+        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+    )
+
+
+def card_facts(
+    configuration: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    results: Mapping[str, float | None],
+    monitor: str | None,
+    evaluation: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The facts about a run for the model card of its bundle.
+
+    Args:
+        configuration: its options.
+        origin: content of ``origin.json``.
+        results: its last metrics.
+        monitor: the metric that selected its best checkpoint.
+        evaluation: what ``evaluation_facts`` found; None = nothing.
+    """
+    data, base = configuration.get("data", {}).get("init_args", {}), configuration.get("init_from")
+    said = {
+        "objective": _name(configuration.get("objective")),
+        "reward": _name(configuration.get("reward")),
+        "init_from": Path(str(base)).name if base is not None else origin.get("tilted", {}).get("run"),
+        "seed": configuration.get("seed"),
+        "data seed": data.get("seed"),
+        "monitor": monitor,
+        "results": results,
+        "data": origin.get("data"),
+        "evaluation": evaluation,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def evaluation_facts(document: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """The metrics of a run, and of the baselines in the same evaluation.
+
+    Args:
+        document: ``Evaluation.document``.
+        run: name of the run among its contenders.
+
+    Raises:
+        RecpoError: the run is not among its contenders.
+    """
+    contenders = {one["name"]: one for one in document["contenders"] if one.get("metrics")}
+    if run not in contenders:
+        message = f"evaluation: {run} is not among its contenders ({', '.join(contenders)}): evaluate the exported run"
+        raise RecpoError(message, code="unknown_name", field="evaluation")
+    k = document["setting"]["ks"][0]
+    names = [f"{name}@{k}" for name in _METRICS if f"{name}@{k}" in contenders[run]["metrics"]]
+    baselines = [name for name, one in contenders.items() if one.get("kind") == "baseline" and name != run]
+    return {
+        "split": document["setting"]["split"],
+        "users": contenders[run]["counts"]["users"],
+        "names": names,
+        "metrics": {name: {key: contenders[name]["metrics"].get(key) for key in names} for name in (run, *baselines)},
+    }
+
+
+def _name(part: Any) -> str | None:
+    path = part.get("class_path") if isinstance(part, Mapping) else None
+    return None if path is None else str(path).rpartition(".")[2]
 
 
 def model_card(manifest: BundleManifest, facts: Mapping[str, Any]) -> str:
@@ -356,7 +428,7 @@ def model_card(manifest: BundleManifest, facts: Mapping[str, Any]) -> str:
 
     Args:
         manifest: manifest of the bundle, without its files.
-        facts: of the run, as ``recpo.serving.of_runs.card_facts`` gathers them; missing facts are marked as missing.
+        facts: of the run, as ``card_facts`` gathers them; missing facts are marked as missing.
     """
     environment = Environment(
         loader=PackageLoader("recpo.serving", ""), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -391,14 +463,13 @@ def refreshed_card(manifest: BundleManifest, root: Path) -> str:
 
 def _training(origin: Mapping[str, Any], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is known about the training: name and value."""
-    rows = [(name, facts.get(name)) for name in ("objective", "reward", "init_from", "seed", "data seed")]
     monitor, results = facts.get("monitor"), facts.get("results", {})
     reached = "" if results.get(monitor) is None else f", at the end {results[monitor]:.4f}"
+    rows = [(name, facts.get(name), "") for name in ("objective", "reward", "init_from", "seed", "data seed")]
+    rows.append(("selected by", monitor, reached))
     kept = (("checkpoint", "checkpoint"), ("weights (SHA-256)", "weights"), ("items", "catalog_checksum"))
-    last = [(name, origin.get(key) or None) for name, key in kept]
-    said = [(name, f"`{_plain(value)}`") for name, value in rows if value is not None]
-    said += [] if monitor is None else [("selected by", f"`{_plain(monitor)}`{reached}")]
-    said += [(name, f"`{_plain(value)}`") for name, value in last if value is not None]
+    rows += [(name, origin.get(key) or None, "") for name, key in kept]
+    said = [(name, f"`{_plain(value)}`{more}") for name, value, more in rows if value is not None]
     return said or [("run", _UNKNOWN)]
 
 

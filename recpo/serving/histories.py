@@ -5,9 +5,9 @@ Training runs, bundles and servers all use this module. NumPy and Arrow only; it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,6 @@ from recpo.base.features import FeatureArrays, missing_features
 from recpo.base.feedback import UNKNOWN, FeedbackDefinition
 from recpo.base.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import EncodedHistories, PerUser, ServingCounts, UserHistories
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
 #: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
@@ -33,11 +32,150 @@ _NUMBERS = ("watch_time", "duration", "label")
 #: the types that JSON has for ids, and for the values of an event
 _TEXT, _INTEGER = frozenset([str]), frozenset([int])
 _FLAG = frozenset([bool, type(None)])
-_JSON_TYPES = {
-    TIMESTAMP: _INTEGER,
-    **dict.fromkeys(_NUMBERS, frozenset([int, float, type(None)])),
-    "dislike": _FLAG,
-}
+_JSON_TYPES = {TIMESTAMP: _INTEGER, **dict.fromkeys(_NUMBERS, frozenset([int, float, type(None)])), "dislike": _FLAG}
+
+
+class EncodedHistories(NamedTuple):
+    """The input of a policy for some users, int64, padded with 0 on the right.
+
+    Attributes:
+        item_ids: ``[B, H]`` internal ids, oldest first.
+        feedback: ``[B, H]`` feedback levels (``recpo.base.feedback``).
+        exclude: ``[B, M]`` internal ids that must not be listed, in addition to ``item_ids``.
+        timestamps: ``[B, H]`` milliseconds since the epoch; None if the policy does not read them.
+        behaviors: ``[B, H]`` bit sets; None if the policy does not read them.
+        user: features of the users, ``[B]``; None if the policy does not read them.
+        context: features of requests, ``[B, H + 1]``, as in ``base.types.Histories``; None if the policy does not read
+            them.
+        allowed: ``[B, V + 1]`` bool, the items that may be listed; None = all.
+    """
+
+    item_ids: np.ndarray
+    feedback: np.ndarray
+    exclude: np.ndarray
+    timestamps: np.ndarray | None = None
+    behaviors: np.ndarray | None = None
+    user: FeatureArrays | None = None
+    context: FeatureArrays | None = None
+    allowed: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ServingCounts:
+    """Counts of what was served and what was left out. Events and items of users who are not served do not count.
+
+    Attributes:
+        users: number of users served.
+        events: events of their histories, including the skipped ``unknown_items``.
+        unknown_items: events whose item is not in the catalog.
+        impossible_values: watch times and durations that cannot be true (negative, infinite); treated as missing.
+        events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time, duration
+            or label is missing.
+        empty_histories: users without an event of a known item; they get the recommendations for an empty history.
+        truncated_histories: users with more events than the policy reads. It reads the most recent ones; the older
+            items are not listed either.
+        unknown_excluded: items to exclude that are not in the catalog.
+        unknown_candidates: candidates to score that are not in the catalog.
+        short_lists: users with fewer than k items left.
+    """
+
+    users: int = 0
+    events: int = 0
+    unknown_items: int = 0
+    impossible_values: int = 0
+    events_without_feedback: int = 0
+    empty_histories: int = 0
+    truncated_histories: int = 0
+    unknown_excluded: int = 0
+    unknown_candidates: int = 0
+    short_lists: int = 0
+
+    def __add__(self, other: ServingCounts) -> ServingCounts:
+        """The sum of two counts."""
+        return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_dict(self) -> dict[str, int]:
+        """By name, for JSON."""
+        return dict(vars(self))
+
+
+class PerUser(NamedTuple):
+    """Columns of all users, concatenated: the values of user u are ``values[name][offsets[u] : offsets[u + 1]]``."""
+
+    values: dict[str, np.ndarray]
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, num_users: int, user: np.ndarray, **values: np.ndarray) -> PerUser:
+        """From values sorted by ``user [N]``."""
+        return cls(values, np.concatenate([[0], np.cumsum(np.bincount(user, minlength=num_users))]))
+
+    def lengths(self, begin: int, end: int) -> np.ndarray:
+        """Number of values of the users ``begin .. end - 1``."""
+        return self.offsets[begin + 1 : end + 1] - self.offsets[begin:end]
+
+    def padded(self, begin: int, end: int, width: int | None = None) -> dict[str, np.ndarray]:
+        """The last ``width`` values of the users ``begin .. end - 1``: ``[end - begin, width]`` of each column.
+
+        Without a width all values, and at least one column.
+        """
+        first, last, lengths = self.offsets[begin], self.offsets[end], self.lengths(begin, end)
+        width = max(1, int(lengths.max(initial=0))) if width is None else width
+        begins = self.offsets[begin + 1 : end + 1] - np.minimum(lengths, width)
+        place = np.arange(first, last) - begins.repeat(lengths)
+        kept = place >= 0
+        target = (np.arange(end - begin) * width).repeat(lengths)[kept] + place[kept]
+        tables = {}
+        for name, column in self.values.items():
+            table = np.zeros((end - begin) * width, np.int64)
+            table[target] = column[first:last][kept]
+            tables[name] = table.reshape(end - begin, width)
+        return tables
+
+
+@dataclass(frozen=True)
+class UserHistories:
+    """The histories of a number of users, ready to be read in batches.
+
+    Attributes:
+        users: external ids, in the order in which they are served.
+        counts: what was read and what was left out.
+        events: ``item_ids`` and ``feedback`` of every known event, sorted by user and time; also its ``timestamps``,
+            ``behaviors`` and row of ``context`` if the policy reads them.
+        exclude: items that must not be listed, including items that are too old to be read; distinct and ascending.
+        max_history: H.
+        unlisted: items that are listed for no user.
+        user: features of the users ``[U]``; None = the policy does not read them.
+        context: features of requests: one row for no event, the rows of ``events``, and the rows of the users' current
+            requests; None as above.
+    """
+
+    users: pa.Array
+    counts: ServingCounts
+    events: PerUser
+    exclude: PerUser
+    max_history: int
+    unlisted: np.ndarray
+    user: FeatureArrays | None = None
+    context: FeatureArrays | None = None
+
+    def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
+        """Yields ``size`` users at a time: their indices, and the input of the policy."""
+        for begin in range(0, len(self.users), size):
+            end = min(begin + size, len(self.users))
+            columns: dict[str, Any] = {**self.events.padded(begin, end, self.max_history)}
+            if self.context is not None:  # the rows of the events, followed by that of the user's current request
+                rows = np.pad(columns["context"], ((0, 0), (0, 1)))
+                lengths = np.minimum(self.events.lengths(begin, end), self.max_history)
+                now = 1 + self.events.offsets[-1] + np.arange(begin, end)
+                np.put_along_axis(rows, lengths[:, None], now[:, None], 1)
+                columns["context"] = self.context.rows(rows)
+            if self.user is not None:
+                columns["user"] = self.user.rows(np.arange(begin, end))
+            exclude = self.exclude.padded(begin, end)["item_ids"]
+            if len(self.unlisted):
+                exclude = np.concatenate([exclude, np.tile(self.unlisted, (end - begin, 1))], 1)
+            yield slice(begin, end), EncodedHistories(exclude=exclude, **columns)
 
 
 class _Events(NamedTuple):
@@ -58,10 +196,6 @@ class _Events(NamedTuple):
     level: np.ndarray
     impossible: np.ndarray
     behaviors: np.ndarray
-
-
-#: Pairs of a user and an item that must not be listed, ``[N]`` each, as in ``_Events``.
-_Excluded: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -128,25 +262,26 @@ class HistoryReader:
             [number_column(table, name, "histories") for name in _NUMBERS],
             [flag_column(table, name, "histories") for name in ("dislike", *self.features.behaviors)],
         )
-        excluded = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if exclude is not None:
-            named = to_arrow(exclude, "exclude")
-            places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
-            excluded = places, self.known_items(named, "exclude")
+        named = to_arrow({USER_ID: [], ITEM_ID: []} if exclude is None else exclude, "exclude")
+        places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
+        excluded = places, self.known_items(named, "exclude")
         return self._assembled(served, events, excluded, table, user_features=user_features, context=context, at=at)
 
     def _assembled(
         self,
         served: pa.Array,
         events: _Events,
-        excluded: _Excluded,
+        excluded: tuple[np.ndarray, np.ndarray],
         contexts: Frame,
         *,
         user_features: Frame | None,
         context: Frame | None,
         at: int | None,
     ) -> UserHistories:
-        """The histories of the users ``served``; ``contexts`` has a row of features of requests for each event."""
+        """The histories of the users ``served``.
+
+        ``excluded`` has users and items as in ``_Events``, ``contexts`` features of requests, a row for each event.
+        """
         fitted, is_served = self.features, events.user >= 0
         known = is_served & (events.item > 0)
         rows = np.flatnonzero(known)
@@ -238,12 +373,11 @@ class HistoryReader:
         named_owner = numbers.repeat([len(items) for _, items in requests])
         features = None if user_features is None else _rows(user_features)
         now = None if context is None else _rows(context)
-        plain = self._plain_events(owner, events), self._plain_items(named)
-        if plain[0] is not None and plain[1] is not None:
-            excluded = named_owner, plain[1]
+        plain, barred = self._plain_events(owner, events), self._plain_items(named)
+        if plain is not None and barred is not None:
             contexts = {name: [event.get(name) for event in events] for name in self._context_names}
-            served = pa.array(numbers)
-            return self._assembled(served, plain[0], excluded, contexts, user_features=features, context=now, at=at)
+            given = pa.array(numbers), plain, (named_owner, barred), contexts
+            return self._assembled(*given, user_features=features, context=now, at=at)
         columns = {
             name: [event.get(name) for event in events]
             for name in self.columns[1:]
@@ -296,12 +430,12 @@ class HistoryReader:
         Raises:
             RecpoError: the column is missing, has nulls, or has ids of another type than the catalog.
         """
+        ids = id_column(table, ITEM_ID, name)
         try:
-            return self.items.to_internal(id_column(table, ITEM_ID, name))
+            return self.items.to_internal(ids)
         except (RecpoError, OverflowError, pa.ArrowException) as error:
-            shown = str(error) if str(error).startswith(name) else f"{name}: column {ITEM_ID!r}: {error}"
-            code = error.code if isinstance(error, RecpoError) else "wrong_type"
-            raise RecpoError(shown, code=code, field=ITEM_ID) from error
+            message = f"{name}: column {ITEM_ID!r}: {error}"
+            raise RecpoError(message, code="wrong_type", field=ITEM_ID) from error
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -313,23 +447,21 @@ class HistoryReader:
 
         A null says that a value is unknown. A column must not be missing silently.
         """
-        known = self.features.user
-        lacking = [
-            f"{name}: {', '.join(missing)}"
-            for name, frame, wanted in (
-                ("histories", histories, (*self.features.behaviors, *self._context_names)),
-                ("user_features", user_features, [] if known is None else [one.source for one in known.features]),
-                ("context", context, self._context_names),
-            )
-            if wanted and (missing := [one for one in wanted if one not in _column_names(frame, name)])
-        ]
+        known, lacking = self.features.user, []
+        for name, frame, wanted in (
+            ("histories", histories, [*self.features.behaviors, *self._context_names]),
+            ("user_features", user_features, [] if known is None else [one.source for one in known.features]),
+            ("context", context, self._context_names),
+        ):
+            columns = [] if frame is None or not wanted else to_arrow(frame, name).column_names
+            if missing := [one for one in wanted if one not in columns]:
+                lacking.append(f"{name}: {', '.join(missing)}")
         if lacking:
-            raise RecpoError(
+            message = (
                 f"the policy reads columns that are not there ({'; '.join(lacking)}): add them, with nulls where a "
-                "value is not known",
-                code="missing_column",
-                field=lacking[0],
+                "value is not known"
             )
+            raise RecpoError(message, code="missing_column", field=lacking[0])
 
     @property
     def _context_names(self) -> tuple[str, ...]:
@@ -345,36 +477,34 @@ class HistoryReader:
         flags: Sequence[np.ndarray | None],
     ) -> _Events:
         """From the columns ``_NUMBERS`` and ``dislike`` and the behaviors; None = there is no such column."""
-        _validate_times(time)
+        wrong = (time < 0) | (time >= LATEST_MS) | ((time >= SECONDS_FROM) & (time < SECONDS_UNTIL))
+        if wrong.any():
+            message = (
+                f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
+                f"{time[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds"
+            )
+            raise RecpoError(message, code="out_of_range", field="timestamp")
         dislike, *behaviors = (np.zeros(len(user), bool) if column is None else column for column in flags)
         watch_time, duration, label = (np.full(len(user), np.nan) if column is None else column for column in numbers)
-        level, impossible = self._levels(watch_time, duration, label, dislike)
-        bits = np.zeros(len(user), np.int64)
-        for bit, column in enumerate(behaviors):
-            bits |= column.astype(np.int64) << bit
-        return _Events(user, item, time, level, impossible, bits)
-
-    def _levels(
-        self, watch_time: np.ndarray, duration: np.ndarray, label: np.ndarray, dislike: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Feedback levels ``[N]``, and the number of impossible values ``[N]`` that were ignored."""
         outside = (label < 0) | (label > 1)  # False for nan
         if outside.any():
-            raise RecpoError(
+            message = (
                 f"histories: {int(outside.sum())} labels lie outside [0, 1], the first is {label[outside.argmax()]:g} "
                 f"in row {int(outside.argmax())}: a label says how good an event was, from 0 to 1; drop the column "
-                "where watch times say it",
-                code="out_of_range",
-                field="label",
+                "where watch times say it"
             )
+            raise RecpoError(message, code="out_of_range", field="label")
         false_watch = (watch_time < 0) | (watch_time > self.feedback.max_watch_time)
         false_duration = (duration < 0) | (duration > _LONGEST_S)
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
-        impossible = false_watch.astype(np.int64) + false_duration
-        return self.feedback.levels(watch_time, duration, dislike, label), impossible
+        level = self.feedback.levels(watch_time, duration, dislike, label)
+        bits = np.zeros(len(user), np.int64)
+        for bit, column in enumerate(behaviors):
+            bits |= column.astype(np.int64) << bit
+        return _Events(user, item, time, level, false_watch.astype(np.int64) + false_duration, bits)
 
     def _excluded(
-        self, user: np.ndarray, item: np.ndarray, lengths: np.ndarray, excluded: _Excluded
+        self, user: np.ndarray, item: np.ndarray, lengths: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]
     ) -> tuple[PerUser, int]:
         """What must not be listed: ``excluded`` and, unless items may repeat, the items too old to be read.
 
@@ -391,26 +521,16 @@ class HistoryReader:
         return PerUser.of(len(lengths), pairs // stride, item_ids=pairs % stride), unknown
 
 
-def _column_names(frame: Frame | None, name: str) -> set[str]:
-    return set() if frame is None else set(to_arrow(frame, name).column_names)
-
-
 def _asked_for(users: Iterable[Any]) -> pa.Array:
     """The users to serve as an array of ids."""
     if isinstance(users, str | bytes) or not isinstance(users, Iterable):
-        raise RecpoError(
-            f"users: expected ids of users, such as a list, got {type(users).__name__}",
-            code="wrong_type",
-            field="users",
-        )
+        message = f"users: expected ids of users, such as a list, got {type(users).__name__}"
+        raise RecpoError(message, code="wrong_type", field="users")
     values = users if isinstance(users, pa.Array | pa.ChunkedArray | np.ndarray | pd.Series) else list(users)
     asked = id_column(to_arrow({USER_ID: values}, "users"), USER_ID, "users")
     if len(asked.unique()) < len(asked):
-        raise RecpoError(
-            f"users: {len(asked) - len(asked.unique())} users are named twice; name each once",
-            code="duplicate",
-            field="users",
-        )
+        message = f"users: {len(asked) - len(asked.unique())} users are named twice; name each once"
+        raise RecpoError(message, code="duplicate", field="users")
     return asked
 
 
@@ -451,28 +571,12 @@ def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
     if not len(owner) or not len(served):
         return np.full(len(owner), -1, np.int64)
     if pa.types.is_integer(owner.type) != pa.types.is_integer(served.type):
-        raise RecpoError(
-            f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them",
-            code="wrong_type",
-            field="user_id",
-        )
+        message = f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them"
+        raise RecpoError(message, code="wrong_type", field="user_id")
     kind = pa.int64() if pa.types.is_integer(owner.type) else pa.large_string()
     try:
         rows = pc.index_in(owner.cast(kind), value_set=served.cast(kind))
     except pa.ArrowInvalid as error:
-        raise RecpoError(
-            f"{name}: user_id does not fit 64 bits with a sign ({error})", code="out_of_range", field="user_id"
-        ) from error
+        message = f"{name}: user_id does not fit 64 bits with a sign ({error})"
+        raise RecpoError(message, code="out_of_range", field="user_id") from error
     return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _validate_times(times: np.ndarray) -> None:
-    """Raises ``RecpoError`` for numbers that are no milliseconds since the epoch."""
-    wrong = (times < 0) | (times >= LATEST_MS) | ((times >= SECONDS_FROM) & (times < SECONDS_UNTIL))
-    if wrong.any():
-        raise RecpoError(
-            f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
-            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds",
-            code="out_of_range",
-            field="timestamp",
-        )

@@ -10,19 +10,21 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import numpy as np
 
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import MARKER, sha256, verify
 from recpo.base.errors import RecpoError
-from recpo.base.features import SIDES, FeatureSchema
+from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
-from recpo.serving.encoded_histories import ProgramReads, program_inputs
+from recpo.serving.histories import EncodedHistories
 
 if TYPE_CHECKING:
     from recpo.policies.catalog_search import Precision
@@ -131,16 +133,15 @@ class BundleManifest(Artifact):
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, REMEDY)
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
-            raise RecpoError(
-                f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it",
-                code="untrusted",
-                field=min(unlisted),
-            )
+            message = f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it"
+            raise RecpoError(message, code="untrusted", field=min(unlisted))
         return manifest
 
     @classmethod
     def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
-        damaged = partial(_damaged, path)
+        def damaged(what: str, field: str) -> RecpoError:
+            return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code="damaged", field=field)
+
         found: dict[str, Any] = {name: content.get(name) for name in _TYPES}
         for name, kind in _TYPES.items():
             if type(found[name]) is not kind and not (name in _OPTIONAL and found[name] is None):
@@ -165,10 +166,6 @@ class BundleManifest(Artifact):
         return cls(**found | parts)
 
 
-def _damaged(path: Path, what: str, field: str) -> RecpoError:
-    return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code="damaged", field=field)
-
-
 @contextmanager
 def readable(file: Path, *errors: type[Exception], remedy: str = REMEDY) -> Iterator[None]:
     """Turns errors of a library that reads a file of a bundle into one that names the file."""
@@ -176,6 +173,140 @@ def readable(file: Path, *errors: type[Exception], remedy: str = REMEDY) -> Iter
         yield
     except errors as error:
         raise RecpoError(f"{file} cannot be read ({error!r}): {remedy}", code="damaged", field=file.name) from error
+
+
+EXCLUDE: Final = "exclude"
+ALLOWED: Final = "allowed"
+
+
+@dataclass(frozen=True)
+class ProgramReads:
+    """What a program reads of a request beyond items, feedback and what is excluded.
+
+    Attributes:
+        timestamps: times of events.
+        behaviors: behaviors, as a bit set of each event.
+        user: features of the user.
+        context: features of the requests of the events, and of the one that is answered.
+        mask: number of places of a mask of the items that may be listed; 0 = it has none, and takes them as ids to
+            exclude.
+        repeats: items of the history may be listed again; only what is excluded is not.
+    """
+
+    timestamps: bool = False
+    behaviors: bool = False
+    user: tuple[Feature, ...] = ()
+    context: tuple[Feature, ...] = ()
+    mask: int = 0
+    repeats: bool = False
+
+    @property
+    def batches(self) -> Reads:
+        """The parts that batches of prepared data have to contain for the program."""
+        return Reads(self.behaviors, bool(self.user), bool(self.context))
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """One tensor.
+
+    Attributes:
+        name: in the program.
+        shape: behind the users; a word is a size that each request chooses.
+        type: of its numbers.
+        meaning: for those who run the program without recpo.
+        value: returns the input of encoded histories; None if they do not have it.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    type: Literal["int64", "float32", "bool"]
+    meaning: str
+    value: Callable[[EncodedHistories], np.ndarray | None]
+
+    def of(self, inputs: EncodedHistories) -> np.ndarray:
+        """The tensor, checked.
+
+        Raises:
+            RecpoError: it is missing, or of another shape or type.
+        """
+        found = self.value(inputs)
+        if found is None:
+            message = f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories"
+            raise RecpoError(message, code="missing_value", field=self.name)
+        sizes = [size if isinstance(size, int) else found.shape[-1] for size in self.shape]
+        expected = (len(inputs.item_ids), *sizes)
+        if found.dtype != self.type or found.shape != expected:
+            message = f"{self.name}: expected {self.type} {list(expected)}, got {found.dtype} {list(found.shape)}"
+            raise RecpoError(message, code="wrong_shape", field=self.name)
+        return found
+
+
+def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) -> tuple[ProgramInput, ...]:
+    """The tensors of a program, in their order.
+
+    Args:
+        max_history: H.
+        reads: what it reads.
+        exclude: whether it lists items, of which some are excluded.
+    """
+
+    def of_events(name: str, meaning: str) -> ProgramInput:
+        return ProgramInput(name, (max_history,), "int64", meaning, attrgetter(name))
+
+    found = [
+        of_events("item_ids", "item_index, oldest first, 0 pads on the right"),
+        of_events("feedback", "feedback level 0..5 of each event, 0 unknown"),
+    ]
+    if exclude:
+        meaning = "item_index not to list, 0 pads"
+        found.append(ProgramInput(EXCLUDE, (EXCLUDE,), "int64", meaning, attrgetter(EXCLUDE)))
+    if reads.timestamps:
+        found.append(of_events("timestamps", "milliseconds since the epoch, 0 pads"))
+    if reads.behaviors:
+        found.append(of_events("behaviors", "bit b: the user did the b-th of the manifest's behaviors"))
+    found += _of_side("user", (), reads.user)
+    found += _of_side("context", (max_history + 1,), reads.context)
+    if exclude and reads.mask:
+        meaning = "whether the item may be listed, place 0 is padding"
+        found.append(ProgramInput(ALLOWED, (reads.mask,), "bool", meaning, lambda h: _mask(h, reads.mask)))
+    return tuple(found)
+
+
+def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
+    if histories.allowed is not None:
+        return histories.allowed
+    return np.ones((len(histories.item_ids), places), bool)
+
+
+def _of_side(side: str, lead: tuple[int, ...], features: tuple[Feature, ...]) -> list[ProgramInput]:
+    """Codes, lists, numbers and vectors of one side, those of which there are any."""
+    at = "of the user" if side == "user" else "of the request of event j; behind the last one, of the one answered now"
+
+    def part(name: str, width: int, kind: Literal["int64", "float32"], says: str, change: Any) -> ProgramInput:
+        def value(histories: EncodedHistories) -> np.ndarray | None:
+            arrays = getattr(histories, side)
+            return None if arrays is None else change(arrays)
+
+        return ProgramInput(f"{side}_{name}", (*lead, width), kind, f"{says}, {at}", value)
+
+    categories, numbers = of_type(features, Category), of_type(features, Number)
+    found: list[ProgramInput] = []
+    if categories:
+        names = ", ".join(one.name for one in categories)
+        says = f"codes of {names}: 0 missing, 1 unknown, from 2 on the vocabulary"
+        found.append(part("codes", len(categories), "int64", says, lambda a: a.codes))
+    for place, listed in enumerate(of_type(features, Categories)):
+        says = f"codes of {listed.name}, 0 pads"
+        found.append(part(f"list_{listed.name}", listed.length, "int64", says, lambda a, p=place: a.lists[p]))
+    if numbers:
+        names = ", ".join(one.name for one in numbers)
+        says = f"{names}, standardized; nan missing"
+        found.append(part("numbers", len(numbers), "float32", says, lambda a: a.numbers))
+    for place, vector in enumerate(of_type(features, Vector)):
+        says = f"{vector.name}; nan missing"
+        found.append(part(f"vector_{vector.name}", vector.width or 0, "float32", says, lambda a, p=place: a.vectors[p]))
+    return found
 
 
 def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:

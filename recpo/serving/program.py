@@ -7,14 +7,19 @@ gives the states that the index is asked with; what the index finds is measured 
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -32,11 +37,13 @@ from recpo.policies.catalog_search import (
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
-from recpo.serving.encoded_histories import ALLOWED, EXCLUDE, EncodedHistories, ProgramReads, program_inputs
-from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
-from recpo.serving.manifest import INDEX, VECTORS
-from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.manifest import ALLOWED, EXCLUDE, INDEX, VECTORS, BundleManifest, ProgramReads, program_inputs
+from recpo.serving.runtimes import IndexOptions, IndexRuntime, ItemIndex, Runtime, import_faiss
+from recpo.serving.saved_policy import PolicyRuntime
 
+_EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
+_PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
 
@@ -44,7 +51,7 @@ class ServingProgram(nn.Module):
     """The function that is exported: a ranking of a server's inputs, or the states that an index is asked with.
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
-    reads behind these (``recpo.serving.encoded_histories``); ids are internal, rows are padded with 0 on the right, and
+    reads behind these (``recpo.serving.manifest``); ids are internal, rows are padded with 0 on the right, and
     nothing of ``exclude`` is recommended, nor of the history unless ``reads.repeats``. A value out of range counts as
     0, unknown: in a lookup -1 would stand for the last row.
 
@@ -75,6 +82,25 @@ class ServingProgram(nn.Module):
         return top.item_ids, top.scores
 
 
+class TorchProgramRuntime(Runtime):
+    """A serving program in torch, before its export.
+
+    Args:
+        program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
+        like: a bundle or a runtime with the same sizes.
+    """
+
+    def __init__(self, program: Callable[..., Any], like: BundleManifest | Runtime) -> None:
+        super().__init__(like)
+        self._program = program
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        with torch.inference_mode():
+            tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
+            top_items, scores = self._program(*tensors)
+        return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+
 class CatalogSearch(nn.Module):
     """A softmax over the catalog with its items in a ``BlockedTable``: what a policy recommends, in bounded memory.
 
@@ -93,12 +119,11 @@ class CatalogSearch(nn.Module):
         super().__init__()
         validate_precision(precision)
         if not has_item_matrix(policy):
-            raise RecpoError(
+            message = (
                 f"{type(policy).__name__} has no item matrix: item_precision {precision} is for a softmax over the "
-                "catalog, alone or tilted; leave it at float32",
-                code="unsupported",
-                field="item_precision",
+                "catalog, alone or tilted; leave it at float32"
             )
+            raise RecpoError(message, code="unsupported", field="item_precision")
         self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
         self.reads_timestamps = policy.reads_timestamps
         vectors, rooted = item_matrix(policy)
@@ -188,6 +213,90 @@ def _within(values: Tensor, largest: int) -> Tensor:
     return torch.where((values > 0) & (values <= largest), values, 0)
 
 
+def exported_program(program: ServingProgram) -> ExportedProgram:
+    """The program as a graph, for any number of users and of excluded items."""
+    random = random_inputs(program.ranker, _EXAMPLE_USERS, np.random.default_rng(0), program.reads)
+    users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
+    inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
+    shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)
+    with _tracing():
+        return torch.export.export(program, inputs, dynamic_shapes=shapes)
+
+
+def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
+    """Writes the program as ONNX, with its weights beside it where they exceed what one file can hold."""
+    exported, names = exported_program(program), [one.name for one in program.inputs]
+    with _tracing():
+        onnx = torch.onnx.export(
+            exported, input_names=names, output_names=outputs, dynamo=True, verbose=False, optimize=False
+        )
+        assert onnx is not None
+        _simplify(onnx.model)
+    size = sum(values.nbytes for values in exported.state_dict.values())
+    onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
+
+
+def _simplify(model: Any) -> None:
+    """What ``onnxscript.optimizer.optimize`` does, with those of its rules that apply to these programs.
+
+    One of the others, for splits into two slices, compares every slice with every other one and finds nothing: it takes
+    a fifth to a third of the time of an export.
+
+    Args:
+        model: the ``onnx_ir.Model``, changed in place.
+    """
+    from onnxscript import optimizer, rewriter  # imported here because only an export needs it
+    from onnxscript.rewriter.rules import common
+
+    no_op = (
+        common.mul_by_1_rule,
+        common.add_0_rule,
+        common.sub_0_rule,
+        common.no_op_cast_rule,
+        common.no_op_expand_rule,
+    )
+    shape = (common.materialize_reshape_shape_rule, common.reshape_reshape_rule, common.squeeze_reshape_1d_rule)
+    order = (common.no_op_transpose_rule, common.transpose_transpose_rule, common.unsqueeze_unsqueeze_rule)
+    other = (common.cast_cast_rule, common.collapse_slice_rule, common.collapse_slice2_rule)
+    optimizer.inline(model)
+    for _ in range(2):  # folded constants make further rules apply
+        optimizer.fold_constants(model)
+        rewriter.rewrite(model, [*no_op, *shape, *order, *other])
+    optimizer.optimize(model, num_iterations=0)
+
+
+@contextmanager
+def traces_forgotten() -> Iterator[None]:
+    """Removes torch's caches of a traced loop over blocks, which include a second class with the policy's name.
+
+    While that class exists, a configuration that names the class of a policy would be ambiguous.
+    """
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Traces without gradients, without notes of the exporter about its own internals, and without stack traces.
+
+    Stack traces contain file names of the exporting machine, and they take a tenth of the time of an export.
+    """
+    logger, config = logging.getLogger("torch.onnx"), torch.fx.config
+    level, without = logger.level, config.do_not_emit_stack_traces
+    logger.setLevel(logging.ERROR)
+    config.do_not_emit_stack_traces = True
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        config.do_not_emit_stack_traces = without
+
+
 ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
 """Largest allowed difference of natural-log probabilities from rounding the item matrix."""
 
@@ -264,14 +373,13 @@ def verify_rounded(
         "tolerance": ROUNDING[precision],
     }
     if not agreement["largest_difference"] <= ROUNDING[precision]:
-        raise RecpoError(
+        message = (
             f"item_precision {precision}: log-probabilities differ from the policy's by up to "
             f"{agreement['largest_difference']:.2g}, {ROUNDING[precision]:g} is allowed (overlap of the first "
             f"{_SHORT} items {agreement[f'overlap_{_SHORT}']:.3f}): export with "
-            f"{'float16 or ' if precision == 'int8' else ''}float32",
-            code="mismatch",
-            field="item_precision",
+            f"{'float16 or ' if precision == 'int8' else ''}float32"
         )
+        raise RecpoError(message, code="mismatch", field="item_precision")
     return agreement
 
 
@@ -320,18 +428,14 @@ _MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no fas
 def validate_indexable(policy: Policy) -> None:
     """Raises ``RecpoError`` where the score of an item is no product of a state and the item's vector."""
     if not has_item_matrix(policy):
-        raise RecpoError(
-            f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog",
-            code="unsupported",
-            field="index",
-        )
+        message = f"{type(policy).__name__} has no item matrix: an index is for a softmax over the catalog"
+        raise RecpoError(message, code="unsupported", field="index")
     if item_matrix(policy)[1]:
-        raise RecpoError(
+        message = (
             "index: with a lower bound the score of an item is no product of two vectors, so an index would search for "
-            "something else: tilt with lower_bound 0, or export without an index",
-            code="unsupported",
-            field="lower_bound",
+            "something else: tilt with lower_bound 0, or export without an index"
         )
+        raise RecpoError(message, code="unsupported", field="lower_bound")
 
 
 def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads) -> dict[str, Any]:
@@ -362,13 +466,12 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
     while (found := searched.recall(ItemIndex(index, vectors, probes, candidates)))[0] < options.recall:
         probes *= 2
         if probes > max(1, index.nlist * _MOST_PROBED):
-            raise RecpoError(
+            message = (
                 f"index: {probes // 2} of {index.nlist} lists give a recall of {found[0]:.3f}, {options.recall:g} is "
                 "asked for, and probing more of them is no faster than scoring the whole catalog: export without an "
-                "index, or ask for a lower index.recall",
-                code="out_of_range",
-                field="recall",
+                "index, or ask for a lower index.recall"
             )
+            raise RecpoError(message, code="out_of_range", field="recall")
     recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
     faiss.write_index(index, str(root / INDEX))
     np.save(root / VECTORS, vectors, allow_pickle=False)
@@ -399,11 +502,8 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
         for ours, theirs in ((torch.from_numpy(runtime.states(inputs)), states), (scores, expected))
     ]
     if not max(gaps) <= TOLERANCE:
-        raise RecpoError(
-            f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest",
-            code="mismatch",
-            field="index",
-        )
+        message = f"states or scores of the index differ from the policy's, by {max(gaps):.2g} of the largest"
+        raise RecpoError(message, code="mismatch", field="index")
 
 
 class _Sample:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,22 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
 from recpo.base.frames import Frame, id_column, to_arrow
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import PerUser, ServingCounts, UserHistories
-from recpo.serving.histories import ITEM_ID, LATEST_MS, SECONDS_UNTIL, USER_ID, HistoryReader, rows_of_users
+from recpo.serving.histories import (
+    ITEM_ID,
+    LATEST_MS,
+    SECONDS_UNTIL,
+    USER_ID,
+    HistoryReader,
+    PerUser,
+    ServingCounts,
+    UserHistories,
+    rows_of_users,
+)
 from recpo.serving.manifest import readable
 from recpo.serving.runtimes import Runtime
+
+if TYPE_CHECKING:
+    from recpo.training.run import Run
 
 ATTRIBUTES: Final = "attributes.parquet"
 _INT64: Final = 2**63
@@ -59,14 +71,12 @@ class _Attribute:
 
     def items_of(self, wanted: Sequence[Any], where: str) -> np.ndarray:
         if isinstance(wanted, str | bytes) or not isinstance(wanted, Sequence):
-            raise RecpoError(
-                f"{where}: expected a list of values, such as [{wanted!r:.40}]", code="wrong_type", field=where
-            )
+            message = f"{where}: expected a list of values, such as [{wanted!r:.40}]"
+            raise RecpoError(message, code="wrong_type", field=where)
         if wrong := [value for value in wanted if not isinstance(value, str if self.is_text else int)]:
             kind = "strings" if self.is_text else "integers"
-            raise RecpoError(
-                f"{where}: values of this attribute are {kind}, got {wrong[0]!r:.80}", code="wrong_type", field=where
-            )
+            message = f"{where}: values of this attribute are {kind}, got {wrong[0]!r:.80}"
+            raise RecpoError(message, code="wrong_type", field=where)
         known = [value for value in dict.fromkeys(wanted) if self.is_text or -_INT64 <= value < _INT64]
         place = self.values.get_indexer(pd.Index(known, dtype=object if self.is_text else np.int64))
         parts = [self.items[self.offsets[one] : self.offsets[one + 1]] for one in place[place >= 0].tolist()]
@@ -97,11 +107,8 @@ class ItemFilters:
         with readable(root / ATTRIBUTES, OSError, pa.ArrowException):
             table = pq.read_table(root / ATTRIBUTES)
         if ITEM_ID not in table.column_names or len(table) != len(items):
-            raise RecpoError(
-                f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again",
-                code="mismatch",
-                field=ATTRIBUTES,
-            )
+            message = f"{root / ATTRIBUTES} is not of the {len(items)} items of the bundle: export it again"
+            raise RecpoError(message, code="mismatch", field=ATTRIBUTES)
         names = [name for name in table.column_names if name != ITEM_ID]
         return cls(len(items), {name: _Attribute.of(table[name].combine_chunks()) for name in names})
 
@@ -117,12 +124,11 @@ class ItemFilters:
         if not allow and not deny:
             return None
         if not self.attributes:
-            raise RecpoError(
+            message = (
                 f"{'allow' if allow else 'deny'}: this bundle has no attributes of its items: export it with "
-                "--attributes",
-                code="missing_option",
-                field="attributes",
+                "--attributes"
             )
+            raise RecpoError(message, code="missing_option", field="attributes")
         kept = np.ones(self.num_items + 1, bool)
         for name, wanted in (allow or {}).items():
             has = np.zeros_like(kept)
@@ -135,11 +141,8 @@ class ItemFilters:
 
     def _attribute(self, name: str, where: str) -> _Attribute:
         if name not in self.attributes:
-            raise RecpoError(
-                f"{where}.{name:.80}: attributes of this bundle are {', '.join(self.attributes)}",
-                code="unknown_name",
-                field=where,
-            )
+            message = f"{where}.{name:.80}: attributes of this bundle are {', '.join(self.attributes)}"
+            raise RecpoError(message, code="unknown_name", field=where)
         return self.attributes[name]
 
 
@@ -154,11 +157,8 @@ def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
     index = items.to_internal(id_column(table, ITEM_ID, where))
     known = np.flatnonzero(index > 0)
     if not len(known) or len(np.unique(index[known])) < len(known):
-        raise RecpoError(
-            f"{where}: expected one row for each item of the catalog, found {len(known)} of {len(items)}",
-            code="mismatch",
-            field=where,
-        )
+        message = f"{where}: expected one row for each item of the catalog, found {len(known)} of {len(items)}"
+        raise RecpoError(message, code="mismatch", field=where)
     place = np.full(len(items), -1, np.int64)
     place[index[known] - 1] = known
     rows = pa.array(place, mask=place < 0)
@@ -168,30 +168,24 @@ def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
         if plain is not None:
             columns[name] = plain.take(rows)
     if len(columns) == 1:
-        raise RecpoError(
-            f"{where} has no attributes: columns of integers, strings or booleans, or lists of them",
-            code="empty",
-            field=where,
-        )
+        message = f"{where} has no attributes: columns of integers, strings or booleans, or lists of them"
+        raise RecpoError(message, code="empty", field=where)
     return pa.table(columns)
 
 
 def _plain(column: pa.Array) -> pa.Array | None:
     """The column as int64 or strings, or lists of them; None if it is not an attribute."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _plain(column.dictionary_decode())
-    if is_list(kind):
-        element = _plain_type(kind.value_type)
-        return None if element is None else column.cast(pa.list_(element))
-    wanted = _plain_type(kind)
-    return None if wanted is None else column.cast(wanted)
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    listed = is_list(column.type)
+    kind = column.type.value_type if listed else column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return pa.int64()
-    return pa.string() if pa.types.is_string(kind) or pa.types.is_large_string(kind) else None
+        plain = pa.int64()
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        plain = pa.string()
+    else:
+        return None
+    return column.cast(pa.list_(plain) if listed else plain)
 
 
 BATCH_SIZE = 256
@@ -299,6 +293,47 @@ def score_candidates(
     return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
 
 
+def runtime_of(run: Run) -> tuple[Runtime, HistoryReader]:
+    """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
+    from recpo.serving.saved_policy import PolicyRuntime  # a bundle is served without torch and training
+    from recpo.training.run import kept_features
+
+    policy = run.policy()
+    features = kept_features(policy, run.root)
+    reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
+    return PolicyRuntime(policy), reader
+
+
+def score(
+    run: Run | Path | str,
+    histories: Frame,
+    candidates: Frame,
+    *,
+    user_features: Frame | None = None,
+    context: Frame | None = None,
+    trust: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Log-probabilities of given items under the best checkpoint of a run. Of a bundle: ``Bundle.score``.
+
+    Args:
+        run: the run, or its directory.
+        histories: raw events, one per row, as in ``recpo.recommend``.
+        candidates: ``user_id`` and ``item_id``.
+        user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
+        context: ``user_id`` and the features of the current requests, if the policy reads them.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
+
+    Returns:
+        ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
+    """
+    from recpo.training.run import Run
+
+    runtime, reader = runtime_of(Run.open(run, trust))
+    return score_candidates(
+        runtime, reader, histories, candidates, user_features=user_features, context=context
+    ).to_pandas()
+
+
 def milliseconds(at: Moment | None) -> int:
     """Milliseconds since the epoch of an ISO time or date (UTC without a zone), or of such a number; None = now.
 
@@ -312,11 +347,8 @@ def milliseconds(at: Moment | None) -> int:
     try:
         moment = datetime.fromisoformat(str(at))  # also of a datetime
     except ValueError as error:
-        raise RecpoError(
-            f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970",
-            code="bad_value",
-            field="at",
-        ) from error
+        message = f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970"
+        raise RecpoError(message, code="bad_value", field="at") from error
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 

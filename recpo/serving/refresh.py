@@ -24,9 +24,9 @@ from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
-from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
+from recpo.serving.runtimes import IndexOptions
 
 
 class Refreshed(NamedTuple):
@@ -78,17 +78,11 @@ class _Today:
         return np.flatnonzero(self.found == 0)
 
     @classmethod
-    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str = ITEM_ID) -> _Today:
-        """Reads the table, of ``columns`` those that it has.
-
-        Args:
-            file: the table.
-            items: the items of the bundle.
-            columns: the columns to read besides ids and ``retired``.
-            item_column: the user's name of the ids, which the table may use instead of ``item_id``.
+    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str) -> _Today:
+        """Reads the table, of ``columns`` those that it has; ``item_column`` is the user's name of the ids.
 
         Raises:
-            RecpoError: it is none, ids are of another type, or times are not times.
+            RecpoError: it is no such table, ids are of another type, or times are not times.
         """
         wanted = [ITEM_ID, RETIRED, *AVAILABILITY, *columns]
         try:
@@ -100,11 +94,8 @@ class _Today:
             table[ITEM_ID]
         except (OSError, KeyError, pa.ArrowException) as error:
             names_of_ids = " or ".join(dict.fromkeys([item_column, ITEM_ID]))
-            raise RecpoError(
-                f"items: {file} is no Parquet file with a column {names_of_ids} ({error})",
-                code="wrong_file",
-                field="items",
-            ) from error
+            message = f"items: {file} is no Parquet file with a column {names_of_ids} ({error})"
+            raise RecpoError(message, code="wrong_file", field="items") from error
         rows = np.arange(len(table))
         if RETIRED in table.column_names:
             kept = pc.invert(table[RETIRED].combine_chunks().fill_null(False))
@@ -136,12 +127,11 @@ def _times(table: pa.Table, file: Path) -> dict[str, np.ndarray]:
     }
     for name, times in found.items():
         if (wrong := (times >= SECONDS_FROM) & (times < SECONDS_UNTIL)).any():
-            raise RecpoError(
+            message = (
                 f"items: {file}, column {name}: {int(wrong.sum())} times are no plausible milliseconds since 1970, the "
-                f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds",
-                code="out_of_range",
-                field=name,
+                f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds"
             )
+            raise RecpoError(message, code="out_of_range", field=name)
     return found
 
 
@@ -180,19 +170,15 @@ def refresh_bundle(
     today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
     grows = len(today.new) > 0 and bool(manifest.features.item)
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
-        raise RecpoError(
+        message = (
             f"{items}: {len(today.new):,} items are new, and items of a policy of semantic ids need codes: `recpo "
-            "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them",
-            code="unsupported",
-            field="items",
+            "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them"
         )
+        raise RecpoError(message, code="unsupported", field="items")
     retired = np.union1d(np.setdiff1d(np.arange(1, len(known) + 1), today.found), known.retired)
     if len(retired) == len(known) and not grows:
-        raise RecpoError(
-            f"{items}: none of its items is a candidate of {root}: name the table of the same catalog",
-            code="mismatch",
-            field="items",
-        )
+        message = f"{items}: none of its items is a candidate of {root}: name the table of the same catalog"
+        raise RecpoError(message, code="mismatch", field="items")
     origin = {**manifest.origin, "refreshed": {"bundle": root.resolve().name, "manifest": sha256(root / MANIFEST)}}
     manifest = replace(manifest, origin=origin)
     old = known.to_external(np.arange(1, len(known) + 1))
@@ -223,23 +209,15 @@ def _write_same(root: Path, manifest: BundleManifest, items: IdMap, working: Pat
 
 
 def _write_grown(
-    root: Path,
-    manifest: BundleManifest,
-    items: IdMap,
-    new: EncodedItems,
-    attributes: pa.Table | None,
-    working: Path,
+    root: Path, manifest: BundleManifest, items: IdMap, new: EncodedItems, attributes: pa.Table | None, working: Path
 ) -> None:
     """The program of the policy with more items."""
     try:
         from recpo.serving.export import MODEL_CARD, refreshed_card, versions, write_engines
         from recpo.serving.saved_policy import grown_policy
     except ImportError as error:
-        raise RecpoError(
-            f"refresh: items are new, and their vectors take torch ({error}): install torch",
-            code="not_installed",
-            field="torch",
-        ) from error
+        message = f"refresh: items are new, and their vectors take torch ({error}): install torch"
+        raise RecpoError(message, code="not_installed", field="torch") from error
     for name in manifest.files:
         if name == ITEM_ENCODERS or name.startswith("vocabularies/"):
             _link(root / name, working / name)
@@ -256,17 +234,13 @@ def _write_grown(
 def _new_ids(today: _Today, rows: np.ndarray, kind: pa.DataType, file: Path) -> pa.Array:
     ids = today.table[ITEM_ID].combine_chunks().take(pa.array(rows))
     if ids.null_count or len(ids.unique()) < len(ids):
-        raise RecpoError(
-            f"items: {file} has rows without an item_id, or several rows of an item: give one row for each",
-            code="duplicate",
-            field="item_id",
-        )
+        message = f"items: {file} has rows without an item_id, or several rows of an item: give one row for each"
+        raise RecpoError(message, code="duplicate", field="item_id")
     try:
         return ids.cast(kind)
     except pa.ArrowInvalid as error:
-        raise RecpoError(
-            f"items: {file}: item_id does not fit the bundle's {kind} ({error})", code="wrong_type", field="item_id"
-        ) from error
+        message = f"items: {file}: item_id does not fit the bundle's {kind} ({error})"
+        raise RecpoError(message, code="wrong_type", field="item_id") from error
 
 
 def _attribute_names(root: Path, manifest: BundleManifest) -> list[str]:
@@ -283,23 +257,19 @@ def _grown_attributes(
     if not names:
         return None
     if missing := [name for name in names if name not in today.table.column_names]:
-        raise RecpoError(
+        message = (
             f"items: {file} names new items and has no column {', '.join(missing)}, by which requests to the bundle "
-            "may filter: add it, with nulls where it is not known",
-            code="missing_column",
-            field=missing[0],
+            "may filter: add it, with nulls where it is not known"
         )
+        raise RecpoError(message, code="missing_column", field=missing[0])
     old, table = pq.read_table(root / ATTRIBUTES), today.table.take(pa.array(today.new)).select([ITEM_ID, *names])
     fresh = attribute_columns(table, IdMap(ids), f"items: {file}")
     columns = {name: fresh[name] if name in fresh.column_names else pa.nulls(len(fresh)) for name in old.column_names}
     try:
         return pa.concat_tables([old, pa.table(columns).cast(old.schema)])
     except pa.ArrowInvalid as error:
-        raise RecpoError(
-            f"items: {file}: attributes are of other types than the bundle's ({error})",
-            code="wrong_type",
-            field="attributes",
-        ) from error
+        message = f"items: {file}: attributes are of other types than the bundle's ({error})"
+        raise RecpoError(message, code="wrong_type", field="attributes") from error
 
 
 def _new_features(
@@ -310,21 +280,19 @@ def _new_features(
     assert fitted is not None
     if encoded is not None:
         if not fitted.agrees(encoded.fitted):
-            raise RecpoError(
+            message = (
                 f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name "
-                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before",
-                code="mismatch",
-                field="features",
+                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before"
             )
+            raise RecpoError(message, code="mismatch", field="features")
         return EncodedItems(fitted, encoded.features.rows(today.rows[today.new]))
     if missing := [one.source for one in fitted.features if one.source not in today.table.column_names]:
-        raise RecpoError(
+        message = (
             f"items: {file} names {len(today.new):,} new items and has no column {', '.join(missing)}, which the "
             f"bundle reads of them: give the columns {', '.join(one.source for one in fitted.features)}, or leave the "
-            "new items out",
-            code="missing_column",
-            field=missing[0],
+            "new items out"
         )
+        raise RecpoError(message, code="missing_column", field=missing[0])
     return EncodedItems(fitted, fitted.read(today.table.take(pa.array(today.new)), "items"))
 
 

@@ -1,28 +1,45 @@
-"""Engines that rank and score encoded histories: the exported program in ONNX Runtime, or a policy in torch."""
+"""Engines that rank and score encoded histories. Here: the exported program in ONNX Runtime, alone or with an index.
+
+With an approximate index, the program gives the state of a user; faiss looks for the items with the largest products
+with it in the nearest lists of the index, and their exact scores rank them. A score is the exact product, which is the
+policy's log-probability up to a constant of the request: the normalizer would take all items.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feedback import HIGHEST
-from recpo.serving.encoded_histories import EncodedHistories, PerUser, ProgramInput, ProgramReads, program_inputs
-from recpo.serving.manifest import BundleManifest, readable
-
-if TYPE_CHECKING:
-    from recpo.base.contracts import Policy
+from recpo.base.ranges import PositiveInt, validate_ranges
+from recpo.serving.histories import EncodedHistories, PerUser
+from recpo.serving.manifest import (
+    INDEX,
+    ONNX_PROGRAM,
+    REMEDY,
+    VECTORS,
+    BundleManifest,
+    ProgramInput,
+    ProgramReads,
+    program_inputs,
+    readable,
+)
 
 EngineName = Literal["onnx", "torch"]
 
 OUTPUTS: Final = ("top_items", "scores")
 CPU_PROVIDER: Final = "CPUExecutionProvider"
+STATES: Final = "states"
+# Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
+_AT_ONCE: Final = 16
 
 
 class Runtime(ABC):
@@ -84,11 +101,8 @@ class Runtime(ABC):
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        raise RecpoError(
-            "this engine ranks the catalog and scores no candidates: load the bundle with engine=torch",
-            code="unsupported",
-            field="engine",
-        )
+        message = "this engine ranks the catalog and scores no candidates: load the bundle with engine=torch"
+        raise RecpoError(message, code="unsupported", field="engine")
 
     def _check(self, inputs: EncodedHistories) -> None:
         for one in self._inputs:
@@ -104,8 +118,8 @@ class OnnxRuntime(Runtime):
     """The program of a bundle in ONNX Runtime. It does not import torch.
 
     Args:
-        path: ``model.onnx``.
-        manifest: manifest of the bundle.
+        root: the bundle, whose files are verified already.
+        manifest: its manifest.
         threads: 0 = one per core.
         provider: name of an execution provider of ONNX Runtime; the CPU runs operations that it does not support.
         outputs: width of its outputs by name, in order; None = those of a program that lists items.
@@ -116,9 +130,8 @@ class OnnxRuntime(Runtime):
 
     def __init__(
         self,
-        path: Path,
+        root: Path,
         manifest: BundleManifest,
-        *,
         threads: int = 0,
         provider: str = CPU_PROVIDER,
         outputs: Mapping[str, int] | None = None,
@@ -126,16 +139,16 @@ class OnnxRuntime(Runtime):
         import onnxruntime
 
         super().__init__(manifest)
+        path = root / ONNX_PROGRAM
         self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=manifest.index is None)
         outputs = outputs or dict.fromkeys(OUTPUTS, self.k)
         self._outputs = list(outputs)
         if provider not in (available := onnxruntime.get_available_providers()):
-            raise RecpoError(
+            message = (
                 f"provider is {provider!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, "
-                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)",
-                code="unknown_name",
-                field="provider",
+                "or install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)"
             )
+            raise RecpoError(message, code="unknown_name", field="provider")
         _validate_own_files(path)
         with readable(path, Exception):  # ONNX Runtime's own exceptions have no common base class
             settings = onnxruntime.SessionOptions()
@@ -145,12 +158,11 @@ class OnnxRuntime(Runtime):
             providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         if provider not in self._session.get_providers():  # ONNX Runtime only warns
-            raise RecpoError(
+            message = (
                 f"provider {provider} does not start here (its libraries or its device are missing): see the warning "
-                f"of ONNX Runtime above, or use {CPU_PROVIDER}",
-                code="resources",
-                field="provider",
+                f"of ONNX Runtime above, or use {CPU_PROVIDER}"
             )
+            raise RecpoError(message, code="resources", field="provider")
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
         widths = {one.name: list(one.shape) for one in self._inputs} | {name: [one] for name, one in outputs.items()}
         # the exporter chooses the name of a dynamic size
@@ -159,11 +171,8 @@ class OnnxRuntime(Runtime):
             for name, shape in widths.items()
         }
         if found != expected:
-            raise RecpoError(
-                f"{path} reads and gives {found}, expected {expected}: export the bundle again",
-                code="mismatch",
-                field=path.name,
-            )
+            message = f"{path} reads and gives {found}, expected {expected}: export the bundle again"
+            raise RecpoError(message, code="mismatch", field=path.name)
 
     def run(self, inputs: EncodedHistories) -> list[np.ndarray]:
         """The outputs of the program, in their order."""
@@ -176,81 +185,190 @@ class OnnxRuntime(Runtime):
         return top_items[:, :k], scores[:, :k]
 
 
-class PolicyRuntime(Runtime):
-    """A policy in torch, from a run or rebuilt from a bundle. It runs on the device of its parameters.
+@dataclass(frozen=True)
+class IndexOptions:
+    """An approximate index in place of the search of the whole catalog.
 
     Args:
-        policy: in evaluation mode.
-        k: length of its longest list; None = the size of the catalog.
-        reads: inputs beyond items and feedback; None = times, and whatever the histories contain.
+        recall: share of the 10 best items that it must find, on average over random histories; as few lists are probed
+            as give it.
+        lists: clusters of items; null = four times the root of their number.
+        oversampling: candidates whose exact score is computed, for each place of the longest list.
     """
 
-    def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
-        self.policy = policy
-        self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else replace(reads, mask=0)
-        self.k = policy.num_items if k is None else k
+    recall: float = 0.99
+    lists: PositiveInt | None = None
+    oversampling: PositiveInt = 4
 
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
-
-        with torch.inference_mode():
-            histories = self._histories(inputs)
-            exclude = self._tensor(excluded(inputs, self.reads.repeats))
-            top = self.policy.recommend(histories, k, exclude)
-        return top.item_ids.cpu().numpy(), top.scores.cpu().numpy()
-
-    def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        import torch
-
-        from recpo.base.types import FeedbackBatch, Slates
-
-        with torch.inference_mode():
-            histories, items = self._histories(inputs), self._tensor(candidates)
-            slates = Slates(items, histories.lengths[:, None].expand_as(items), items > 0)
-            rows = torch.arange(len(items), device=items.device)
-            scores = self.policy.log_prob(FeedbackBatch(histories, slates, rows)).sum(-1)
-        return scores.masked_fill(items == 0, torch.nan).cpu().numpy()
-
-    def _histories(self, inputs: EncodedHistories) -> Any:
-        from recpo.base.types import Histories
-
-        item_ids = self._tensor(inputs.item_ids)
-        times = self._tensor(inputs.timestamps) if self.reads.timestamps else None
-        behaviors = None if inputs.behaviors is None else self._tensor(inputs.behaviors)
-        user, context = (
-            None if part is None else part.tensors().map(lambda column: column.to(item_ids.device))
-            for part in (inputs.user, inputs.context)
-        )
-        lengths, feedback = (item_ids != 0).sum(1), self._tensor(inputs.feedback)
-        return Histories(item_ids, lengths, feedback, times, behaviors, user, context)
-
-    def _tensor(self, values: np.ndarray | None) -> Any:
-        import torch
-
-        device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
-        return torch.from_numpy(values).to(device)
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+        validate_range(0 < self.recall <= 1, "recall", "must be a share above 0 and at most 1", self.recall)
 
 
-class TorchProgramRuntime(Runtime):
-    """A serving program in torch, before its export.
+@dataclass(frozen=True)
+class ItemIndex:
+    """Finds the items whose vectors have the largest products with a state.
 
-    Args:
-        program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
-        like: a bundle or a runtime with the same sizes.
+    Attributes:
+        index: of faiss, over the items 1..V in their order.
+        vectors: ``[V + 1, d]`` float32; row 0 is padding.
+        probes: lists that are searched.
+        candidates: items whose exact score is computed, beside as many as are excluded.
     """
 
-    def __init__(self, program: Callable[..., Any], like: BundleManifest | Runtime) -> None:
-        super().__init__(like)
-        self._program = program
+    index: Any
+    vectors: np.ndarray
+    probes: int
+    candidates: int
+
+    @classmethod
+    def load(cls, root: Path, manifest: BundleManifest) -> ItemIndex:
+        """Reads the index of a bundle whose files are verified already; nothing is unpickled.
+
+        Raises:
+            RecpoError: faiss is missing, or the files are no index of this catalog.
+        """
+        faiss, facts = import_faiss(), manifest.index or {}
+        with readable(root / INDEX, RuntimeError, OSError, MemoryError), _limits(faiss, (root / INDEX).stat().st_size):
+            index = faiss.read_index(str(root / INDEX))
+        with readable(root / VECTORS, ValueError, OSError):
+            vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
+        known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
+        if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
+            message = f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}"
+            raise RecpoError(message, code="mismatch", field=VECTORS)
+        if index.ntotal != manifest.num_items:
+            message = f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}"
+            raise RecpoError(message, code="mismatch", field=INDEX)
+        if not _lists_every_item(faiss, index):
+            raise RecpoError(f"{root / INDEX} does not list every item once: {REMEDY}", code="damaged", field="lists")
+        return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
+
+    def search(
+        self, states: np.ndarray, exclude: np.ndarray, k: int, allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The best items that are found, with their exact scores; ties to the smaller id.
+
+        Equal states have equal lists and scores in any batch, and a list is the beginning of every longer one. Where
+        fewer than k items are found and more may be listed, the whole catalog is scored.
+
+        Args:
+            states: ``[B, d]`` float32.
+            exclude: ``[B, M]`` ids that are not listed, 0 pads.
+            k: length of the lists.
+            allowed: ``[B, V + 1]`` bool, which items may be listed; None = every one.
+
+        Returns:
+            ids ``[B, k]`` int64, 0 if no item is left, and scores ``[B, k]`` float32, -inf there.
+        """
+        ids, scores = np.zeros((len(states), k), np.int64), np.full((len(states), k), -np.inf, np.float32)
+        for begin in range(0, len(states), _AT_ONCE):
+            part = slice(begin, begin + _AT_ONCE)
+            barred = [np.unique(row[row > 0]) for row in exclude[part]]
+            found = self._candidates(states[part], max(map(len, barred)))
+            for row, (state, out, near) in enumerate(zip(states[part], barred, found, strict=True)):
+                near = near[: self.candidates + len(out)]
+                near = near[(near > 0) & ~np.isin(near, out)]
+                left = len(self.vectors) - 1 - len(out)
+                if allowed is not None:
+                    kept = allowed[begin + row]
+                    near = near[kept[near]]
+                    out = np.union1d(out, np.flatnonzero(~kept)) if len(near) < k else out
+                    left = len(self.vectors) - 1 - len(out)
+                if len(near) < min(k, left):
+                    near = self._best_of_all(state, out, k)
+                listed = self._ranked(state, near, k)
+                ids[begin + row, : len(listed[0])], scores[begin + row, : len(listed[0])] = listed
+        return ids, scores
+
+    def _candidates(self, states: np.ndarray, excluded: int) -> np.ndarray:
+        """Ids ``[B, n]`` by their approximate scores, best first, 0 where there is none."""
+        faiss = import_faiss()
+        number = min(self.candidates + excluded, self.index.ntotal)
+        parameters = faiss.SearchParametersIVF(nprobe=self.probes)
+        _, places = self.index.search(np.ascontiguousarray(states), number, params=parameters)
+        ids: np.ndarray = places + 1  # -1 where there is none
+        return ids
+
+    def _best_of_all(self, state: np.ndarray, excluded: np.ndarray, k: int) -> np.ndarray:
+        scores = self.vectors[1:] @ state
+        scores[excluded - 1] = -np.inf
+        left = min(k, len(scores) - len(excluded))
+        # one candidate more: a product of matrices rounds otherwise than the exact score does
+        best: np.ndarray = np.argpartition(-scores, min(left, len(scores) - 1))[: left + 1] + 1
+        return best[~np.isin(best, excluded)]
+
+    def _ranked(self, state: np.ndarray, items: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Exact scores, each computed alone, so that no other candidate changes a bit of them."""
+        items = np.sort(items)
+        scores = np.einsum("nd,d->n", self.vectors[items], state, optimize=False)
+        order = np.argsort(-scores, kind="stable")[:k]
+        return items[order], scores[order]
+
+
+class IndexRuntime(OnnxRuntime):
+    """A bundle's program for states in ONNX Runtime, and its index; arguments as of ``OnnxRuntime``.
+
+    Raises:
+        RecpoError: see ``ItemIndex.load`` and ``OnnxRuntime``.
+    """
+
+    def __init__(self, root: Path, manifest: BundleManifest, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
+        self.index = ItemIndex.load(root, manifest)
+        super().__init__(root, manifest, threads, provider, {STATES: self.index.vectors.shape[1]})
+        self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
+
+    def states(self, inputs: EncodedHistories) -> np.ndarray:
+        """States ``[B, d]`` of the users."""
+        return self.run(inputs)[0]
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
+        return self.index.search(self.states(inputs), excluded(inputs, self.reads.repeats), k, inputs.allowed)
 
-        with torch.inference_mode():
-            tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
-            top_items, scores = self._program(*tensors)
-        return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+@contextmanager
+def _limits(faiss: Any, size: int) -> Iterator[None]:
+    """Lets faiss reserve no more memory for a part of a file than the file has bytes, where faiss can be told."""
+    names = [f"deserialization_{name}_limit" for name in ("loop", "vector_byte")]
+    names = [name for name in names if hasattr(faiss, f"set_{name}")]
+    before = [getattr(faiss, f"get_{name}")() for name in names]
+    for name in names:
+        getattr(faiss, f"set_{name}")(size)
+    try:
+        yield
+    finally:
+        for name, limit in zip(names, before, strict=True):
+            getattr(faiss, f"set_{name}")(limit)
+
+
+def _lists_every_item(faiss: Any, index: Any) -> bool:
+    """Whether the lists of an index contain the items 0 .. V - 1, each of them once."""
+    seen = np.zeros(index.ntotal, bool)
+    if index.invlists.nlist != index.nlist or index.quantizer.ntotal != index.nlist:
+        return False
+    sizes = [index.invlists.list_size(number) for number in range(index.nlist)]
+    if sum(sizes) != index.ntotal:
+        return False
+    for number, size in enumerate(sizes):
+        ids = faiss.rev_swig_ptr(index.invlists.get_ids(number), size) if size else np.zeros(0, np.int64)
+        if size and not 0 <= ids.min() <= ids.max() < index.ntotal:
+            return False
+        seen[ids] = True
+    return bool(seen.all())
+
+
+def import_faiss() -> Any:
+    """The module ``faiss``.
+
+    Raises:
+        RecpoError: it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        message = f"an index needs faiss ({error}): pip install recpo[index]"
+        raise RecpoError(message, code="not_installed", field="faiss") from error
+    return faiss
 
 
 def excluded(inputs: EncodedHistories, repeats: bool) -> np.ndarray:

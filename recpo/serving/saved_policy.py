@@ -6,6 +6,8 @@ described in the same way, and safetensors contains only tensors.
 
 Vectors of items that a bundle does not know, computed from their features, and the policy with these items added.
 
+The torch engine: such a policy, or that of a run, as a runtime.
+
 Uses torch but no training code: the weights are in safetensors, the features in the manifest.
 """
 
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -30,6 +34,7 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
+from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
@@ -40,7 +45,9 @@ from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder, ItemFeatur
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest, readable
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest, ProgramReads, readable
+from recpo.serving.runtimes import Runtime, excluded
 
 # constructor arguments that are not options in a bundle: it stores them itself, item features are precomputed, and the
 # encoder gives the last four to its blocks
@@ -125,15 +132,13 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
         weights = load_file(root / WEIGHTS)
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
-        raise RecpoError(
-            f"{root}: weights and options of {name} do not fit ({error}): export it again", code="damaged", field=name
-        ) from error
+        message = f"{root}: weights and options of {name} do not fit ({error}): export it again"
+        raise RecpoError(message, code="damaged", field=name) from error
     reads = policy.reads_timestamps, policy.reads_behaviors, policy.reads_user, policy.reads_context
     told = manifest.reads
     if (policy.max_history, *reads) != (manifest.max_history, told.timestamps, *told.batches):
-        raise RecpoError(
-            f"{root}: options of {name} do not fit the manifest: export it again", code="mismatch", field=name
-        )
+        message = f"{root}: options of {name} do not fit the manifest: export it again"
+        raise RecpoError(message, code="mismatch", field=name)
     return policy.eval()
 
 
@@ -145,12 +150,11 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
     """
     name, options = manifest.policy["class"], manifest.options
     if options is None or name not in _OWN or name in _ENTRIES[_BLOCK]:
-        raise RecpoError(
+        message = (
             f"{root} has the ONNX program only: its policy, {name}, is not of recpo or was exported without its "
-            "options; load it with engine=onnx",
-            code="unsupported",
-            field="engine",
+            "options; load it with engine=onnx"
         )
+        raise RecpoError(message, code="unsupported", field="engine")
     policy = _factory(name, options, root)(num_items)
     policy.set_schema(manifest.features, manifest.behaviors)
     return policy
@@ -235,11 +239,8 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
         for name, features in _item_features(policy):
             gap = features.encoded_by(loaded[name], ids) - features(ids)
             if not gap.abs().max() <= _TOLERANCE:
-                raise RecpoError(
-                    f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})",
-                    code="mismatch",
-                    field=name,
-                )
+                message = f"the encoder of {name} is not the policy's once it is saved (by {gap.abs().max():.2g})"
+                raise RecpoError(message, code="mismatch", field=name)
 
 
 def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureEncoder]:
@@ -299,11 +300,8 @@ def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Ten
     elif name.rpartition(".")[2] == "cdf":  # the proposal of training, which never proposes new items
         rows = saved[-1:].expand(more)
     else:
-        raise RecpoError(
-            f"refresh: nothing says what {name} is of a new item: train with today's items and export",
-            code="unsupported",
-            field=name,
-        )
+        message = f"refresh: nothing says what {name} is of a new item: train with today's items and export"
+        raise RecpoError(message, code="unsupported", field=name)
     return torch.cat([saved, rows.to(saved.dtype)])
 
 
@@ -313,12 +311,11 @@ def _of_factors(
     """The rows of new items in a model of grades, by the names of its tensors in the policy."""
     priors = ("item_prior", "prior_variance", "prior_covariance")
     if any(f"{name}{part}" not in weights for part in priors):
-        raise RecpoError(
+        message = (
             "refresh: an earlier version of recpo wrote this bundle, which does not know the prior means of new items: "
-            "fit the factors again and export",
-            code="old_format",
-            field=f"{name}item_prior",
+            "fit the factors again and export"
         )
+        raise RecpoError(message, code="old_format", field=f"{name}item_prior")
     own.load_state_dict({part: weights[f"{name}{part}"] for part in priors}, strict=False)
     return {f"{name}{part}": rows for part, rows in own.of_new_items(features.tensors()).items()}
 
@@ -333,3 +330,49 @@ def _item_features(policy: Policy) -> Iterator[tuple[str, ItemFeatures]]:
     """What the item tables of a policy read of the items, by the names of the tables."""
     tables = ((name, part) for name, part in policy.named_modules() if isinstance(part, ItemTable))
     return ((name, table.features) for name, table in tables if table.features is not None)
+
+
+class PolicyRuntime(Runtime):
+    """A policy in torch, from a run or rebuilt from a bundle. It runs on the device of its parameters.
+
+    Args:
+        policy: in evaluation mode.
+        k: length of its longest list; None = the size of the catalog.
+        reads: inputs beyond items and feedback; None = times, and whatever the histories contain.
+    """
+
+    def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
+        self.policy = policy
+        self.num_items, self.max_history = policy.num_items, policy.max_history
+        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else replace(reads, mask=0)
+        self.k = policy.num_items if k is None else k
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        with torch.inference_mode():
+            histories = self._histories(inputs)
+            exclude = self._tensor(excluded(inputs, self.reads.repeats))
+            top = self.policy.recommend(histories, k, exclude)
+        return top.item_ids.cpu().numpy(), top.scores.cpu().numpy()
+
+    def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            histories, items = self._histories(inputs), self._tensor(candidates)
+            slates = Slates(items, histories.lengths[:, None].expand_as(items), items > 0)
+            rows = torch.arange(len(items), device=items.device)
+            scores = self.policy.log_prob(FeedbackBatch(histories, slates, rows)).sum(-1)
+        return scores.masked_fill(items == 0, torch.nan).cpu().numpy()
+
+    def _histories(self, inputs: EncodedHistories) -> Any:
+        item_ids = self._tensor(inputs.item_ids)
+        times = self._tensor(inputs.timestamps) if self.reads.timestamps else None
+        behaviors = None if inputs.behaviors is None else self._tensor(inputs.behaviors)
+        user, context = (
+            None if part is None else part.tensors().map(lambda column: column.to(item_ids.device))
+            for part in (inputs.user, inputs.context)
+        )
+        lengths, feedback = (item_ids != 0).sum(1), self._tensor(inputs.feedback)
+        return Histories(item_ids, lengths, feedback, times, behaviors, user, context)
+
+    def _tensor(self, values: np.ndarray | None) -> Any:
+        device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
+        return torch.from_numpy(values).to(device)

@@ -29,8 +29,7 @@ from recpo.evaluation.reading import Document
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import ServingCounts
-from recpo.serving.histories import ITEM_ID, USER_ID
+from recpo.serving.histories import ITEM_ID, USER_ID, ServingCounts
 from recpo.serving.manifest import MANIFEST
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.verb import WritingVerb, function_of

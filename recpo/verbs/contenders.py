@@ -45,10 +45,9 @@ from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, Im
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
-from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories, ProgramReads
-from recpo.serving.histories import HistoryReader
-from recpo.serving.item_index import bundle_item_vectors
+from recpo.serving.bundle import Bundle, bundle_item_vectors
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.manifest import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint

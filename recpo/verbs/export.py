@@ -18,8 +18,15 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle, grows
-from recpo.serving.of_runs import evaluation_facts, facts_of
+from recpo.serving.export import (
+    BundleOptions,
+    PolicyFacts,
+    evaluation_facts,
+    export_bundle,
+    facts_of,
+    grows,
+    write_compiled,
+)
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
 from recpo.verbs.contenders import ServedBaseline, is_baseline, served_baseline
@@ -91,8 +98,6 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             self._export_run(Run.open(self.run, self.trust))
         bundle = Bundle.open(Path(self.out))
         if self.compiled is not None:
-            from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
-
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle
 

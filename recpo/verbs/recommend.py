@@ -24,8 +24,7 @@ from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_
 from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import ServingCounts
-from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader
+from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 from recpo.verbs.verb import Verb, function_of
 
@@ -146,7 +145,6 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             bundle = source if isinstance(source, Bundle) else Bundle.open(source, self.engine, provider=self.provider)
             return Server(bundle.runtime, bundle.reader, bundle.filters)
         from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
-        from recpo.serving.of_runs import runtime_of
         from recpo.training.run import Run
 
         if isinstance(source, Factors) or kind == "factors":
@@ -155,7 +153,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
                 code="missing_option",
                 field="prepared",
             )
-        return Server(*runtime_of(Run.open(source, self.trust)))
+        return Server(*recommending.runtime_of(Run.open(source, self.trust)))
 
     def _lists(self, server: Server, asked: Mapping[str, Any], events: Any, users: Any) -> recommending.Served:
         """The lists of some users, from all of their events and what else is ``asked`` of the reader."""

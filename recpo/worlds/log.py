@@ -112,20 +112,16 @@ class ServedDays:
             return None
         content = read_json(file, _REMEDY)
         if (found := content.pop("format_version", None)) != FORMAT_VERSION:
-            raise RecpoError(
-                f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}",
-                code="old_format",
-                field=file.name,
-            )
+            message = f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}"
+            raise RecpoError(message, code="old_format", field=file.name)
         try:
             days = tuple(DayReport(**day) for day in content.pop("days"))
             served = cls(**content, days=days)
         except (KeyError, TypeError) as error:
             raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=file.name) from error
         if not days or [day.day for day in days] != list(range(days[0].day, days[0].day + len(days))):
-            raise RecpoError(
-                f"{file} is damaged (its days are not consecutive): {_REMEDY}", code="damaged", field="days"
-            )
+            message = f"{file} is damaged (its days are not consecutive): {_REMEDY}"
+            raise RecpoError(message, code="damaged", field="days")
         return served
 
 

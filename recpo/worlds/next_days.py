@@ -159,18 +159,14 @@ def validate_worlds(worlds: Sequence[Simulation]) -> int:
     parameters, day = worlds[0].truth.preferences.parameters, 0
     for world in worlds:
         if world.truth.preferences.parameters != parameters or not _same_rewards(world.truth, worlds[0].truth):
-            raise RecpoError(
-                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world",
-                code="mismatch",
-                field="after",
-            )
+            message = f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world"
+            raise RecpoError(message, code="mismatch", field="after")
         if world.days[0] != day:
-            raise RecpoError(
+            message = (
                 f"simulate: {world.root} begins on day {world.days[0]}, expected day {day}: name the world first, and "
-                "after it every day that was served since, in order",
-                code="mismatch",
-                field="days",
+                "after it every day that was served since, in order"
             )
+            raise RecpoError(message, code="mismatch", field="days")
         day = world.days[-1] + 1
     return day
 
@@ -272,7 +268,8 @@ def _serve_day(
         asked = Requests._make(column[chosen] for column in requests)
         begin = np.where(asked.opens_session, np.maximum(asked.due, free[user_rows]), free[user_rows])
         excluded = _excluded(truth, histories, user_rows, begin, repeat_after)
-        one = _serve_round(truth, (histories, excluded), show, asked, begin, request_ids[chosen], day, generator)
+        shown = show(histories, excluded, truth.user_ids[user_rows], asked.size, generator)
+        one = _serve_round(truth, shown, excluded, asked, begin, request_ids[chosen], day, generator)
         free[user_rows] = one.free
         rounds.append(one)
         bar.update(len(chosen))
@@ -282,22 +279,17 @@ def _serve_day(
 
 def _serve_round(
     truth: Truth,
-    known: tuple[pa.Table, pa.Table],
-    show: ShowSlates,
+    shown: Shown,
+    excluded: pa.Table,
     asked: Requests,
     begin: IntArray,
     request_ids: IntArray,
     day: int,
     generator: np.random.Generator,
 ) -> _Served:
-    """Serves one request for each of some users: the items shown, the feedback, and the true values.
-
-    ``known`` has their histories and the events whose items are excluded.
-    """
-    histories, excluded = known
+    """One request for each of some users: the feedback on the items shown, and the true values."""
     preferences, items, user_rows = truth.preferences, truth.preferences.items, asked.user_row
     user_ids = truth.user_ids[user_rows]
-    shown = show(histories, excluded, user_ids, asked.size, generator)
     filled = np.arange(shown.item_ids.shape[1]) < shown.lengths[:, None]
     item_rows = np.where(filled, np.searchsorted(items.item_id, np.where(filled, shown.item_ids, 0)), -1)
     request, place = np.nonzero(filled)
@@ -354,12 +346,11 @@ def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
     unborn = item_rows[~truth.preferences.exists(item_rows, float(day))]
     if len(unborn):
         named = ", ".join(map(str, np.unique(truth.item_ids[unborn])[:5]))
-        raise RecpoError(
+        message = (
             f"simulate: the policy shows items on day {day} that are born later, such as {named}: serve a bundle whose "
-            "catalog has no future items",
-            code="mismatch",
-            field="policy",
+            "catalog has no future items"
         )
+        raise RecpoError(message, code="mismatch", field="policy")
 
 
 def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table) -> DayReport:

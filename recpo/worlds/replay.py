@@ -95,22 +95,20 @@ class RewardMatrix:
         order = np.argsort(pair, kind="stable")
         if len(again := np.flatnonzero(pair[order[1:]] == pair[order[:-1]])):
             first, second = (int(order[again[0] + one]) for one in (0, 1))
-            raise RecpoError(
+            message = (
                 f"{file}: rows {first + 1} and {second + 1} both have the reward of user_id {users[first]} for item_id "
-                f"{items[first]}, as {len(again):,} pairs in all have: keep one row per pair",
-                code="duplicate",
-                field="user_id, item_id",
+                f"{items[first]}, as {len(again):,} pairs in all have: keep one row per pair"
             )
+            raise RecpoError(message, code="duplicate", field="user_id, item_id")
         rewards = np.full((len(user_ids), len(item_ids)), np.nan)
         rewards[user_rows, item_rows] = reward
         if np.isnan(rewards).any(axis=1).all():
             known = int((~np.isnan(rewards)).sum(axis=1).max())
-            raise RecpoError(
+            message = (
                 f"{file}: no user has a reward for each of the {len(item_ids):,} items (at most {known:,}), so no list "
-                "has a known value: leave out the items that few users know",
-                code="missing_value",
-                field="reward",
+                "has a known value: leave out the items that few users know"
             )
+            raise RecpoError(message, code="missing_value", field="reward")
         return cls(user_ids, item_ids, rewards)
 
     def presets(self) -> Mapping[str, float]:
@@ -160,11 +158,8 @@ class RewardMatrix:
         expected = SimulationParameters(**self.presets())  # type: ignore[arg-type]  # numbers of options
         for name in _REPLACED:
             if (found := getattr(parameters, name)) != (own := getattr(expected, name)):
-                raise RecpoError(
-                    f"simulate: {name} is {found!r}, but the matrix decides it ({own!r}): leave it out",
-                    code="conflicting_options",
-                    field=name,
-                )
+                message = f"simulate: {name} is {found!r}, but the matrix decides it ({own!r}): leave it out"
+                raise RecpoError(message, code="conflicting_options", field=name)
 
 
 @dataclass(frozen=True)
@@ -210,32 +205,22 @@ class Replayed:
                 another world; or a table is not readable or lacks its key.
         """
         if self.world not in WORLDS:
-            raise RecpoError(
-                f"{verb}: world is {self.world!r}, expected one of {', '.join(WORLDS)}",
-                code="unknown_name",
-                field="world",
-            )
+            message = f"{verb}: world is {self.world!r}, expected one of {', '.join(WORLDS)}"
+            raise RecpoError(message, code="unknown_name", field="world")
         if self.world == REPLAY and self.matrix is None:
-            raise RecpoError(
+            message = (
                 f"{verb}: world is {REPLAY} and matrix is None, expected a Parquet file with the columns "
-                f"{', '.join(_COLUMNS)}",
-                code="missing_option",
-                field="matrix",
+                f"{', '.join(_COLUMNS)}"
             )
+            raise RecpoError(message, code="missing_option", field="matrix")
         for name in ("matrix", *_TABLE_KEYS):
             if self.world != REPLAY and getattr(self, name) is not None:
-                raise RecpoError(
-                    f"{verb}: {name} is given and world is {self.world}: only the world {REPLAY} reads it",
-                    code="conflicting_options",
-                    field=name,
-                )
+                message = f"{verb}: {name} is given and world is {self.world}: only the world {REPLAY} reads it"
+                raise RecpoError(message, code="conflicting_options", field=name)
         for name, key in _TABLE_KEYS.items():
             if (file := getattr(self, name)) is not None and key not in (found := _read(Path(file), name)).column_names:
-                raise RecpoError(
-                    f"{file} has no column {key}, only {', '.join(found.column_names)}",
-                    code="missing_column",
-                    field=name,
-                )
+                message = f"{file} has no column {key}, only {', '.join(found.column_names)}"
+                raise RecpoError(message, code="missing_column", field=name)
 
 
 def _read(file: Path, option: str) -> pa.Table:
@@ -244,9 +229,8 @@ def _read(file: Path, option: str) -> pa.Table:
     except FileNotFoundError as error:
         raise RecpoError(f"{file} is missing: {option} is a Parquet file", code="missing_file", field=option) from error
     except (pa.ArrowException, OSError) as error:
-        raise RecpoError(
-            f"{file} is not a Parquet file ({error}), as {option} has to be", code="wrong_file", field=option
-        ) from error
+        message = f"{file} is not a Parquet file ({error}), as {option} has to be"
+        raise RecpoError(message, code="wrong_file", field=option) from error
 
 
 def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
@@ -257,24 +241,19 @@ def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     for name, expected in zip(_COLUMNS, ("whole numbers", "whole numbers", "numbers"), strict=True):
         column = table[name]
         if not (pa.types.is_integer(column.type) or (expected == "numbers" and pa.types.is_floating(column.type))):
-            raise RecpoError(
-                f"{file}: {name} has type {column.type}, expected {expected}", code="wrong_type", field=name
-            )
+            message = f"{file}: {name} has type {column.type}, expected {expected}"
+            raise RecpoError(message, code="wrong_type", field=name)
         if column.null_count:
             row = int(np.argmax(pc.is_null(column).to_numpy()))
-            raise RecpoError(
-                f"{file}: row {row + 1} has no {name}: leave out the rows of unknown rewards",
-                code="missing_value",
-                field=name,
-            )
+            message = f"{file}: row {row + 1} has no {name}: leave out the rows of unknown rewards"
+            raise RecpoError(message, code="missing_value", field=name)
     users, items = (table[name].cast(pa.int64()).to_numpy() for name in ("user_id", "item_id"))
     reward = table["reward"].cast(pa.float64()).to_numpy()
     if (wrong := ~((reward >= 0) & (reward <= 1))).any():  # written so that nan is wrong too
         row = int(np.argmax(wrong))
-        raise RecpoError(
+        message = (
             f"{file}: row {row + 1} (user_id {users[row]}, item_id {items[row]}) has the reward {reward[row]:g}, and "
-            f"{int(wrong.sum()):,} rows in all are not from 0 to 1: rescale the rewards, and leave out unknown ones",
-            code="out_of_range",
-            field="reward",
+            f"{int(wrong.sum()):,} rows in all are not from 0 to 1: rescale the rewards, and leave out unknown ones"
         )
+        raise RecpoError(message, code="out_of_range", field="reward")
     return users, items, reward

@@ -64,11 +64,8 @@ class Truth:
             content = json.loads((directory / "truth.json").read_text(encoding="utf-8"))
             if content.get("format_version") != FORMAT_VERSION:
                 found = content.get("format_version")
-                raise RecpoError(
-                    f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again",
-                    code="old_format",
-                    field="truth",
-                )
+                message = f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again"
+                raise RecpoError(message, code="old_format", field="truth")
             if directory.name == "truth" and kind_of(directory.parent) == "simulation":
                 verify_sealed(directory.parent, SEALED, "simulate again")
             parameters = SimulationParameters(**content["parameters"])
@@ -76,20 +73,15 @@ class Truth:
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
         except FileNotFoundError as error:
-            raise RecpoError(
-                f"{error.filename} is missing: {path} was not written by `recpo simulate`",
-                code="missing_file",
-                field="truth",
-            ) from error
+            message = f"{error.filename} is missing: {path} was not written by `recpo simulate`"
+            raise RecpoError(message, code="missing_file", field="truth") from error
         except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
-            raise RecpoError(
-                f"{directory} is damaged ({error}): simulate again", code="damaged", field="truth"
-            ) from error
+            message = f"{directory} is damaged ({error}): simulate again"
+            raise RecpoError(message, code="damaged", field="truth") from error
         whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
         if not whole or (items.born is not None) != parameters.lives:
-            raise RecpoError(
-                f"{directory} is damaged (rows or columns are missing): simulate again", code="damaged", field="rows"
-            )
+            message = f"{directory} is damaged (rows or columns are missing): simulate again"
+            raise RecpoError(message, code="damaged", field="rows")
         return cls(Preferences(parameters, users, items), world)
 
     def save(self, directory: Path) -> None:
@@ -146,11 +138,8 @@ class Truth:
         """
         users, items = self._rows_of_pairs(user_ids, item_ids)
         if day is None and self.lives:
-            raise RecpoError(
-                "propensity: day is None, expected a day: in a living world, each day has its own items",
-                code="missing_option",
-                field="day",
-            )
+            message = "propensity: day is None, expected a day: in a living world, each day has its own items"
+            raise RecpoError(message, code="missing_option", field="day")
         return self.policy_on(0 if day is None else day).propensity(users, items)
 
     def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
@@ -179,21 +168,15 @@ class Truth:
         expected = (len(users), len(self.item_ids) if columns is None else len(columns))
         probabilities = np.asarray(probabilities)
         if probabilities.shape != expected:
-            raise RecpoError(
-                f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}",
-                code="wrong_shape",
-                field="probabilities",
-            )
+            message = f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}"
+            raise RecpoError(message, code="wrong_shape", field="probabilities")
         value = np.empty(len(users))
         for part, _, reward, there in self._reward_to_all(users, day):
             chunk = probabilities[part].astype(np.float64)
             # written so that nan fails too
             if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
-                raise RecpoError(
-                    "probabilities: every row must be non-negative and sum to 1",
-                    code="bad_value",
-                    field="probabilities",
-                )
+                message = "probabilities: every row must be non-negative and sum to 1"
+                raise RecpoError(message, code="bad_value", field="probabilities")
             reward = np.where(there, reward, 0.0)
             value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
         return value
@@ -268,40 +251,30 @@ class Truth:
     def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
         users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
         if len(users) != len(items):
-            raise RecpoError(
-                f"item_ids has {len(items)} rows, expected one per user ({len(users)})",
-                code="wrong_shape",
-                field="item_ids",
-            )
+            message = f"item_ids has {len(items)} rows, expected one per user ({len(users)})"
+            raise RecpoError(message, code="wrong_shape", field="item_ids")
         return users, items
 
 
 def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> IntArray:
     ids = np.asarray(ids)
     if ids.ndim != dimensions or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
-        raise RecpoError(
-            f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers",
-            code="wrong_shape",
-            field=name,
-        )
+        message = f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers"
+        raise RecpoError(message, code="wrong_shape", field=name)
     rows = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     unknown = known[rows] != ids
     if unknown.any():
         first = ", ".join(map(str, np.unique(ids[unknown])[:5]))
-        raise RecpoError(
-            f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}", code="unknown_name", field=name
-        )
+        message = f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}"
+        raise RecpoError(message, code="unknown_name", field=name)
     return rows
 
 
 def _days(day: ArrayLike, users: int) -> FloatArray:
     days = np.asarray(day, dtype=np.float64)
     if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
-        raise RecpoError(
-            f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users",
-            code="wrong_shape",
-            field="day",
-        )
+        message = f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users"
+        raise RecpoError(message, code="wrong_shape", field="day")
     return np.broadcast_to(days, (users,))
 
 

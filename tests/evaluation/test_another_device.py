@@ -23,10 +23,9 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards.rewards import HitReward
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.histories import HistoryReader
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.saved_policy import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
 from tests.forks import forked

@@ -15,7 +15,7 @@ from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared
-from recpo.serving.item_index import bundle_item_vectors
+from recpo.serving.bundle import bundle_item_vectors
 from recpo.verbs.contenders import policy_item_vectors
 from tests.refusals import refused
 

@@ -469,8 +469,8 @@ def _seal_bundle(root: Path) -> None:
 def _indexed(root: Path) -> str:
     import numpy as np
 
-    from recpo.serving.item_index import ItemIndex
     from recpo.serving.manifest import BundleManifest
+    from recpo.serving.runtimes import ItemIndex
 
     manifest = BundleManifest.read(root / "indexed")
     index = ItemIndex.load(root / "indexed", manifest)

@@ -18,7 +18,7 @@ from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.histories import HistoryReader
 from recpo.serving.recommending import milliseconds, recommend_lists, score_candidates
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.saved_policy import PolicyRuntime
 
 NUM_ITEMS, K = 9, 3
 NOW = 1_650_000_000_000

@@ -46,7 +46,7 @@ def root(tmp_path):
 
 
 def watch(root, **bounds):
-    return Watch(root, Guard(**bounds), ["A", "B"], "1", EndedVariants(root, "1"))
+    return Watch(Guard(**bounds), ["A", "B"], EndedVariants(root, "1"))
 
 
 def test_a_variant_that_is_disliked_ends_once(root):

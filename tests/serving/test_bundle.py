@@ -16,7 +16,7 @@ import recpo
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
+from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest, program_interface
 from tests.refusals import refused
 from tests.serving.conftest import served_by

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from recpo.serving import compiled
+from recpo.serving import export
 from recpo.serving.bundle import Bundle
-from recpo.serving.compiled import load_compiled, write_compiled
+from recpo.serving.export import load_compiled, write_compiled
 from recpo.serving.program import verify_runtime
 from tests.refusals import refused
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("block_rows", [50, 8192])  # the loop over blocks written out; the policy's own program
 def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(export, "BLOCK_ROWS", block_rows)
     policy, bundle = export_once("sasrec")
     write_compiled(bundle, tmp_path / "program.pt2")
     loaded = load_compiled(bundle, tmp_path / "program.pt2")
@@ -30,7 +30,7 @@ def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_pat
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
     with refused("exists"):
         write_compiled(bundle, tmp_path / "program.pt2")
-    monkeypatch.setattr(compiled, "sha256", lambda file: "0" * 64)
+    monkeypatch.setattr(export, "sha256", lambda file: "0" * 64)
     with refused("mismatch", ...):
         load_compiled(bundle, tmp_path / "program.pt2")
 

@@ -22,7 +22,7 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.program import verify_runtime
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.forks import FORKS
 from tests.refusals import refused
 

@@ -30,7 +30,7 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
 from recpo.serving.histories import HistoryReader
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 pytestmark = pytest.mark.slow

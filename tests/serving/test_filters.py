@@ -20,9 +20,9 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.item_index import IndexOptions
 from recpo.serving.program import ranker_of
 from recpo.serving.recommending import ItemFilters, attribute_columns
+from recpo.serving.runtimes import IndexOptions
 from tests.refusals import refused
 
 ITEMS = 45

@@ -13,8 +13,7 @@ import pytest
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.serving.encoded_histories import ServingCounts
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import HistoryReader, ServingCounts
 from tests.refusals import refused
 
 T0 = 1_650_000_000_000

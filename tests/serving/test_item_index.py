@@ -16,11 +16,11 @@ from recpo.lists.exploration import Exploration
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.item_index import IndexOptions, ItemIndex
+from recpo.serving.manifest import ProgramReads
 from recpo.serving.program import overlap, random_inputs, validate_indexable
-from recpo.serving.runtimes import PolicyRuntime
+from recpo.serving.runtimes import IndexOptions, ItemIndex
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 faiss = pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")

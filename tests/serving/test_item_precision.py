@@ -13,10 +13,18 @@ import torch
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import ProgramReads
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.program import CatalogSearch, ServingProgram, overlap, random_inputs, ranker_of, verify_rounded
-from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
+from recpo.serving.manifest import ProgramReads
+from recpo.serving.program import (
+    CatalogSearch,
+    ServingProgram,
+    TorchProgramRuntime,
+    overlap,
+    random_inputs,
+    ranker_of,
+    verify_rounded,
+)
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 NUM_ITEMS = 120  # of conftest

@@ -8,9 +8,8 @@ import pytest
 
 import recpo
 from recpo.base.feedback import FeedbackDefinition
-from recpo.serving.export import MODEL_CARD, model_card
+from recpo.serving.export import MODEL_CARD, card_facts, evaluation_facts, model_card
 from recpo.serving.manifest import BundleManifest
-from recpo.serving.of_runs import card_facts, evaluation_facts
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import FactorReward
 from recpo.serving.bundle import Bundle
-from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
+from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
 from recpo.training.tilting import tilted
