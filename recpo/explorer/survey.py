@@ -35,7 +35,7 @@ from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Measure, Observed
-from recpo.evaluation.sequences import clustered_mean
+from recpo.evaluation.variants import clustered_mean
 from recpo.explorer.people_and_items import Catalog, Person, known
 from recpo.log.prepared import Prepared
 from recpo.log.schema import LogColumns
