@@ -310,11 +310,8 @@ class ItemFeatures:
 
     def __post_init__(self) -> None:
         if self.tags is None and self.vectors is None:
-            raise RecpoError(
-                f"item_features: name the column of the tags or of the vectors in {self.file}, or both",
-                code="missing_option",
-                field="item_features",
-            )
+            message = f"item_features: name the column of the tags or of the vectors in {self.file}, or both"
+            raise RecpoError(message, code="missing_option", field="item_features")
 
 
 def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:

@@ -272,11 +272,6 @@ class RankingResult:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
         return estimate(self.differences(other, metric))
 
-    def differing(self, other: RankingResult, metric: str) -> int:
-        """Users for whom both metrics are defined and differ."""
-        difference = self.differences(other, metric)
-        return int(((difference != 0) & ~difference.isnan()).sum())
-
     def differences(self, other: RankingResult, metric: str) -> Tensor:
         """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
         assert torch.equal(self.user_ids, other.user_ids)  # every pass has the same users in the same order
@@ -370,7 +365,8 @@ class RankingPass:
         """Ranks the users of a batch.
 
         Raises:
-            RecpoError: an answer that ``validate_answer`` rejects, or two measures return a metric of the same name.
+            RecpoError: lists with excluded items or an item twice, log-probabilities that are nan or above 0, or two
+                measures return a metric of the same name.
         """
         with torch.inference_mode():
             recommender, ranking, candidates = self._recommender, self._ranking, self._ranking.candidates
@@ -381,16 +377,16 @@ class RankingPass:
             scored = with_unseen(batch, ranking.num_items, absent)
             logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
             scores = recommender.score(scored) if recommender.score else None
-            validate_answer(recommender, lists, past, logp, scored.slates.mask)
+            _validate_answer(recommender, lists, past, logp, scored.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
-                raise RecpoError(
-                    f"{recommender.name} returned items that are not candidates; leave them out of its lists",
-                    code="bad_value",
-                    field="candidates",
-                )
+                message = f"{recommender.name} returned items that are not candidates; leave them out of its lists"
+                raise RecpoError(message, code="bad_value", field="candidates")
             targets = self._rankable(held_out_targets(batch), past, absent)
-            among = ranking.new_items_among
-            new = None if among is None else _new_lists(recommender, batch, size, past, absent, among)
+            new = None
+            if ranking.new_items_among is not None:
+                others = ranking.new_items_among.to(batch.exclude.device).expand(len(batch.exclude), -1)
+                unlisted = others if absent is None else torch.cat([others, absent], 1)
+                new = recommender.lists(batch, size, past, unlisted)
             logged = batch.feedback.slates.item_ids.shape[1]
             both = scores if logp is None else logp
             unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
@@ -454,11 +450,8 @@ class RankingPass:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():
                 names = ", ".join(sorted(again))
-                raise RecpoError(
-                    f"two measures give metrics of the same name: {names}; give yours another name",
-                    code="duplicate",
-                    field=names,
-                )
+                message = f"two measures give metrics of the same name: {names}; give yours another name"
+                raise RecpoError(message, code="duplicate", field=names)
             metrics |= {name: values.float() for name, values in more.items()}
         self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)
@@ -468,71 +461,37 @@ class RankingPass:
                 _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))
 
 
-def _new_lists(
-    recommender: Recommender, batch: EvaluationBatch, k: int, past: Tensor | None, absent: Tensor | None, others: Tensor
-) -> Recommendations:
-    """Lists of the items that are not among ``others [O]``."""
-    known = others.to(batch.exclude.device).expand(len(batch.exclude), -1)
-    return recommender.lists(batch, k, past, known if absent is None else torch.cat([known, absent], 1))
-
-
 def validate_ks(ks: Sequence[int]) -> None:
     """Raises ``RecpoError`` if ``ks`` are not valid list lengths."""
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise RecpoError(
-            f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}",
-            code="bad_value",
-            field="ks",
-        )
+        message = f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}"
+        raise RecpoError(message, code="bad_value", field="ks")
 
 
-def validate_answer(
-    recommender: Recommender, lists: Recommendations, exclude: Tensor | None, logp: Tensor | None, mask: Tensor
+def _validate_answer(
+    recommender: Recommender, lists: Recommendations, past: Tensor | None, logp: Tensor | None, mask: Tensor
 ) -> None:
-    """Raises if a contender's answer has no meaningful metrics.
-
-    Args:
-        recommender: the contender.
-        lists: its lists.
-        exclude: ``[B, M]`` items that it was told not to list; None = none.
-        logp: ``[B, S]`` log-probabilities of the held-out slates; None = it does not score.
-        mask: ``[B, S]`` bool, the filled places of the slates.
-
-    Raises:
-        RecpoError: an excluded item, an item twice in one list, or log-probabilities that are nan or above 0.
-    """
+    """Raises ``RecpoError`` if an answer has no meaningful metrics."""
     name, item_ids = recommender.name, lists.item_ids
-    if exclude is not None and bool(is_member(item_ids, exclude).any()):
-        raise RecpoError(
-            f"{name} returned items that it was told to exclude; its metrics would mean nothing",
-            code="bad_value",
-            field="exclude_past",
-        )
+    if past is not None and bool(is_member(item_ids, past).any()):
+        message = f"{name} returned items that it was told to exclude; its metrics would mean nothing"
+        raise RecpoError(message, code="bad_value", field="exclude_past")
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
-        raise RecpoError(
-            f"{name} returned an item twice in one list; its metrics would mean nothing", code="duplicate", field=name
-        )
-    _validate_logp(name, "log_prob", logp, mask)
-    if recommender.scores_are_logp:
-        _validate_logp(name, "scores", lists.scores, item_ids > 0)
-
-
-def _validate_logp(name: str, field: Literal["log_prob", "scores"], logp: Tensor | None, mask: Tensor) -> None:
-    if logp is None:
-        return
-    what = "held-out items" if field == "log_prob" else "listed items"
-    logp = logp.masked_fill(~mask, 0.0)
-    if bool(logp.isnan().any()):
-        raise RecpoError(
-            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=field
-        )
-    if bool((logp > _ROUNDING).any()):
-        raise RecpoError(
-            f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
-            "not log-probabilities, so its values would be meaningless; normalize the scores",
-            code="out_of_range",
-            field=field,
-        )
+        message = f"{name} returned an item twice in one list; its metrics would mean nothing"
+        raise RecpoError(message, code="duplicate", field=name)
+    listed = lists.scores if recommender.scores_are_logp else None
+    for field_name, what, found, filled in (
+        ("log_prob", "held-out items", logp, mask),
+        ("scores", "listed items", listed, item_ids > 0),
+    ):
+        given = None if found is None else found.masked_fill(~filled, 0.0)
+        if given is not None and bool(given.isnan().any()):
+            message = f"{name} gave {what} log-probabilities that are nan; was its training stable?"
+            raise RecpoError(message, code="diverged", field=field_name)
+        if given is not None and bool((given > _ROUNDING).any()):
+            message = f"{name} gave {what} log-probabilities up to {float(given.max()):.4g}, expected at most 0: these "
+            message += "are not log-probabilities, so its values would be meaningless; normalize the scores"
+            raise RecpoError(message, code="out_of_range", field=field_name)
 
 
 def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:

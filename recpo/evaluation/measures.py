@@ -201,11 +201,8 @@ def held_out_targets(batch: EvaluationBatch) -> Targets:
     """
     slates = batch.feedback.slates
     if slates.label is None or slates.positive is None:
-        raise RecpoError(
-            "targets are made of Slates.label and Slates.positive, and this batch lacks them",
-            code="missing_value",
-            field="label",
-        )
+        message = "targets are made of Slates.label and Slates.positive, and this batch lacks them"
+        raise RecpoError(message, code="missing_value", field="label")
     items = slates.item_ids
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
     liked = slates.mask & slates.positive

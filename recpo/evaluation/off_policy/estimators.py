@@ -367,11 +367,8 @@ class SlateEstimator(ABC):
         positions = rows.mask.shape[1]
         counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
         if len(counts) < positions:
-            raise RecpoError(
-                f"{len(counts)} position weights for slates of {positions}",
-                code="wrong_shape",
-                field="position_weight",
-            )
+            message = f"{len(counts)} position weights for slates of {positions}"
+            raise RecpoError(message, code="wrong_shape", field="position_weight")
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
         gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
         return np.concatenate([gained, weight if self.self_normalized else np.ones_like(gained)], axis=1)
@@ -484,11 +481,8 @@ class AdditiveRewardModel:
             reward = _known(chunk).reward
             totals += [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]
         if not totals[0]:
-            raise RecpoError(
-                "the reward model has nothing to learn from: no training event has a reward",
-                code="empty",
-                field="reward",
-            )
+            message = "the reward model has nothing to learn from: no training event has a reward"
+            raise RecpoError(message, code="empty", field="reward")
         mean = totals[1] / totals[0]
         noise = totals[2] / totals[0] - mean**2
         users, items = np.zeros(num_users), np.zeros(num_items + 1)

@@ -221,11 +221,8 @@ class OffPolicySetting:
             return torch.where(slates.item_ids > 0, share[(slates.item_ids - 1).clamp_min(0)], torch.nan)
         if self.options.propensity == "uniform":
             if slates.is_random is None:
-                raise RecpoError(
-                    "off-policy value: propensity uniform needs the log's is_random column",
-                    code="missing_column",
-                    field="is_random",
-                )
+                message = "off-policy value: propensity uniform needs the log's is_random column"
+                raise RecpoError(message, code="missing_column", field="is_random")
             return torch.where(slates.is_random, 1.0 / (self.options.pool_size or self.num_items), torch.nan).double()
         if slates.logp_behavior is None:
             raise RecpoError(
@@ -236,11 +233,8 @@ class OffPolicySetting:
             )
         logged = slates.logp_behavior.double()
         if bool((logged > 1e-6).any()):
-            raise RecpoError(
-                f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1",
-                code="out_of_range",
-                field="propensity",
-            )
+            message = f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1"
+            raise RecpoError(message, code="out_of_range", field="propensity")
         return torch.where(torch.isneginf(logged), torch.nan, logged.exp())
 
 
@@ -326,18 +320,12 @@ def value(
     count = arrays["rewards"].shape[:1]
     for name, one in arrays.items():
         if one.ndim != 1 or one.shape != count:
-            raise RecpoError(
-                f"off-policy value: {name} has the shape {one.shape}, expected one number per reward, {count}",
-                code="wrong_shape",
-                field=name,
-            )
+            message = f"off-policy value: {name} has the shape {one.shape}, expected one number per reward, {count}"
+            raise RecpoError(message, code="wrong_shape", field=name)
     if ("q_hat" in arrays) != ("v_hat" in arrays):
         missing = "v_hat" if "q_hat" in arrays else "q_hat"
-        raise RecpoError(
-            f"off-policy value: a reward model needs both q_hat and v_hat, and {missing} is missing",
-            code="missing_value",
-            field=missing,
-        )
+        message = f"off-policy value: a reward model needs both q_hat and v_hat, and {missing} is missing"
+        raise RecpoError(message, code="missing_value", field=missing)
     owner = arrays.pop("users", np.arange(count[0]))
     rows = Rows(*(one.astype(np.float64) for one in arrays.values()))
     return result_of_rows(rows, np.unique(owner, return_inverse=True)[1], options)
