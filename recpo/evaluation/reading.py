@@ -362,18 +362,15 @@ def _hardly_personalized(document: Document, ranked: Sequence[Document]) -> list
 
 
 def _unsupported_values(document: Document) -> list[str]:
-    entries = [
-        (contender["name"], entry["target"], warning)
+    names = [
+        f"{contender['name']} ({entry['target']})"
         for contender in document["contenders"]
         for entry in contender["off_policy"]
         if entry["estimator"] == "SNIPS"
-        for warning in entry["warnings"]
-        if warning.startswith(("means nothing", "refused"))
+        and any(warning.startswith(("means nothing", "refused")) for warning in entry["warnings"])
     ]
-    if not entries:
-        return []
-    listed = "; ".join(dict.fromkeys(f"{name} ({target})" for name, target, _ in entries))
-    return [f"Off-policy values that mean nothing, because the log hardly speaks of these policies: {listed}."]
+    said = "Off-policy values that mean nothing, because the log hardly speaks of these policies"
+    return [f"{said}: {'; '.join(names)}."] if names else []
 
 
 def _unlike(document: Document) -> list[str]:

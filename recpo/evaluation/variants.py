@@ -320,7 +320,7 @@ def variants_document(
         message = f"{log} has no variant {control!r}, it has {', '.join(most)}"
         raise RecpoError(message, code="unknown_name", field="control")
     control = control or (most[0] if most else None)
-    rows, means = [], {name: _means(of) for name, of in found.items()}
+    rows, means = [], {name: (_mean(of, of.value), _mean(of, of.disliked)) for name, of in found.items()}
     for name in most:
         value, dislikes = means[name]
         row: dict[str, Any] = {"variant": name, "users": value.users, "impressions": value.impressions}
@@ -344,11 +344,10 @@ def variants_document(
     }
 
 
-def _means(of: Slates) -> tuple[ClusteredMean, ClusteredMean]:
-    value, dislikes = PerUser(), PerUser()
-    value.add(of.user_id, of.value)
-    dislikes.add(of.user_id, of.disliked)
-    return value.mean(), dislikes.mean()
+def _mean(of: Slates, values: NDArray[np.float64]) -> ClusteredMean:
+    mean = PerUser()
+    mean.add(of.user_id, values)
+    return mean.mean()
 
 
 def _teams(table: pa.Table, experiment: str) -> Sequence[str]:
@@ -361,9 +360,7 @@ def _teams(table: pa.Table, experiment: str) -> Sequence[str]:
 
 def _preference(of: Slates, teams: Sequence[str], alpha: float) -> dict[str, Any]:
     """How much more the items of the second variant are worth in lists that show both."""
-    mean = PerUser()
-    mean.add(of.user_id, of.preference)
-    found = mean.mean()
+    found = _mean(of, of.preference)
     wins, losses = float((of.preference > 0).mean()), float((of.preference < 0).mean())
     document = {"of": teams[-1], "over": teams[0], "users": found.users, "impressions": found.impressions}
     return document | _as_json(found, alpha) | {"wins": wins, "losses": losses}
@@ -372,8 +369,5 @@ def _preference(of: Slates, teams: Sequence[str], alpha: float) -> dict[str, Any
 def _as_json(found: ClusteredMean, alpha: float) -> dict[str, Any]:
     half = found.sequence_half_width(alpha=alpha)
     sequence = None if math.isinf(half) else [found.mean - half, found.mean + half]
-    return {
-        "mean": found.mean,
-        "half_width": None if math.isnan(found.error) else found.half_width,
-        "sequence": sequence,
-    }
+    half_width = None if math.isnan(found.error) else found.half_width
+    return {"mean": found.mean, "half_width": half_width, "sequence": sequence}

@@ -104,7 +104,6 @@ class Surveyed:
         loaded: it.
         result: metrics of every user of the sample.
         lists: ``[S, k]`` int64, padded with 0.
-        scores: ``[S, k]`` float32.
         curves: training curves.
         advice: what went wrong in its training.
     """
@@ -113,7 +112,6 @@ class Surveyed:
     loaded: Loaded
     result: RankingResult
     lists: np.ndarray
-    scores: np.ndarray
     curves: Mapping[str, Sequence[Sequence[float]]]
     advice: Sequence[str] = ()
 
@@ -123,11 +121,9 @@ class _Lists(Measure):
 
     def __init__(self) -> None:
         self.items: list[np.ndarray] = []
-        self.scores: list[np.ndarray] = []
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
         self.items.append(observed.lists.item_ids.cpu().numpy())
-        self.scores.append(observed.lists.scores.float().cpu().numpy())
         return {}
 
 
@@ -187,9 +183,8 @@ class Survey:
             batches = HeldOutBatches(data, split, loaded.max_history, _BATCH, Rank(), users, loaded.reads)
             shown = tqdm(batches, f"explore {contender.name}", unit="batch", leave=False, disable=not progress or None)
             result = evaluate_ranking(loaded.recommender, shown, ranking, [kept])
-            items, scores = np.concatenate(kept.items), np.concatenate(kept.scores)
-            said = advice.get(contender.name, ())
-            surveyed.append(Surveyed(contender.name, loaded, result, items, scores, contender.curves, said))
+            items, said = np.concatenate(kept.items), advice.get(contender.name, ())
+            surveyed.append(Surveyed(contender.name, loaded, result, items, contender.curves, said))
         width = max(one.loaded.max_history for one in surveyed)
         width = width if grades is None else max(width, grades.max_history)
         reads = Reads() if grades is None else grades.reads

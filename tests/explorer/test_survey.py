@@ -9,17 +9,33 @@ import pytest
 import torch
 
 import recpo
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.explorer.survey import ORDERS, Survey, calibration, coverage, moved_items, neighbors, overlaps
 from recpo.verbs.contenders import contenders_of
 from tests.refusals import refused
 
 
-def test_the_lists_of_a_page_are_those_of_the_sample(survey, people):
+def test_the_lists_of_a_page_are_those_of_the_sample(survey, people, data):
+    alone = {one.name: [] for one in survey.contenders}
+
+    class Scores(recpo.Measure):
+        def update(self, observed):
+            scores.append(observed.lists.scores.numpy())
+            return {}
+
+    for one in survey.contenders:
+        scores = alone[one.name]
+        batches = HeldOutBatches(data, "test", one.loaded.max_history, 7, Rank(), 30, one.loaded.reads)
+        evaluate_ranking(one.loaded.recommender, batches, Ranking(num_items=data.num_items, ks=(5,)), [Scores()])
+        alone[one.name] = np.concatenate(scores)
     for row, user in enumerate(survey.users.tolist()):
         shown = survey.lists_of(people.person(user))
         for one, places in zip(survey.contenders, shown, strict=True):
             assert [place.item for place in places] == [item for item in one.lists[row].tolist() if item]
-            np.testing.assert_allclose([place.score for place in places], one.scores[row][one.lists[row] > 0], 1e-5)
+            np.testing.assert_allclose(
+                [place.score for place in places], alone[one.name][row][one.lists[row] > 0], 1e-5
+            )
 
 
 def test_the_lists_are_those_of_recommend(survey, people, data):
