@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recpo.evaluation.sequences import FIRST_LOOK, ClusteredMean, EmpiricalBernstein, clustered_mean
+from recpo.evaluation.variants import FIRST_LOOK, ClusteredMean, EmpiricalBernstein, clustered_mean
 from recpo.lists.interleaving import interleave
 from recpo.server.variants import Variant, assigned
 from recpo.worlds.parameters import SimulationParameters

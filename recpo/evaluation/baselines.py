@@ -8,7 +8,7 @@ evaluation (``BaselineCache``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -158,18 +158,6 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
     return counts
 
 
-class EventChunk(NamedTuple):
-    """Consecutive training events, sorted by user and time; no user is in two chunks.
-
-    Attributes:
-        user_index: ``[N]``, equal for the events of a user.
-        item_index: ``[N]``, items 1..V.
-    """
-
-    user_index: np.ndarray
-    item_index: np.ndarray
-
-
 @dataclass(frozen=True)
 class CooccurrenceOptions:
     """How neighbors are counted and weighted.
@@ -255,7 +243,7 @@ class CooccurrenceBaseline:
 
 
 def neighbors_of(
-    events: Callable[[], Iterable[EventChunk]],
+    events: Callable[[], Iterable[Mapping[str, np.ndarray]]],
     num_items: int,
     options: CooccurrenceOptions = CooccurrenceOptions(),
 ) -> Neighbors:
@@ -265,7 +253,8 @@ def neighbors_of(
     with at most ``pairs_in_memory`` pairs.
 
     Args:
-        events: opens the training events from the beginning; called once per group of items, plus once.
+        events: opens the training events from the beginning, in chunks of ``user_index [N]`` and ``item_index [N]``,
+            sorted by user and time; no user is in two chunks. Called once per group of items, plus once.
         num_items: V.
         options: window, weight and so on.
     """
@@ -279,34 +268,26 @@ def neighbors_of(
     for first, last in zip(starts, [*starts[1:], num_items + 1], strict=True):
         counts = csr_array((last - first, num_items + 1))
         for chunk in events():
-            counts += _pair_counts(chunk, options.window, range(first, last), num_items)
-        parts.append(_heaviest(_weighed(counts, totals, first, options), options.neighbors))
+            pairs = list(_near_pairs(chunk, options.window))
+            one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
+            row, column = np.concatenate([one, other]), np.concatenate([other, one])
+            kept = (row >= first) & (row < last)
+            counts += csr_array((np.ones(kept.sum()), (row[kept] - first, column[kept])), shape=counts.shape)
+        own = np.repeat(totals[first:last], np.diff(counts.indptr))
+        expected = own if options.weight == "conditional" else np.sqrt(own * totals[counts.indices])
+        counts.data /= expected + options.shrinkage
+        parts.append(_heaviest(counts, options.neighbors))
     lengths, item_ids, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Neighbors(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
 
 
-def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _near_pairs(chunk: Mapping[str, np.ndarray], window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Each pair of different items at most ``window`` events apart, once, one distance at a time."""
-    user, item = chunk
+    user, item = chunk["user_index"], chunk["item_index"]
     for distance in range(1, window + 1):
         near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
         yield item[:-distance][near], item[distance:][near]
-
-
-def _pair_counts(chunk: EventChunk, window: int, rows: range, num_items: int) -> csr_array:
-    """``c_ij`` of the items in ``rows`` within one chunk: ``[len(rows), V + 1]``."""
-    pairs = [pair for one, other in _near_pairs(chunk, window) for pair in ((one, other), (other, one))]
-    row, column = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    kept = (row >= rows.start) & (row < rows.stop)
-    row, column = row[kept] - rows.start, column[kept]
-    return csr_array((np.ones(len(row)), (row, column)), shape=(len(rows), num_items + 1))
-
-
-def _weighed(counts: csr_array, totals: np.ndarray, first: int, options: CooccurrenceOptions) -> csr_array:
-    own = np.repeat(totals[first : first + counts.shape[0]], np.diff(counts.indptr))
-    expected = own if options.weight == "conditional" else np.sqrt(own * totals[counts.indices])
-    return csr_array((counts.data / (expected + options.shrinkage), counts.indices, counts.indptr), shape=counts.shape)
 
 
 def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -378,11 +359,8 @@ def fitted_model(
         try:
             model = opened(kept)
         except RecpoError as error:
-            raise RecpoError(
-                f"the baseline that was kept in {kept} cannot be read: remove it to fit it again ({error})",
-                code="damaged",
-                field=file,
-            ) from error
+            message = f"the baseline that was kept in {kept} cannot be read: remove it to fit it again ({error})"
+            raise RecpoError(message, code="damaged", field=file) from error
     if cache.writes is not None and not (cache.writes / file).exists():
         cache.writes.mkdir(parents=True, exist_ok=True)
         model.save(cache.writes / file)

@@ -310,11 +310,8 @@ class ItemFeatures:
 
     def __post_init__(self) -> None:
         if self.tags is None and self.vectors is None:
-            raise RecpoError(
-                f"item_features: name the column of the tags or of the vectors in {self.file}, or both",
-                code="missing_option",
-                field="item_features",
-            )
+            message = f"item_features: name the column of the tags or of the vectors in {self.file}, or both"
+            raise RecpoError(message, code="missing_option", field="item_features")
 
 
 def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
@@ -364,7 +361,7 @@ def expected_recall(lists: TupleLists, ks: Sequence[int]) -> Tensor:
     """Recall@k of items: ``sum_w hits_w (share of tuple w's items among the first k) / targets``. ``[B, len(ks)]``."""
     shown = _shown(lists, ks)
     found = (lists.num_hits[..., None] * shown / lists.num_items.clamp_min(1)[..., None]).sum(1)
-    return found / _targets(lists)
+    return found / lists.num_targets.double()[:, None]
 
 
 def expected_hit_rate(lists: TupleLists, ks: Sequence[int]) -> Tensor:
@@ -403,10 +400,6 @@ def _shown(lists: TupleLists, ks: Sequence[int]) -> Tensor:
     before = lists.num_items.cumsum(1) - lists.num_items
     left = torch.tensor(ks, device=before.device) - before[..., None]
     return left.clamp_min(0).minimum(lists.num_items[..., None]).double()
-
-
-def _targets(lists: TupleLists) -> Tensor:
-    return lists.num_targets.double()[:, None]
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:

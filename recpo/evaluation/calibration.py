@@ -1,4 +1,4 @@
-"""Predictions compared with outcomes: how well they rank, and how well they are calibrated.
+"""Predictions compared with outcomes: how well they rank, how well they are calibrated, and what greedy lists earn.
 
 NumPy arrays over the events of a period: ``probability [N]`` (or any score, if only the order counts), ``happened [N]``
 bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and grades: ``predicted [N]`` and ``grade
@@ -8,8 +8,10 @@ bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +19,26 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from torch import Tensor
 
+from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
+from recpo.base.ranges import PositiveInt, Seed
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
+from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json, estimate
+from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
+from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities
+from recpo.evaluation.off_policy.results import LOGGING_POLICY
+from recpo.evaluation.reading import alike
+from recpo.evaluation.true_rewards import TrueRewards, true_rewards
+from recpo.log.prepared import Prepared
+from recpo.rewards.rewards import LoggedReward
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -57,11 +77,8 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
 
     score = np.asarray(score, np.float64)
     if not len(score) or not np.isfinite(score).all():
-        raise RecpoError(
-            f"a calibration needs finite scores of at least one event, got {len(score)}",
-            code="bad_value",
-            field="score",
-        )
+        message = f"a calibration needs finite scores of at least one event, got {len(score)}"
+        raise RecpoError(message, code="bad_value", field="score")
     target = np.asarray(target, np.float64)
     positives = float(target.sum())
     target = target * (positives + 1) / (positives + 2) + (1 - target) / (len(score) - positives + 2)
@@ -263,21 +280,10 @@ def selected(columns: _Columns, which: BoolArray) -> _Columns:
     return type(columns)(*(column[which] for column in columns))
 
 
-def assess_target(
+def _assess_target(
     test: Exposures, k: int, fitted: Platt, *, is_grade: bool, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Accuracy of target k, before and after calibration, as JSON values.
-
-    Ranking and calibration of an event; error and rank correlation of a grade.
-
-    Args:
-        test: exposures of a period that nothing was fitted on.
-        k: the target.
-        fitted: its calibration.
-        is_grade: it is a grade, not an event.
-        resamples: number of bootstrap resamples of users.
-        seed: seed of the bootstrap.
-    """
+    """Accuracy of target k before and after calibration: ranking and calibration of an event, errors of a grade."""
     test = selected(test, test.known[:, k])
     score, user = test.score[:, k], test.user
     outcome: NDArray[Any] = test.target[:, k] if is_grade else test.target[:, k] > 0.5
@@ -309,25 +315,283 @@ def calibrate_targets(
     for column, name in enumerate(targets):
         known = valid.known[:, column]
         if not known.any():
-            raise RecpoError(
-                f"target {name}: no exposure of the validation period is graded, so nothing can be fitted",
-                code="empty",
-                field=name,
-            )
+            message = f"target {name}: no exposure of the validation period is graded, so nothing can be fitted"
+            raise RecpoError(message, code="empty", field=name)
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
         options: dict[str, Any] = {"is_grade": name == "grade", "resamples": resamples, "seed": seed}
         found[name] = {
             "calibration": fitted._asdict(),
             "test": {
-                group: assess_target(selected(test, shown), column, fitted, **options)
+                group: _assess_target(selected(test, shown), column, fitted, **options)
                 for group, shown in groups(test.is_random)
                 if (test.known[:, column] & shown).any()
             },
         }
-    exposures = {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())}
-    return {"exposures": exposures, "targets": found}
+    return {"exposures": _sizes(valid, test), "targets": found}
+
+
+def _sizes(valid: Exposures | RatedExposures, test: Exposures | RatedExposures) -> dict[str, int]:
+    return {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())}
 
 
 def groups(is_random: BoolArray) -> tuple[tuple[str, BoolArray], ...]:
     """All exposures, and the random ones among them, as masks."""
     return ("all", np.ones(len(is_random), bool)), ("random", is_random)
+
+
+_MOST_CANDIDATES = 1 << 22  # maximum of users times items per batch
+_NO_PROPENSITIES = (
+    "the log of the test period has no propensities, so the value of the greedy lists is not estimated from the log"
+)
+
+
+class RatedExposures(NamedTuple):
+    """A reward's predictions of graded exposures, ``[N]`` each; dislike scores are nan without a head for them."""
+
+    reward: FloatArray
+    grade: FloatArray
+    dislike: BoolArray
+    dislike_score: FloatArray
+    user: IntArray
+    is_random: BoolArray
+
+
+class ComparedReward(NamedTuple):
+    """A reward to compare.
+
+    Attributes:
+        reward: the reward.
+        dislike_score: scores of dislikes ``[B, S]`` of a batch's slates; None = it has no head for them.
+    """
+
+    reward: RewardFunction
+    dislike_score: Callable[[FeedbackBatch], Tensor] | None = None
+
+    def columns(self, feedback: FeedbackBatch) -> list[Tensor]:
+        """The columns of ``RatedExposures``, without users and random flags."""
+        slates = feedback.slates
+        assert slates.grade is not None
+        assert slates.dislike is not None
+        value = self.reward(feedback, slates).double()
+        score = torch.full_like(value, torch.nan) if self.dislike_score is None else self.dislike_score(feedback)
+        return [value, slates.grade.double(), slates.dislike, score.double()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(PassOptions):
+    """How rewards are compared."""
+
+    k: PositiveInt = 10
+    """length of the greedy lists"""
+    truth: Path | str | None = None
+    """directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period"""
+    logged_reward: LoggedReward = LoggedReward()  # noqa: RUF009  frozen
+    """reward of logged items, for the value that is estimated from the log"""
+    resamples: PositiveInt = 200
+    """number of resamples of the bootstrap over users"""
+    seed: Seed = 0
+    """seed of the bootstrap"""
+
+
+@dataclass(frozen=True)
+class RewardComparison:
+    """The data and options that all rewards share.
+
+    Attributes:
+        data: the log.
+        options: how rewards are compared.
+        device: where rewards are computed.
+        k: length of the greedy lists, at most the catalog.
+        truth: the truth of a simulated log.
+        estimates_value: the log has propensities, so the value of lists is estimated from it.
+        candidates: items that may be listed at the start of the test period; None = all that are not retired.
+    """
+
+    data: Prepared
+    options: CalibrationOptions
+    device: torch.device
+    k: int
+    truth: TrueRewards | None
+    estimates_value: bool
+    candidates: Candidates | None
+
+    @classmethod
+    def of(cls, data: Prepared, options: CalibrationOptions, device: torch.device) -> RewardComparison:
+        """Reads what all rewards share."""
+        k = min(options.k, data.num_items)
+        truth = None if options.truth is None else true_rewards(Path(options.truth), data, "test", [k])
+        return cls(data, options, device, k, truth, has_propensities(data, "test"), candidates_of(data, "test", None))
+
+    def exposures(self, split: HeldOut, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
+        """The ``columns [B, S, ...]`` of a period's exposures, followed by their users and random flags, as arrays.
+
+        Raises:
+            RecpoError: nobody has one.
+        """
+        parts = [_columns_of(batch, columns) for batch in self._batches(split, self.options)]
+        if not parts:
+            message = "no user has an event in a held-out period, so nothing can be calibrated"
+            raise RecpoError(message, code="empty", field="prepared")
+        return _joined(parts)
+
+    def compare(self, rewards: Mapping[str, ComparedReward]) -> dict[str, Any]:
+        """The content of a ``CalibrationReport``."""
+        exposures, found, notes = {}, {}, [] if self.estimates_value else [_NO_PROPENSITIES]
+        logging: dict[str, Any] = {}
+        candidates = self.candidates
+        num_candidates = self.data.num_items if candidates is None else int(candidates.is_candidate.sum())
+        for name, compared in rewards.items():
+            valid = _rated(name, "valid", self.exposures("valid", compared.columns))
+            test, lists, logging = self._test(name, compared)
+            scale, shift = fit_line(valid.reward, valid.grade)
+            shown = {group: selected(test, which) for group, which in groups(test.is_random) if which.any()}
+            seen = {of: lists[of] for of in ("users", "coverage", "overlap")}
+            caution = alike(name, k=self.k, items=num_candidates, **seen)
+            notes += [] if caution is None else [caution]
+            found[name] = {
+                "kind": type(compared.reward).__name__,
+                "scale": scale,
+                "shift": shift,
+                "test": {group: self._errors(one, scale, shift) for group, one in shown.items()},
+                "lists": lists,
+            }
+            exposures[name] = _sizes(valid, test)
+        return {"k": self.k, "exposures": exposures, "logging_policy": logging, "rewards": found, "notes": notes}
+
+    def _test(self, name: str, compared: ComparedReward) -> tuple[RatedExposures, dict[str, Any], dict[str, Any]]:
+        """One pass over the test period: its exposures, and the value of the greedy lists and of the logging policy."""
+        num_items, exposures = self.data.num_items, []
+        estimation = OffPolicyOptions(resamples=self.options.resamples, seed=self.options.seed)
+        setting = OffPolicySetting(estimation, self.options.logged_reward, num_items, [self.k])
+        value = setting.measure() if self.estimates_value else None
+        at_once = max(1, min(self.options.batch_size, _MOST_CANDIDATES // num_items))
+
+        def batches() -> Iterator[EvaluationBatch]:
+            for batch in self._batches("test", PassOptions(batch_size=at_once, progress=self.options.progress)):
+                exposures.append(_columns_of(batch, compared.columns))
+                yield batch
+
+        result = evaluate_ranking(
+            Recommender(
+                name=name,
+                recommend_to_batch=lambda batch, k, exclude, _: greedy_lists(
+                    compared.reward, batch, num_items, k, exclude
+                ),
+            ),
+            batches(),
+            Ranking(num_items=num_items, ks=[self.k], candidates=self.candidates),
+            measures=[one for one in (value, self.truth) if one is not None],
+        )
+        lists: dict[str, Any] = {}
+        logging: dict[str, Any] = {}
+        if value is not None:
+            estimated = value.result()
+            for of, target, estimator in ((lists, f"top_{self.k}", "SNIPS"), (logging, LOGGING_POLICY, "mean")):
+                one = estimated.estimate(target, estimator)
+                of["off_policy"] = BootstrapEstimate(one.value, *one.intervals["normal"])
+        if self.truth is not None:
+            for metric in ("true_reward", "true_dislike"):
+                lists[metric] = BootstrapEstimate.of_mean(result.per_user[f"{metric}@{self.k}"])
+            (earned,) = self.truth.of_logging_policy(result.user_ids).values()
+            logging["true_reward"] = BootstrapEstimate.of_mean(earned)
+        totals = {total: result.totals[f"{total}@{self.k}"] for total in ("coverage", "overlap")}
+        found = {**as_json(lists), "users": result.counts["users"], **as_json(totals)}
+        return _rated(name, "test", _joined(exposures)), found, as_json(logging)
+
+    def _batches(self, split: HeldOut, options: PassOptions) -> Iterator[EvaluationBatch]:
+        """Held-out users with the longest history in the data. Models take the part that they read."""
+        length, reads = int(self.data.manifest["max_context"]), Reads(True, True, True)
+        return held_out_batches(self.data, split, length, reads, options, self.device, f"calibrate: {split}")
+
+    def _errors(self, test: RatedExposures, scale: float, shift: float) -> dict[str, Any]:
+        """Error and rank correlations of one group of exposures."""
+        options = {"resamples": self.options.resamples, "seed": self.options.seed}
+        intervals = assess_grades(scale * test.reward + shift, test.grade, test.user, **options)
+        if not np.isnan(test.dislike_score).any():
+            intervals["dislike_auc"] = assess(test.dislike_score, test.dislike, test.user, **options)["auc"]
+        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **as_json(intervals)}
+
+
+def _columns_of(batch: EvaluationBatch, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[NDArray[Any]]:
+    slates = batch.feedback.slates
+    user = batch.user_ids[:, None].expand_as(slates.mask)
+    is_random = torch.zeros_like(slates.mask) if slates.is_random is None else slates.is_random
+    return [column[slates.mask].cpu().numpy() for column in (*columns(batch.feedback), user, is_random)]
+
+
+def _joined(parts: Sequence[list[NDArray[Any]]]) -> list[NDArray[Any]]:
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:
+    """The exposures with a grade and a reward."""
+    rated = RatedExposures(*columns)
+    known = np.isfinite(rated.reward) & np.isfinite(rated.grade)
+    if not known.any():
+        raise RecpoError(
+            f"{name}: no exposure of the {split} period has both a grade and a reward, so there is nothing to "
+            "compare; grades come from watch times, labels and dislikes (recpo prepare)",
+            code="empty",
+            field=name,
+        )
+    return selected(rated, known)
+
+
+def greedy_lists(
+    reward: RewardFunction, batch: EvaluationBatch, num_items: int, k: int, exclude: Tensor | None = None
+) -> Recommendations:
+    """The k items of the catalog with the highest reward; ties go to the smaller id.
+
+    Scores are rewards. If fewer than k items are left or known, the remaining ids are 0 and their scores -inf.
+
+    Args:
+        reward: the reward to maximize.
+        batch: users.
+        num_items: catalog size V.
+        k: length of the greedy lists.
+        exclude: ``[B, N]`` items that may not be listed, 0 pads; None = every item may be.
+    """
+    histories = batch.feedback.histories
+    users = len(histories.lengths)
+    items = torch.arange(1, num_items + 1, device=histories.lengths.device).expand(users, -1).contiguous()
+    visible = histories.lengths[:, None].expand_as(items).contiguous()
+    catalog = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
+    rewards = reward(batch.feedback._replace(slates=catalog), catalog).double()
+    rewards = rewards.masked_fill(rewards.isnan(), -torch.inf)
+    if exclude is not None:
+        padded = torch.nn.functional.pad(rewards, (1, 0))  # column 0 receives the padding
+        rewards = padded.scatter(1, exclude, -torch.inf)[:, 1:]
+    best, place = rewards.sort(dim=1, descending=True, stable=True)
+    best, place = best[:, :k], place[:, :k]
+    return Recommendations((place + 1).masked_fill(best == -torch.inf, 0), best)
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """The quality of several rewards, on data that is later than everything they learned from.
+
+    Attributes:
+        content: ``{exposures: {valid, test, test_random}, k, notes, constant: {test: ...}, logging_policy: {...},
+            rewards: {name: {kind, scale, shift, test: {all | random: {exposures, users, rmse: {value, low, high},
+            rank_correlation, rank_correlation_per_user, dislike_auc}}, lists: {off_policy, true_reward,
+            true_dislike, users, coverage, overlap}}}}``; the last three are numbers, of all lists together.
+        calibrations: for every run among them, the content of its ``calibration.json``, by name.
+        path: JSON file with ``content``; None = it was not written.
+    """
+
+    content: dict[str, Any]
+    calibrations: dict[str, dict[str, Any]]
+    path: Path | None = None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per reward, group of exposures (``lists`` = its greedy lists) and metric: ``value low high``."""
+        import pandas as pd
+
+        rows = [
+            (name, group, metric, number["value"], number["low"], number["high"])
+            for name, entry in self.content["rewards"].items()
+            for group, found in (*entry["test"].items(), ("lists", entry["lists"]))
+            for metric, number in found.items()
+            if isinstance(number, dict)
+        ]
+        return pd.DataFrame(rows, columns=["reward", "shown", "metric", "value", "low", "high"])

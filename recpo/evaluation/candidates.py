@@ -197,11 +197,8 @@ def internal_ids(known: IdMap, values: pa.Array, column: str, name: str) -> NDAr
     try:
         return known.to_internal(values)
     except RecpoError as error:
-        raise RecpoError(
-            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it",
-            code="wrong_type",
-            field=column,
-        ) from error
+        message = f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it"
+        raise RecpoError(message, code="wrong_type", field=column) from error
 
 
 def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -221,11 +218,8 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
     known = index[index > 0]
     if (again := np.flatnonzero(np.bincount(known, minlength=size) > 1)).size:
         which = data.item_ids().to_external(again[:1])[0].as_py()
-        raise RecpoError(
-            f"{name}: item {which!r} has several rows, expected one per item: keep one of them",
-            code="duplicate",
-            field=table.item_id,
-        )
+        message = f"{name}: item {which!r} has several rows, expected one per item: keep one of them"
+        raise RecpoError(message, code="duplicate", field=table.item_id)
     begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
     begin[index] = optional_times(frame, table.available_from or AVAILABLE_FROM, ALWAYS, name)
     end[index] = optional_times(frame, table.available_until or AVAILABLE_UNTIL, NEVER, name)

@@ -1,19 +1,25 @@
-"""Full-catalog ranking of held-out users, streamed. Memory grows with users and items, not with their product."""
+"""Full-catalog ranking of held-out users, streamed. Memory grows with users and items, not with their product.
+
+Segments divide users by user properties and targets by item properties, such as the items' age and popularity. New
+items are candidates that no user was shown in the training period (the cold start).
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
-from recpo.evaluation.beyond_accuracy import Exposure
-from recpo.evaluation.candidates import Candidates
+from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, Exposure, ItemFacts, mean_to_k, popularity_bins
+from recpo.evaluation.candidates import NEVER, Candidates, HeldOutPeriod, has_positions
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.measures import (
     Measure,
@@ -26,8 +32,11 @@ from recpo.evaluation.measures import (
     unseen_auc,
     with_unseen,
 )
-from recpo.evaluation.segments import ItemSegment, UserSegment
+from recpo.evaluation.true_rewards import TrueRewards
+from recpo.log.prepared import Prepared
+from recpo.log.schema import ALWAYS
 from recpo.ops.ranking import (
+    RankedHits,
     accuracy,
     accuracy_of_bin,
     first_places,
@@ -42,6 +51,195 @@ Gain = Literal["linear", "exponential"]
 
 _ROUNDING = 1e-3  # tolerance for log-probabilities of nearly certain items, which rounding may put above 0
 _Parts = dict[str, list[Tensor]]
+
+
+#: Label of a user or an item that is in no bin.
+NO_BIN = -1
+
+
+class UserSegment(NamedTuple):
+    """Divides users into bins. Every per-user metric gets a mean over the users of each bin.
+
+    Attributes:
+        name: name, such as ``history length``.
+        bins: names of the bins.
+        label: ``batch -> [B]`` int64, index of the user's bin, ``NO_BIN`` for none.
+    """
+
+    name: str
+    bins: tuple[str, ...]
+    label: Callable[[EvaluationBatch], Tensor]
+
+
+class ItemSegment(NamedTuple):
+    """Divides items into bins. HitRate, Recall and NDCG are computed for each bin's targets alone.
+
+    Attributes:
+        name: name, such as ``item popularity``.
+        bins: names of the bins.
+        label: ``[V + 1]`` int64, index of the bin of item 1, 2, ..., V (place 0 is unused), ``NO_BIN`` for none.
+    """
+
+    name: str
+    bins: tuple[str, ...]
+    label: Tensor
+
+    def split(self, hits: RankedHits, item_ids: Tensor) -> Iterator[RankedHits]:
+        """The hits of each bin's targets in the unchanged lists ``item_ids [B, K]``; ranks do not change."""
+        label = self.label.to(item_ids.device)
+        shown, wanted = label[item_ids], label[hits.targets].masked_fill(hits.targets == 0, NO_BIN)
+        for index in range(len(self.bins)):
+            inside = wanted == index
+            yield RankedHits(hits.hit * (shown == index), inside.sum(1), hits.targets * inside)
+
+
+def history_length() -> UserSegment:
+    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users."""
+
+    def label(batch: EvaluationBatch) -> Tensor:
+        edges = torch.tensor([1, 5, 20, 50], device=batch.exclude.device)
+        return torch.bucketize((batch.exclude > 0).sum(1), edges, right=True)
+
+    return UserSegment("history length", ("new users", "1-4", "5-19", "20-49", "50 and more"), label)
+
+
+def item_segments(facts: ItemFacts, ages: Tensor | None = None) -> list[ItemSegment]:
+    """The item segments: by popularity and, if known, by duration and by age (``item_ages``)."""
+    found = [ItemSegment("item popularity", POPULARITY_BINS, popularity_bins(facts.train_count))]
+    found += [] if facts.duration is None else [item_duration(facts.duration)]
+    return found + ([] if ages is None else [item_age(ages)])
+
+
+def item_duration(duration: Tensor) -> ItemSegment:
+    """Items by the quartiles of the catalog's durations ``[V + 1]``, seconds; nan = unknown, a bin of its own."""
+    known = ~duration.isnan()
+    known[0] = False
+    values = duration[known].double().numpy()  # torch.quantile accepts at most 16 million values
+    bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
+    label = torch.bucketize(duration.double(), torch.tensor(bounds, dtype=torch.float64), right=True)
+    label = label.masked_fill(~known, len(bounds) + 1)
+    label[0] = NO_BIN
+    names = [f"under {bounds[0]:.4g} s"] if bounds else ["known"]
+    names += [f"{low:.4g} to {high:.4g} s" for low, high in pairwise(bounds)]
+    names += [f"{bounds[-1]:.4g} s and more"] if bounds else []
+    names += ["unknown"] if not bool(known[1:].all()) else []
+    return ItemSegment("item duration", tuple(names), label)
+
+
+_MILLISECONDS_PER_DAY: Final = 86_400_000
+_BOUNDS: Final = (1.0, 3.0, 7.0, 30.0)
+_BINS: Final = ("under 1 day", "1 to 3 days", "3 to 7 days", "7 to 30 days", "30 days and more", "no event in training")
+
+
+def item_ages(data: Prepared, split: HeldOutPeriod, candidates: Candidates | None) -> Tensor | None:
+    """Ages ``[V + 1]`` of the items in days, float64, at the start of the period; nan = unknown; place 0 is unused.
+
+    An item's age counts from ``available_from`` if the candidates have it for any item (inf if it was always
+    available), otherwise from the item's first event in the training period. If every user has a separate period, ages
+    are those at the end of the log.
+
+    Returns:
+        None if the log has positions instead of times.
+    """
+    if has_positions(data):
+        return None
+    boundaries = data.manifest["boundaries"]
+    at = int(boundaries.get(f"{split}_start_ms", boundaries["last_ms"]))
+    born = np.full(1, ALWAYS) if candidates is None else candidates.available_from
+    if ((born[1:] != ALWAYS) & (born[1:] != NEVER)).any():
+        days = (at - born.astype(np.float64)) / _MILLISECONDS_PER_DAY
+        days[born == ALWAYS], days[born == NEVER] = np.inf, np.nan
+    else:
+        first = np.full(data.num_items + 1, NEVER)
+        for shard in range(data.num_shards("train")):
+            item, time = data.columns("train", shard, ["item_index", "timestamp"]).values()
+            np.minimum.at(first, item, time)
+        days = np.where(first == NEVER, np.nan, (at - first.astype(np.float64)) / _MILLISECONDS_PER_DAY)
+    return torch.from_numpy(days)
+
+
+def item_age(days: Tensor) -> ItemSegment:
+    """Items by age.
+
+    Args:
+        days: ``[V + 1]``; nan = unknown, which is a separate bin; items below 0 are in no bin.
+    """
+    label = torch.bucketize(days.double(), torch.tensor(_BOUNDS, dtype=torch.float64), right=True)
+    label = label.masked_fill(days.isnan(), len(_BINS) - 1).masked_fill(days < 0, NO_BIN)
+    label[0] = NO_BIN
+    used = [index for index in range(len(_BINS)) if bool((label == index).any())]
+    place = torch.full((len(_BINS) + 1,), NO_BIN)
+    place[used] = torch.arange(len(used))
+    return ItemSegment("item age", tuple(_BINS[index] for index in used), place[label])
+
+
+#: Metrics of new items, without the list length.
+NEW_METRICS: Final = ("new_share", "new_Recall", "new_NDCG", "new_HitRate", "new_true_reward")
+#: The lists of new items alone exclude everything else, which takes a matrix of users by items.
+LARGEST_CATALOG: Final = 50_000
+
+
+@dataclass(frozen=True)
+class NewItems(Measure):
+    """Per-user metrics ``[B]`` at every k of new items: candidates without an event in the training period.
+
+    - ``new_share@k``: share of new items among the filled ones of the first k places; nan for an empty list.
+    - ``new_Recall@k``, ``new_NDCG@k``, ``new_HitRate@k``: with the new items among the held-out positives as targets,
+      on the unchanged list; nan without such positives.
+    - ``new_true_reward@k``, if the truth is known: mean true reward of the contender's k best items among the new ones,
+      regardless of other items above them; nan if it lists none.
+
+    Attributes:
+        is_new: ``[V + 1]`` bool, the new items; place 0 is False.
+        ks: list lengths.
+        truth: truth of a simulation; None = not known.
+    """
+
+    is_new: Tensor
+    ks: Sequence[int]
+    truth: TrueRewards | None = None
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        lists, targets = observed.lists.item_ids, observed.targets
+        is_new = self.is_new.to(lists.device)
+        share = mean_to_k(is_new[lists].double(), lists, self.ks)
+        segment = ItemSegment("new", ("new",), is_new.long() - 1)
+        (hits,) = segment.split(ranked_hits(lists, targets.item_ids, targets.positive), lists)
+        metrics = named(self.ks, new_share=share)
+        metrics |= {f"new_{name}": values for name, values in accuracy_of_bin(hits, self.ks).items()}
+        if observed.new_lists is not None and self.truth is not None:
+            worth = self.truth.of_lists(observed.batch.user_ids, observed.new_lists.item_ids)
+            metrics |= {f"new_{name}": values for name, values in worth.items() if name.startswith("true_reward@")}
+        return metrics
+
+    @property
+    def others(self) -> Tensor | None:
+        """``[O]`` all other items, to exclude from lists of new items alone; None = no such lists are needed."""
+        if self.truth is None or self._too_large or not self.is_new.any():
+            return None
+        return torch.arange(1, len(self.is_new))[~self.is_new[1:]]
+
+    @property
+    def _too_large(self) -> bool:
+        return self.truth is not None and len(self.is_new) - 1 > LARGEST_CATALOG
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of the document."""
+        remark = f"no lists of new items alone: the catalog has more than {LARGEST_CATALOG:,} items"
+        return {"items": int(self.is_new.sum()), "remark": remark if self._too_large else None}
+
+
+def new_items(train_count: Tensor, is_candidate: Tensor | None) -> Tensor:
+    """``[V + 1]`` bool, candidates without an event in the training period.
+
+    Args:
+        train_count: ``[V + 1]`` training events of the items, place 0 is unused.
+        is_candidate: ``[V + 1]`` bool; None = every item is one.
+    """
+    found = train_count == 0
+    found[0] = False
+    return found if is_candidate is None else found & is_candidate
 
 
 @dataclass(frozen=True)
@@ -73,11 +271,6 @@ class RankingResult:
     def difference(self, other: RankingResult, metric: str) -> Estimate:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
         return estimate(self.differences(other, metric))
-
-    def differing(self, other: RankingResult, metric: str) -> int:
-        """Users for whom both metrics are defined and differ."""
-        difference = self.differences(other, metric)
-        return int(((difference != 0) & ~difference.isnan()).sum())
 
     def differences(self, other: RankingResult, metric: str) -> Tensor:
         """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
@@ -172,7 +365,8 @@ class RankingPass:
         """Ranks the users of a batch.
 
         Raises:
-            RecpoError: an answer that ``validate_answer`` rejects, or two measures return a metric of the same name.
+            RecpoError: lists with excluded items or an item twice, log-probabilities that are nan or above 0, or two
+                measures return a metric of the same name.
         """
         with torch.inference_mode():
             recommender, ranking, candidates = self._recommender, self._ranking, self._ranking.candidates
@@ -183,16 +377,16 @@ class RankingPass:
             scored = with_unseen(batch, ranking.num_items, absent)
             logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
             scores = recommender.score(scored) if recommender.score else None
-            validate_answer(recommender, lists, past, logp, scored.slates.mask)
+            _validate_answer(recommender, lists, past, logp, scored.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
-                raise RecpoError(
-                    f"{recommender.name} returned items that are not candidates; leave them out of its lists",
-                    code="bad_value",
-                    field="candidates",
-                )
+                message = f"{recommender.name} returned items that are not candidates; leave them out of its lists"
+                raise RecpoError(message, code="bad_value", field="candidates")
             targets = self._rankable(held_out_targets(batch), past, absent)
-            among = ranking.new_items_among
-            new = None if among is None else _new_lists(recommender, batch, size, past, absent, among)
+            new = None
+            if ranking.new_items_among is not None:
+                others = ranking.new_items_among.to(batch.exclude.device).expand(len(batch.exclude), -1)
+                unlisted = others if absent is None else torch.cat([others, absent], 1)
+                new = recommender.lists(batch, size, past, unlisted)
             logged = batch.feedback.slates.item_ids.shape[1]
             both = scores if logp is None else logp
             unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
@@ -256,11 +450,8 @@ class RankingPass:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():
                 names = ", ".join(sorted(again))
-                raise RecpoError(
-                    f"two measures give metrics of the same name: {names}; give yours another name",
-                    code="duplicate",
-                    field=names,
-                )
+                message = f"two measures give metrics of the same name: {names}; give yours another name"
+                raise RecpoError(message, code="duplicate", field=names)
             metrics |= {name: values.float() for name, values in more.items()}
         self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)
@@ -270,71 +461,37 @@ class RankingPass:
                 _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))
 
 
-def _new_lists(
-    recommender: Recommender, batch: EvaluationBatch, k: int, past: Tensor | None, absent: Tensor | None, others: Tensor
-) -> Recommendations:
-    """Lists of the items that are not among ``others [O]``."""
-    known = others.to(batch.exclude.device).expand(len(batch.exclude), -1)
-    return recommender.lists(batch, k, past, known if absent is None else torch.cat([known, absent], 1))
-
-
 def validate_ks(ks: Sequence[int]) -> None:
     """Raises ``RecpoError`` if ``ks`` are not valid list lengths."""
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise RecpoError(
-            f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}",
-            code="bad_value",
-            field="ks",
-        )
+        message = f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}"
+        raise RecpoError(message, code="bad_value", field="ks")
 
 
-def validate_answer(
-    recommender: Recommender, lists: Recommendations, exclude: Tensor | None, logp: Tensor | None, mask: Tensor
+def _validate_answer(
+    recommender: Recommender, lists: Recommendations, past: Tensor | None, logp: Tensor | None, mask: Tensor
 ) -> None:
-    """Raises if a contender's answer has no meaningful metrics.
-
-    Args:
-        recommender: the contender.
-        lists: its lists.
-        exclude: ``[B, M]`` items that it was told not to list; None = none.
-        logp: ``[B, S]`` log-probabilities of the held-out slates; None = it does not score.
-        mask: ``[B, S]`` bool, the filled places of the slates.
-
-    Raises:
-        RecpoError: an excluded item, an item twice in one list, or log-probabilities that are nan or above 0.
-    """
+    """Raises ``RecpoError`` if an answer has no meaningful metrics."""
     name, item_ids = recommender.name, lists.item_ids
-    if exclude is not None and bool(is_member(item_ids, exclude).any()):
-        raise RecpoError(
-            f"{name} returned items that it was told to exclude; its metrics would mean nothing",
-            code="bad_value",
-            field="exclude_past",
-        )
+    if past is not None and bool(is_member(item_ids, past).any()):
+        message = f"{name} returned items that it was told to exclude; its metrics would mean nothing"
+        raise RecpoError(message, code="bad_value", field="exclude_past")
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
-        raise RecpoError(
-            f"{name} returned an item twice in one list; its metrics would mean nothing", code="duplicate", field=name
-        )
-    _validate_logp(name, "log_prob", logp, mask)
-    if recommender.scores_are_logp:
-        _validate_logp(name, "scores", lists.scores, item_ids > 0)
-
-
-def _validate_logp(name: str, field: Literal["log_prob", "scores"], logp: Tensor | None, mask: Tensor) -> None:
-    if logp is None:
-        return
-    what = "held-out items" if field == "log_prob" else "listed items"
-    logp = logp.masked_fill(~mask, 0.0)
-    if bool(logp.isnan().any()):
-        raise RecpoError(
-            f"{name} gave {what} log-probabilities that are nan; was its training stable?", code="diverged", field=field
-        )
-    if bool((logp > _ROUNDING).any()):
-        raise RecpoError(
-            f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
-            "not log-probabilities, so its values would be meaningless; normalize the scores",
-            code="out_of_range",
-            field=field,
-        )
+        message = f"{name} returned an item twice in one list; its metrics would mean nothing"
+        raise RecpoError(message, code="duplicate", field=name)
+    listed = lists.scores if recommender.scores_are_logp else None
+    for field_name, what, found, filled in (
+        ("log_prob", "held-out items", logp, mask),
+        ("scores", "listed items", listed, item_ids > 0),
+    ):
+        given = None if found is None else found.masked_fill(~filled, 0.0)
+        if given is not None and bool(given.isnan().any()):
+            message = f"{name} gave {what} log-probabilities that are nan; was its training stable?"
+            raise RecpoError(message, code="diverged", field=field_name)
+        if given is not None and bool((given > _ROUNDING).any()):
+            message = f"{name} gave {what} log-probabilities up to {float(given.max()):.4g}, expected at most 0: these "
+            message += "are not log-probabilities, so its values would be meaningless; normalize the scores"
+            raise RecpoError(message, code="out_of_range", field=field_name)
 
 
 def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ the effect of diversity, caps and calibration in the same tables as the lists th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
@@ -137,7 +137,23 @@ def baseline(
         cache: where fitted baselines are kept.
         progress: show a progress bar on a terminal.
     """
-    return Contender(name, "baseline", partial(_load_baseline, name, data, options, cache, progress))
+
+    def load() -> Loaded:
+        if name in ("factorization", "implicit_als", "ease"):
+            return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
+        if name == "random":
+            return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
+        if name == "cooccurrence":
+            events = partial(data.train_columns, ["user_index", "item_index"])
+            neighbors = baselines.neighbors_of(events, data.num_items, options.cooccurrence)
+            recent, counts = options.cooccurrence.recent_events, torch.from_numpy(data.item_counts())
+            near = baselines.CooccurrenceBaseline(neighbors, counts, recent)
+            return Loaded(Recommender(near.recommend, name=name), recent)
+        scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
+        popularity = baselines.Popularity(scores)
+        return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
+
+    return Contender(name, "baseline", load)
 
 
 def oracle(truth: TrueRewards) -> Contender:
@@ -161,31 +177,8 @@ def validate_names(contenders: Sequence[Contender]) -> None:
     """Raises ``RecpoError`` if two contenders have the same name, or one has the name of the logging policy."""
     names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
     if again := sorted({name for name in names if names.count(name) > 1}):
-        raise RecpoError(
-            f"two contenders have the name {again[0]}: rename a directory, or leave one out",
-            code="duplicate",
-            field=again[0],
-        )
-
-
-def _load_baseline(
-    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool
-) -> Loaded:
-    if name in ("factorization", "implicit_als", "ease"):
-        return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
-    if name == "random":
-        return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
-    if name == "cooccurrence":
-
-        def events() -> Iterator[baselines.EventChunk]:
-            return (baselines.EventChunk(*one.values()) for one in data.train_columns(["user_index", "item_index"]))
-
-        neighbors = baselines.neighbors_of(events, data.num_items, options.cooccurrence)
-        recent, counts = options.cooccurrence.recent_events, torch.from_numpy(data.item_counts())
-        near = baselines.CooccurrenceBaseline(neighbors, counts, recent)
-        return Loaded(Recommender(near.recommend, name=name), recent)
-    popularity = baselines.Popularity(torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life)))
-    return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
+        message = f"two contenders have the name {again[0]}: rename a directory, or leave one out"
+        raise RecpoError(message, code="duplicate", field=again[0])
 
 
 def loaded_model(model: Factors | ImplicitALS | EASE, name: str) -> Loaded:
@@ -235,11 +228,8 @@ class Lists:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise RecpoError(
-                "lists need a name: NAME=file.parquet, or Lists('name', frame) in Python",
-                code="missing_value",
-                field="name",
-            )
+            message = "lists need a name: NAME=file.parquet, or Lists('name', frame) in Python"
+            raise RecpoError(message, code="missing_value", field="name")
 
     @classmethod
     def parse(cls, text: str) -> Lists:
@@ -250,11 +240,8 @@ class Lists:
         """
         name, _, file = text.partition("=")
         if not name or not file:
-            raise RecpoError(
-                f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}",
-                code="bad_value",
-                field="contenders",
-            )
+            message = f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}"
+            raise RecpoError(message, code="bad_value", field="contenders")
         return cls(name, file)
 
     @property
@@ -289,7 +276,13 @@ def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contende
     facts: dict[str, Any] = {"kind": "lists", "path": given.path or "a frame in memory"}
     if given.path is not None and Path(given.path).is_file():
         facts["sha256"] = sha256(Path(given.path))
-    return Contender(given.name, "lists", partial(_load_lists, given.name, listed, tuple(ks), data.num_items), facts)
+
+    def load() -> Loaded:
+        answers = _Answers(listed, tuple(ks), data.num_items)
+        recommender = Recommender(recommend_to_batch=answers.recommend, name=given.name)
+        return Loaded(recommender, 1, counts=answers.counts)
+
+    return Contender(given.name, "lists", load, facts)
 
 
 def read_lists(given: Lists, data: Prepared) -> ListedItems:
@@ -356,22 +349,16 @@ def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
         return to_arrow(found.to_table(columns=used), given.path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise RecpoError(
-            f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})",
-            code="wrong_file",
-            field=given.path,
-        ) from error
+        message = f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})"
+        raise RecpoError(message, code="wrong_file", field=given.path) from error
 
 
 def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
     """The ascending sort key of lists: the rank, or minus the score; and, if there are ranks, the scores to compare."""
     rank, score = number_column(table, RANK, name), number_column(table, SCORE, name)
     if rank is None and score is None:
-        raise RecpoError(
-            f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)",
-            code="missing_column",
-            field=RANK,
-        )
+        message = f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)"
+        raise RecpoError(message, code="missing_column", field=RANK)
     column, values = (SCORE, score) if rank is None else (RANK, rank)
     assert values is not None
     if missing := int(np.isnan(values).sum()):
@@ -382,12 +369,6 @@ def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
             field=column,
         )
     return (-values, None) if rank is None else (values, score)
-
-
-def _load_lists(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> Loaded:
-    answers = _Answers(listed, ks, num_items)
-    recommender = Recommender(recommend_to_batch=answers.recommend, name=name)
-    return Loaded(recommender, 1, counts=answers.counts)
 
 
 class _Answers:
@@ -453,44 +434,41 @@ def reranked_contender(
     """
     for attribute in reranker.attributes:
         known.attribute(attribute)
-    load = partial(_load_reranked, base, reranker, known, vectors_of, k, shortlist)
+
+    def load() -> Loaded:
+        loaded = base.load()
+        ranked, attributes = loaded.recommender, known
+        if reranker.reads_vectors and known.vectors is None:
+            vectors = vectors_of(loaded)
+            if vectors is None:
+                raise RecpoError(
+                    f"{base.name} has no item vectors of its own, which {reranker.label} reads: name a column of "
+                    "vectors in a file (rerank_options.attributes and rerank_options.vectors)",
+                    code="missing_option",
+                    field="rerank_options.vectors",
+                )
+            attributes = known.with_vectors(vectors)
+
+        def recommend(
+            histories: Histories, length: int, exclude: Tensor | None, past: Tensor | None = None
+        ) -> Recommendations:
+            assert ranked.recommend is not None
+            lists = ranked.recommend(histories, max(length, shortlist), exclude)
+            past = past if past is not None else histories.item_ids if exclude is None else exclude
+            items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
+            for row, history in enumerate(past.cpu().numpy()):
+                first = (row, slice(shortlist))
+                items[first], scores[first] = rerank(reranker, items[first], scores[first], k, attributes, history)
+            device = lists.item_ids.device
+            chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
+            return Recommendations(*chosen)
+
+        answers = Recommender(
+            recommend,
+            name=ranked.name,
+            scores_are_logp=ranked.scores_are_logp,
+            recommend_to_batch=lambda batch, *asked: recommend(batch.feedback.histories, *asked),
+        )
+        return loaded._replace(recommender=answers, policy=None)
+
     return Contender(f"{base.name} + {reranker.label}", "reranked", load)
-
-
-def _load_reranked(
-    base: Contender, reranker: Reranker, known: ItemAttributes, vectors_of: VectorsOf, k: int, shortlist: int
-) -> Loaded:
-    loaded = base.load()
-    ranked = loaded.recommender
-    if reranker.reads_vectors and known.vectors is None:
-        vectors = vectors_of(loaded)
-        if vectors is None:
-            raise RecpoError(
-                f"{base.name} has no item vectors of its own, which {reranker.label} reads: name a column of vectors "
-                "in a file (rerank_options.attributes and rerank_options.vectors)",
-                code="missing_option",
-                field="rerank_options.vectors",
-            )
-        known = known.with_vectors(vectors)
-
-    def recommend(histories: Histories, length: int, exclude: Tensor | None) -> Recommendations:
-        return reranked(histories, length, exclude, histories.item_ids if exclude is None else exclude)
-
-    def reranked(histories: Histories, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
-        assert ranked.recommend is not None
-        lists = ranked.recommend(histories, max(length, shortlist), exclude)
-        items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
-        for row, history in enumerate(past.cpu().numpy()):
-            first = (row, slice(shortlist))
-            items[first], scores[first] = rerank(reranker, items[first], scores[first], k, known, history)
-        device = lists.item_ids.device
-        chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
-        return Recommendations(*chosen)
-
-    recommender = Recommender(
-        recommend,
-        name=ranked.name,
-        scores_are_logp=ranked.scores_are_logp,
-        recommend_to_batch=lambda batch, *asked: reranked(batch.feedback.histories, *asked),
-    )
-    return loaded._replace(recommender=recommender, policy=None)

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, holm, p_value
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, estimate, holm, p_value
 from recpo.evaluation.measures import Direction
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,
@@ -170,10 +170,7 @@ def metrics_document(
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),
         "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
-        "differences": [
-            {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
-            for earlier, later in combinations(contenders, 2)
-        ],
+        "differences": [_paired(later, earlier) for earlier, later in combinations(contenders, 2)],
     }
 
 
@@ -334,12 +331,14 @@ def _as_entry(contender: Evaluated, resamples: int) -> Document:
     }
 
 
-def _paired(later: RankingResult, earlier: RankingResult) -> Document:
-    shared = [metric for metric in later.per_user if metric in earlier.per_user]
-    return {
-        metric: as_json(later.difference(earlier, metric)) | {"differing": later.differing(earlier, metric)}
-        for metric in shared
-    }
+def _paired(later: Evaluated, earlier: Evaluated) -> Document:
+    metrics = {}
+    for metric in later.result.per_user:
+        if metric in earlier.result.per_user:
+            difference = later.result.differences(earlier.result, metric)
+            differing = int(((difference != 0) & ~difference.isnan()).sum())
+            metrics[metric] = as_json(estimate(difference)) | {"differing": differing}
+    return {"contender": later.name, "against": earlier.name, "metrics": metrics}
 
 
 def _same_weights(runs: Document) -> list[list[str]]:

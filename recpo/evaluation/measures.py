@@ -87,7 +87,7 @@ class Observed(NamedTuple):
         scores: ``[B, S]`` scores of the held-out slate items, for a recommender without log-probabilities.
         unavailable: ``[B, N]`` items that were not candidates, padded with 0; they are in no list and no target. None =
             all items were candidates.
-        new_lists: lists of new items alone, see ``recpo.evaluation.segments``; None = not requested.
+        new_lists: lists of new items alone, see ``recpo.evaluation.catalog_ranking``; None = not requested.
         unseen: items that the user never saw, and their scores; None = the recommender scores no items.
     """
 
@@ -201,11 +201,8 @@ def held_out_targets(batch: EvaluationBatch) -> Targets:
     """
     slates = batch.feedback.slates
     if slates.label is None or slates.positive is None:
-        raise RecpoError(
-            "targets are made of Slates.label and Slates.positive, and this batch lacks them",
-            code="missing_value",
-            field="label",
-        )
+        message = "targets are made of Slates.label and Slates.positive, and this batch lacks them"
+        raise RecpoError(message, code="missing_value", field="label")
     items = slates.item_ids
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
     liked = slates.mask & slates.positive

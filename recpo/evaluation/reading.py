@@ -6,7 +6,7 @@ positives with value: which contenders they rank differently, and which metric t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -46,17 +46,11 @@ def lower_is_better(metric: str, document: Document) -> bool:
 
 def paired(document: Document, contender: str, against: str, metric: str) -> Document | None:
     """The paired difference ``contender - against`` of a metric, in either order of the document."""
-    pair, sign = _pair(document, contender, against)
-    value = pair["metrics"].get(metric)
-    return None if value is None or value["mean"] is None else {**value, "mean": sign * value["mean"]}
-
-
-def _pair(document: Document, contender: str, against: str) -> tuple[Document, int]:
-    """The differences of two contenders, and -1 if the document has them the other way round."""
     for pair in document["differences"]:
         if {pair["contender"], pair["against"]} == {contender, against}:
-            return pair, 1 if pair["contender"] == contender else -1
-    return {"metrics": {}, "off_policy": []}, 1
+            value, sign = pair["metrics"].get(metric), 1 if pair["contender"] == contender else -1
+            return None if value is None or value["mean"] is None else {**value, "mean": sign * value["mean"]}
+    return None
 
 
 def off_policy_of(entry: Document) -> dict[tuple[str, str], Document]:
@@ -90,8 +84,8 @@ def shares_at(document: Document, k: int) -> list[tuple[str, Document]]:
     return sorted(known, key=lambda one: -one[1]["mean"])
 
 
-class Difference(NamedTuple):
-    """A paired difference: mean, ends of its 95 % interval, and whether it survives Holm's correction."""
+class Number(NamedTuple):
+    """A value, or a paired difference, with its 95 % interval, and whether a difference survives Holm's correction."""
 
     mean: float
     low: float | None
@@ -100,21 +94,20 @@ class Difference(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The value of contenders by one measure.
+    """The value of contenders by one measure; the oracle does not compete.
 
     Attributes:
         name: name of the measure, for people.
         why: its meaning.
-        of: contender to its value; the oracle does not compete.
-        ends: contender to the ends of its 95 % interval.
-        difference: the paired difference of two contenders; None = they were not compared.
+        of: contender to its value.
+        differences: pair of contenders to the paired difference of the first to the second; without pairs that were not
+            compared.
     """
 
     name: str
     why: str
-    of: dict[str, float]
-    ends: dict[str, tuple[float | None, float | None]]
-    difference: Callable[[str, str], Difference | None]
+    of: dict[str, Number]
+    differences: dict[tuple[str, str], Number]
 
 
 def disagreement(document: Document) -> list[str]:
@@ -129,15 +122,15 @@ def disagreement(document: Document) -> list[str]:
         known = [name for name in ranked if name in value.of]
         if len(known) < 2:
             continue
-        best = max(known, key=lambda name: value.of[name])
-        difference = value.difference(best, known[0])
+        best = max(known, key=lambda name: value.of[name].mean)
+        difference = value.differences.get((best, known[0]))
         if best == known[0] or difference is None or not difference.survives:
             return []
         return [
             f"NDCG@{k} and value rank the contenders differently: {known[0]} has the best NDCG@{k}, but {best} has the "
-            f"best {value.name} ({value.of[best]:.4f} against {value.of[known[0]]:.4f}; the difference survives the "
-            f"correction). Believe {value.name}: {value.why}. NDCG on logged positives rewards agreement with the "
-            "logging policy, which chose the items that could become positives."
+            f"best {value.name} ({value.of[best].mean:.4f} against {value.of[known[0]].mean:.4f}; the difference "
+            f"survives the correction). Believe {value.name}: {value.why}. NDCG on logged positives rewards agreement "
+            "with the logging policy, which chose the items that could become positives."
         ]
     return []
 
@@ -173,7 +166,7 @@ def best_by_value(document: Document, among: Sequence[str]) -> str | None:
     for value in (*_values(document, k), _ndcg(document)):
         known = [name for name in among if name in value.of]
         if known:
-            return max(known, key=lambda name: value.of[name])
+            return max(known, key=lambda name: value.of[name].mean)
     return None
 
 
@@ -185,57 +178,46 @@ def criterion(document: Document) -> Value | None:
 
 def _values(document: Document, k: int) -> list[Value]:
     """The measures of value, the most reliable first."""
+    target, estimated = f"top_{k}", "it estimates what users would get from the lists, from the log's propensities"
     auc = (
         "it compares a user's positives with other items that the same user was shown, so exposure cancels out, and "
         "with items that the user was never shown"
     )
     return [
-        _metric(document, f"true_reward@{k}", "it is what users get from the lists"),
-        *(_off_policy_value(document, k, name) for name in _ESTIMATORS),
-        _metric(document, "AUC_mixed", auc),
+        _value(document, f"{TRUE_REWARD}{k}", "it is what users get from the lists"),
+        *(_value(document, (target, one), estimated, f"off-policy value ({one}, {target})") for one in _ESTIMATORS),
+        _value(document, "AUC_mixed", auc),
     ]
 
 
 def _ndcg(document: Document) -> Value:
     why = "it rewards agreement with the logged positives, because nothing is known of value"
-    return _metric(document, f"NDCG@{document['setting']['ks'][0]}", why)
+    return _value(document, f"NDCG@{document['setting']['ks'][0]}", why)
 
 
-def _metric(document: Document, metric: str, why: str) -> Value:
-    estimates = {one["name"]: one["metrics"][metric] for one in best_first(document, metric)}
-
-    def difference(one: str, other: str) -> Difference | None:
-        found = paired(document, one, other, metric)
-        return (
-            None
-            if found is None
-            else Difference(found["mean"], *ends_of(found["mean"], found["half_width"]), bool(found["survives_holm"]))
-        )
-
-    values = {name: float(value["mean"]) for name, value in estimates.items()}
-    ends = {name: ends_of(value["mean"], value["half_width"]) for name, value in estimates.items()}
-    return Value(metric, why, values, ends, difference)
+def _value(document: Document, key: str | tuple[str, str], why: str, name: str | None = None) -> Value:
+    """The value by a metric, or by the off-policy estimates of a target and an estimator."""
+    competing = [one for one in document["contenders"] if one["kind"] != "oracle"]
+    of = {one["name"]: found for one in competing if (found := _number(one, key)) is not None}
+    differences = {}
+    for pair in document["differences"]:
+        if (found := _number(pair, key)) is not None:
+            low, high = (None if end is None else -end for end in (found.high, found.low))
+            differences[pair["contender"], pair["against"]] = found
+            differences[pair["against"], pair["contender"]] = Number(-found.mean, low, high, found.survives)
+    return Value(name or str(key), why, of, differences)
 
 
-def _off_policy_value(document: Document, k: int, estimator: str) -> Value:
-    target = f"top_{k}"
-    found = {one["name"]: off_policy_of(one).get((target, estimator)) for one in document["contenders"]}
-    entries = {name: e for name, e in found.items() if e is not None and e["value"] is not None and not e["warnings"]}
-
-    def difference(one: str, other: str) -> Difference | None:
-        pair, sign = _pair(document, one, other)
-        entry = off_policy_of(pair).get((target, estimator))
-        if entry is None or entry["value"] is None:
-            return None
-        ends = entry["intervals"]["bootstrap"]
-        low, high = (None if ends[end] is None else sign * ends[end] for end in ("low", "high")[::sign])
-        return Difference(sign * entry["value"], low, high, bool(entry["survives_holm"]))
-
-    why = "it estimates what users would get from the lists, from the log's propensities"
-    values = {name: float(entry["value"]) for name, entry in entries.items()}
-    ends = {name: entry["intervals"]["bootstrap"] for name, entry in entries.items()}
-    around = {name: (end["low"], end["high"]) for name, end in ends.items()}
-    return Value(f"off-policy value ({estimator}, {target})", why, values, around, difference)
+def _number(entry: Document, key: str | tuple[str, str]) -> Number | None:
+    """The number of a contender or of a pair; None = there is none, or its warnings say not to believe it."""
+    if isinstance(key, str):
+        found = entry["metrics"].get(key, {"mean": None})
+        mean, (low, high) = found["mean"], ends_of(found["mean"], found.get("half_width"))
+    else:
+        found = off_policy_of(entry).get(key, {"value": None, "intervals": {"bootstrap": {}}})
+        mean, (low, high) = found["value"], map(found["intervals"]["bootstrap"].get, ("low", "high"))
+    is_known = mean is not None and not found.get("warnings")
+    return Number(mean, low, high, bool(found.get("survives_holm"))) if is_known else None
 
 
 def cautions(document: Document) -> list[str]:
@@ -380,18 +362,15 @@ def _hardly_personalized(document: Document, ranked: Sequence[Document]) -> list
 
 
 def _unsupported_values(document: Document) -> list[str]:
-    entries = [
-        (contender["name"], entry["target"], warning)
+    names = [
+        f"{contender['name']} ({entry['target']})"
         for contender in document["contenders"]
         for entry in contender["off_policy"]
         if entry["estimator"] == "SNIPS"
-        for warning in entry["warnings"]
-        if warning.startswith(("means nothing", "refused"))
+        and any(warning.startswith(("means nothing", "refused")) for warning in entry["warnings"])
     ]
-    if not entries:
-        return []
-    listed = "; ".join(dict.fromkeys(f"{name} ({target})" for name, target, _ in entries))
-    return [f"Off-policy values that mean nothing, because the log hardly speaks of these policies: {listed}."]
+    said = "Off-policy values that mean nothing, because the log hardly speaks of these policies"
+    return [f"{said}: {'; '.join(names)}."] if names else []
 
 
 def _unlike(document: Document) -> list[str]:

@@ -108,11 +108,8 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
     try:
         item_ids, user_ids = (column.cast("int64").to_numpy() for column in (items, users))
     except ValueError as error:
-        raise RecpoError(
-            f"{data.root} was not prepared from the simulation in {path}: its ids are not numbers",
-            code="mismatch",
-            field="truth",
-        ) from error
+        message = f"{data.root} was not prepared from the simulation in {path}: its ids are not numbers"
+        raise RecpoError(message, code="mismatch", field="truth") from error
     return TrueRewards(truth, user_ids, item_ids, day, ks)
 
 
@@ -148,11 +145,8 @@ class TrueReward(RewardFunction):
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         if batch.user_ids is None:
-            raise RecpoError(
-                "TrueReward needs the user ids of the contexts, and this batch has none",
-                code="missing_value",
-                field="user_ids",
-            )
+            message = "TrueReward needs the user ids of the contexts, and this batch has none"
+            raise RecpoError(message, code="missing_value", field="user_ids")
         known, items = self._known, candidates.item_ids
         users = known.user_ids[batch.user_ids.cpu().numpy()]
         # ids that are not items are looked up as an arbitrary item and masked below

@@ -1,40 +1,48 @@
-"""The pages: what each of them shows, rendered by templates that escape every string.
+"""The pages: what each of them shows, rendered by templates that escape every string, and the server of them.
 
-The same parts make the pages of a server and the one page of a file: only the addresses differ (``Address``).
+The same parts make the pages of a server and the one page of a file: only the addresses differ (``Address``). The
+server listens on this machine, answers GET and HEAD, and changes nothing; no page runs a script.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 from jinja2 import Environment
+from markupsafe import escape
 
 from recpo import __version__
+from recpo.artifacts.documents import describe_os_error
 from recpo.artifacts.semantic_codes import Codes
+from recpo.base.errors import RecpoError
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import environment
 from recpo.evaluation.html_report.svg import Figure
 from recpo.evaluation.reading import ends_of
-from recpo.explorer.people_and_items import Catalog, Event, Item, People, known
+from recpo.explorer.people_and_items import Catalog, Item, People, known
 from recpo.explorer.survey import (
     ORDERS,
     Listed,
-    Shares,
     Survey,
+    Traffic,
     calibration,
     coverage,
     moved_items,
-    nearness,
     neighbors,
     overlaps,
 )
-from recpo.explorer.traffic import Traffic
 
 #: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.
 Address = Callable[[str, Any], str | None]
@@ -51,26 +59,6 @@ ITEM_ORDERS: Final[Mapping[str, str]] = {
     "listed": "recommended most",
     "new": "new items",
 }
-
-
-class UserRow(NamedTuple):
-    """A user of the sample in a table."""
-
-    user: int
-    user_id: Any
-    history: int
-    overlap: float | None
-    change: float | None
-    values: list[list[float | None]]
-
-
-class Place(NamedTuple):
-    """One place of a list, with its item and what happened to it later."""
-
-    listed: Listed
-    item: Item
-    also: list[str]
-    later: Event | None
 
 
 @dataclass(frozen=True)
@@ -96,18 +84,17 @@ class Pages:
     codes: Codes | None
     source: str
     address: Address = lambda kind, key: f"/{kind}/{key}"
-    _templates: Environment = field(default_factory=lambda: _environment(), repr=False)
 
     def overview(self) -> str:
         """The answer, a picture, and where to go."""
         return self._page("overview.html.jinja", "Overview", here="/", **self._overview())
 
-    def users(self, search: str = "", order: str = "differ", other: str | None = None) -> str:
+    def users(self, search: str, order: str, other: str | None) -> str:
         """Users that a search finds, or that are first in an order."""
         order = order if order in ORDERS else "differ"
         place = self._place(other)
         if search:
-            found = self.people.search(search.strip())
+            found = self.people.search(search)
             rows = self._rows([user for user, _ in found], place, dict(found))
         else:
             chosen = self.survey.ordered(order, place, _USERS)
@@ -120,11 +107,11 @@ class Pages:
         shown = self.person(user)
         return None if shown is None else self._part("of_user", f"User {shown['person'].user_id}", shown)
 
-    def items(self, search: str = "", order: str = "gain", other: str | None = None) -> str:
+    def items(self, search: str, order: str, other: str | None) -> str:
         """Items that a search finds, or that are first in an order."""
         order = order if order in ITEM_ORDERS else "gain"
         place = self._place(other)
-        found = self.catalog.search(search.strip()) if search else self._moved(order, place, _ITEMS)
+        found = self.catalog.search(search) if search else self._moved(order, place, _ITEMS)
         content = {"order": order, "orders": ITEM_ORDERS, "search": search, "other": self.names[place]}
         return self._page("items.html.jinja", "Items", here="/items", rows=self.item_rows(found), **content)
 
@@ -182,23 +169,12 @@ class Pages:
         )
         later = {event.item: event for event in reversed(person.later)}
         places = [
-            (
-                name,
-                [
-                    Place(
-                        listed,
-                        known[listed.item],
-                        [other for other, _ in self._at(lists, listed.item) if other != name],
-                        later.get(listed.item),
-                    )
-                    for listed in one
-                ],
-            )
-            for name, one in zip(self.names, lists, strict=True)
+            [(one, known[one.item], len(self._at(lists, one.item)) > 1, later.get(one.item)) for one in own]
+            for own in lists
         ]
         return {
             "person": person,
-            "lists": places,
+            "lists": list(zip(self.names, places, strict=True)),
             "history": [(event, known[event.item]) for event in person.history[:_EVENTS]],
             "later": [(event, known[event.item], self._at(lists, event.item)) for event in person.later],
             "has_grades": self.survey.grades is not None,
@@ -209,7 +185,7 @@ class Pages:
         item = self.catalog.items([index]).get(index)
         if item is None:
             return None
-        near = neighbors(self.survey, index)
+        nearness, near = neighbors(self.survey, index)
         trie = [] if self.codes is None else _trie(self.codes, index)
         known = self.catalog.items([one for one, _ in near] + [one for level in trie for one in level[2]])
         owners = [self.survey.owners(place, index) for place in range(len(self.names))]
@@ -221,7 +197,7 @@ class Pages:
                 for place, name in enumerate(self.names)
             ],
             "neighbors": [(known[one], value) for one, value in near],
-            "neighbors_by": nearness(self.survey),
+            "neighbors_by": nearness,
             "codes": None if self.codes is None else self.codes.codes[index - 1].tolist(),
             "trie": [(prefix, count, [known[one] for one in some]) for prefix, count, some in trie],
         }
@@ -283,26 +259,31 @@ class Pages:
         return self.survey.metrics[:2]
 
     def _overview(self) -> dict[str, Any]:
-        compared = {
-            metric: [(self.names[place], self.survey.shares(place, metric)) for place in range(1, len(self.names))]
-            for metric in self._user_metrics
-        }
+        compared, drawn = [], []
+        about = f"share of users for whom lists are better and worse than those of {self.names[0]}"
+        for metric in self._user_metrics if len(self.names) > 1 else ():
+            pairs = [(self.names[place], self.survey.shares(place, metric)) for place in range(1, len(self.names))]
+            bars = [
+                svg.Shares(
+                    name,
+                    [
+                        ("positive", "better", one.helped),
+                        ("neutral", "the same", one.unchanged),
+                        ("negative", "worse", one.harmed),
+                    ],
+                    f"{one.users:,}",
+                )
+                for name, one in pairs
+            ]
+            compared += pairs
+            drawn.append(svg.shares_chart(metric, about, bars, "and number of users"))
         return {
-            "compared": [pair for pairs in compared.values() for pair in pairs],
-            "drawn": [self._bars(metric, pairs) for metric, pairs in compared.items() if pairs],
+            "compared": compared,
+            "drawn": drawn,
             "decision": self.decision,
             "facts": self._facts,
             "split": self.survey.split,
         }
-
-    def _bars(self, metric: str, pairs: Sequence[tuple[str, Shares]]) -> Figure:
-        rows = []
-        for name, one in pairs:
-            parts = [("positive", "better", one.helped), ("neutral", "the same", one.unchanged)]
-            parts.append(("negative", "worse", one.harmed))
-            rows.append(svg.Shares(name, parts, f"{one.users:,}"))
-        about = f"share of users for whom lists are better and worse than those of {self.names[0]}"
-        return svg.shares_chart(metric, about, rows, "and number of users")
 
     @property
     def _facts(self) -> list[tuple[str, str]]:
@@ -318,22 +299,23 @@ class Pages:
     def _rows_of(self) -> dict[int, int]:
         return {int(user): row for row, user in enumerate(self.survey.users)}
 
-    def _rows(self, users: Sequence[int], place: int, ids: Mapping[int, Any] | None = None) -> list[UserRow]:
+    def _rows(self, users: Sequence[int], place: int, ids: Mapping[int, Any] | None = None) -> list[tuple[Any, ...]]:
+        """Users in a table: index, id, length of the history, overlap, change, and values by metric and contender."""
         ids = self.people.ids(users) if ids is None else ids
         overlap, change = self.survey.overlap(0, place), self.survey.change(place)
         values = {
             metric: [self.survey.values(number, metric) for number in range(len(self.names))]
             for metric in self._user_metrics
         }
-        rows = []
+        rows: list[tuple[Any, ...]] = []
         for user in users:
             row = self._rows_of.get(user)
             if row is None:
-                rows.append(UserRow(user, ids[user], -1, None, None, []))
+                rows.append((user, ids[user], None, None, None, []))
                 continue
             own = [[known(column[row]) for column in columns] for columns in values.values()]
             history = int(self.survey.histories[row])
-            rows.append(UserRow(user, ids[user], history, float(overlap[row]), known(change[row]), own))
+            rows.append((user, ids[user], history, float(overlap[row]), known(change[row]), own))
         return rows
 
     def _worth_a_look(self, count: int) -> list[int]:
@@ -381,17 +363,21 @@ class Pages:
         return self._page("part.html.jinja", title, here, part=part, shown=shown)
 
     def _page(self, template: str, title: str, here: str = "", **content: Any) -> str:
-        return self._templates.get_template(template).render(
-            title=title,
-            here=here,
-            source=self.source,
-            names=self.names,
-            address=self.address,
-            has_server=self.traffic is not None,
-            version=__version__,
-            k=self.survey.k,
-            sample=len(self.survey.users),
-            **content,
+        return (
+            _environment()
+            .get_template(template)
+            .render(
+                title=title,
+                here=here,
+                source=self.source,
+                names=self.names,
+                address=self.address,
+                has_server=self.traffic is not None,
+                version=__version__,
+                k=self.survey.k,
+                sample=len(self.survey.users),
+                **content,
+            )
         )
 
 
@@ -408,6 +394,7 @@ def _trie(codes: Codes, index: int) -> list[tuple[list[int], int, list[int]]]:
     return levels
 
 
+@cache
 def _environment() -> Environment:
     made = environment(("recpo.explorer", "templates"))
     made.filters |= {"number": _number, "percent": _percent, "moment": _moment, "seconds": _seconds, "signed": _signed}
@@ -435,3 +422,142 @@ def _seconds(value: float | None) -> str:
         return _NOTHING
     minutes, rest = divmod(round(value), 60)
     return f"{minutes}:{rest:02d}" if minutes else f"{value:.0f} s"
+
+
+_LOG = logging.getLogger("recpo.explorer")
+_LONGEST_ADDRESS: Final = 2_000
+#: No script runs, nothing is loaded from elsewhere; pictures may be, because tables of items name them by address.
+_HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data: http: https:; form-action 'self'; "
+        "base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Answer(NamedTuple):
+    """An answer to a request.
+
+    Attributes:
+        status: HTTP status.
+        body: its content.
+        kind: its content type.
+    """
+
+    status: HTTPStatus
+    body: bytes
+    kind: str = "text/html; charset=utf-8"
+
+
+def answer(pages: Pages, address: str) -> Answer:
+    """The answer to an address: a page, a picture, or status 404."""
+    parts = urlsplit(address)
+    given = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    asked = given.get("q", "").strip(), given.get("by", ""), given.get("with")
+    found: str | None = None
+    if parts.path == "/":
+        found = pages.overview()
+    elif parts.path == "/users":
+        found = pages.users(*asked)
+    elif parts.path == "/items":
+        found = pages.items(*asked)
+    elif parts.path == "/policies":
+        found = pages.policies()
+    elif parts.path == "/server":
+        found = pages.server()
+    elif named := re.fullmatch(r"/(users|items|pictures)/(\d{1,18})", parts.path):
+        kind, key = named[1], int(named[2])
+        if kind == "pictures":
+            picture = pages.catalog.picture(key)
+            return _missing() if picture is None else Answer(HTTPStatus.OK, *picture)
+        found = pages.user(key) if kind == "users" else pages.item(key)
+    return _missing() if found is None else Answer(HTTPStatus.OK, found.encode())
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves ``pages`` until ``shutdown``.
+
+    Args:
+        pages: the pages.
+        host: address to listen on.
+        port: 0 = any free one.
+
+    Raises:
+        RecpoError: the address is taken or is not one of this machine.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, pages: Pages, host: str, port: int) -> None:
+        self.pages = pages
+        self.is_local = _is_local(host)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            said = describe_os_error(error, f"{host}:{port}") if isinstance(error, OSError) else str(error)
+            message = f"cannot listen on {host}:{port} ({said}): choose another port; 0 = any free one"
+            raise RecpoError(message, code="failed", field="port") from error
+
+    @property
+    def url(self) -> str:
+        """The address of the first page."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version = "recpo"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, with_body: bool) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if self.server.is_local and not _is_local(host.strip("[]")):
+            # a page of another site, whose name was made to lead here, must not read what is shown here
+            found = _failed(HTTPStatus.FORBIDDEN, "This page is for this machine alone: open it as 127.0.0.1.")
+        elif len(self.path) > _LONGEST_ADDRESS:
+            found = _failed(HTTPStatus.REQUEST_URI_TOO_LONG, "The address is too long.")
+        else:
+            found = self._page()
+        self.send_response(found.status)
+        for name, value in {**_HEADERS, "Content-Type": found.kind, "Content-Length": str(len(found.body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(found.body)
+
+    def _page(self) -> Answer:
+        try:
+            return answer(self.server.pages, self.path)
+        except RecpoError as error:
+            return _failed(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        except ValueError:
+            return _failed(HTTPStatus.BAD_REQUEST, "The address cannot be read.")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _LOG.info(format, *args)
+
+
+def _missing() -> Answer:
+    return _failed(HTTPStatus.NOT_FOUND, "There is no such page.")
+
+
+def _failed(status: HTTPStatus, message: str) -> Answer:
+    body = f'<!doctype html><html lang="en"><title>{status.value}</title><p>{escape(message)} <a href="/">Overview</a>'
+    return Answer(status, body.encode())
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -19,6 +19,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from scipy.stats import rankdata
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
@@ -130,22 +131,16 @@ class Catalog:
             index: self._item(index, item_id, rows.get(item_id, {})) for index, item_id in zip(wanted, ids, strict=True)
         }
 
-    def index_of(self, text: str) -> int | None:
-        """The internal id of an item id that is given as text; None = unknown."""
-        is_number = pa.types.is_integer(self._ids.type)
-        if is_number and not re.fullmatch(r"-?\d{1,18}", text):
-            return None
-        return int(self._ids.to_internal([int(text) if is_number else text])[0]) or None
-
     def search(self, text: str) -> list[int]:
         """Internal ids of the item with that id, and of items whose title contains the text; at most 50."""
-        exact = self.index_of(text)
-        found = [] if exact is None else [exact]
+        is_number, found = pa.types.is_integer(self._ids.type), []
+        if not is_number or re.fullmatch(r"-?\d{1,18}", text):
+            found = np.trim_zeros(self._ids.to_internal([int(text) if is_number else text])).tolist()
         if (title := self._shown["title"]) is not None and text:
             query = f"SELECT {_quoted(self._item_id)} FROM read_parquet(?) WHERE contains(lower({_quoted(title)}), ?)"
             rows = self._query(f"{query} LIMIT {_MOST_FOUND}", [str(self.columns.file), text.lower()])
-            known = self._ids.to_internal([row[0] for row in rows]) if rows else []
-            found += [int(index) for index in known if index and index != exact]
+            titled = self._ids.to_internal([row[0] for row in rows]) if rows else []
+            found += [int(index) for index in titled if index and index not in found]
         return found
 
     def picture(self, index: int) -> tuple[bytes, str] | None:
@@ -193,14 +188,11 @@ class Catalog:
     @cached_property
     def ranks(self) -> np.ndarray:
         """``[V]`` ranks by training events, 1 = the most, ties by id."""
-        ranks = np.empty(len(self.events), np.int64)
-        ranks[np.argsort(-self.events, kind="stable")] = np.arange(1, len(self.events) + 1)
-        return ranks
+        return rankdata(-self.events, "ordinal")
 
     def _item(self, index: int, item_id: Any, row: dict[str, Any]) -> Item:
         shown = self._shown
         title, picture = (row.get(shown[name]) if shown[name] else None for name in ("title", "picture"))
-        duration = float(self._durations[index - 1])
         return Item(
             index,
             item_id,
@@ -210,7 +202,7 @@ class Catalog:
             int(self.events[index - 1]),
             int(self.positives[index - 1]),
             int(self.ranks[index - 1]),
-            None if np.isnan(duration) else duration,
+            known(self._durations[index - 1]),
             index in self._retired,
         )
 
@@ -380,24 +372,18 @@ class People:
             user_id = self.ids([user]).get(user)
             if user_id is None:
                 return None
-            if (place := self._place(self.split, user)) is not None:
-                return self._held_out(user, user_id, *place)
+            held_out = self._place(self.split, user)
+            place = held_out or self._place("train", user)
+            if place is None:
+                return Person(user, user_id, [], [], None)
+            shard, events, raw, row = place
             history: list[Event] = []
-            if (place := self._place("train", user)) is not None:
-                events, raw, row = place[1:]
-                own = range(int(events.offsets[row]), int(events.offsets[row + 1]))
-                history = [self._event(events, raw, one) for one in own]
-            return Person(user, user_id, history[::-1], [], None)
-
-    def _held_out(
-        self, user: int, user_id: Any, shard: int, events: Events, raw: dict[str, np.ndarray], row: int
-    ) -> Person:
-        batch = partial(held_out_batch, self.data, self.split, shard, events, np.array([row]))
-        history: list[Event] = []
-        later: list[Event] = []
-        for place in range(int(events.offsets[row]), int(events.offsets[row + 1])):
-            (later if events.is_target[place] else history).append(self._event(events, raw, place))
-        return Person(user, user_id, history[::-1], later, batch)
+            later: list[Event] = []
+            for one in range(int(events.offsets[row]), int(events.offsets[row + 1])):
+                is_later = held_out is not None and events.is_target[one]
+                (later if is_later else history).append(self._event(events, raw, one))
+            batch = partial(held_out_batch, self.data, self.split, shard, events, np.array([row]))
+            return Person(user, user_id, history[::-1], later, None if held_out is None else batch)
 
     def _event(self, events: Events, raw: dict[str, np.ndarray], place: int) -> Event:
         label = known(events.label[place])
@@ -430,11 +416,12 @@ class People:
     def _shards_of(self, split: str, user: int) -> list[int]:
         """The one shard of each segment that may have a user: shards are sorted, and name their last user."""
         last = [int(shard["last_user"]) for shard in self.data.manifest["shards"][split]]
-        sizes = self.data.segments if split == "train" else [len(last)]
-        ends = np.cumsum(sizes).tolist()
-        starts = [end - size for end, size in zip(ends, sizes, strict=True)]
-        found = [bisect_left(last, user, start, end) for start, end in zip(starts, ends, strict=True)]
-        return [shard for shard, end in zip(found, ends, strict=True) if shard < end][::-1]
+        found, end = [], 0
+        for size in self.data.segments if split == "train" else [len(last)]:
+            start, end = end, end + size
+            shard = bisect_left(last, user, start, end)
+            found += [shard] if shard < end else []
+        return found[::-1]
 
     def _load(self, split: Any, shard: int) -> tuple[Events, dict[str, np.ndarray]]:
         reads = Reads(behaviors=bool(self.data.behaviors)) | self.reads

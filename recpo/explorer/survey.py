@@ -1,8 +1,10 @@
-"""What every contender lists for the same held-out users: the sample that all comparisons of the pages are made of.
+"""What every contender lists for the same held-out users, and what a server logged: the numbers of the pages.
 
-The items near an item: by the factors of the reward model, or by the users who had both.
+The sample of users is the same for all comparisons: which users, items and attributes a change of the policy moves, how
+lists cover the catalog, and the items near an item, by the factors of the reward model or by the users who had both.
 
-What a change of the policy moves: users, items, coverage, and the attributes of what is listed.
+Of the log of ``recpo serve``: exposures, exploration, outcomes and their value, over time and by variant. DuckDB
+aggregates its Parquet files; only sums per user are in memory.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final, NamedTuple
+from datetime import UTC, datetime
+from functools import cached_property, reduce
+from operator import or_
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+import duckdb
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +27,7 @@ from tqdm import tqdm
 
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, Recommendations
+from recpo.base.types import EvaluationBatch
 from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
@@ -29,8 +35,10 @@ from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Measure, Observed
-from recpo.explorer.people_and_items import Catalog, Person
+from recpo.evaluation.variants import clustered_mean
+from recpo.explorer.people_and_items import Catalog, Person, known
 from recpo.log.prepared import Prepared
+from recpo.log.schema import LogColumns
 from recpo.rewards.factors import Factors, posterior_variance
 
 _BATCH: Final = 256
@@ -96,7 +104,6 @@ class Surveyed:
         loaded: it.
         result: metrics of every user of the sample.
         lists: ``[S, k]`` int64, padded with 0.
-        scores: ``[S, k]`` float32.
         curves: training curves.
         advice: what went wrong in its training.
     """
@@ -105,7 +112,6 @@ class Surveyed:
     loaded: Loaded
     result: RankingResult
     lists: np.ndarray
-    scores: np.ndarray
     curves: Mapping[str, Sequence[Sequence[float]]]
     advice: Sequence[str] = ()
 
@@ -115,11 +121,9 @@ class _Lists(Measure):
 
     def __init__(self) -> None:
         self.items: list[np.ndarray] = []
-        self.scores: list[np.ndarray] = []
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
         self.items.append(observed.lists.item_ids.cpu().numpy())
-        self.scores.append(observed.lists.scores.float().cpu().numpy())
         return {}
 
 
@@ -179,9 +183,8 @@ class Survey:
             batches = HeldOutBatches(data, split, loaded.max_history, _BATCH, Rank(), users, loaded.reads)
             shown = tqdm(batches, f"explore {contender.name}", unit="batch", leave=False, disable=not progress or None)
             result = evaluate_ranking(loaded.recommender, shown, ranking, [kept])
-            items, scores = np.concatenate(kept.items), np.concatenate(kept.scores)
-            said = advice.get(contender.name, ())
-            surveyed.append(Surveyed(contender.name, loaded, result, items, scores, contender.curves, said))
+            items, said = np.concatenate(kept.items), advice.get(contender.name, ())
+            surveyed.append(Surveyed(contender.name, loaded, result, items, contender.curves, said))
         width = max(one.loaded.max_history for one in surveyed)
         width = width if grades is None else max(width, grades.max_history)
         reads = Reads() if grades is None else grades.reads
@@ -191,8 +194,8 @@ class Survey:
             lengths.append(batch.feedback.histories.lengths.numpy())
             if grades is not None:
                 tastes.append(grades.fold_in(batch.feedback.histories))
-        known = None if grades is None else torch.cat(tastes)
-        return cls(data, split, k, surveyed, grades, candidates, np.concatenate(lengths), known, total)
+        seen = None if grades is None else torch.cat(tastes)
+        return cls(data, split, k, surveyed, grades, candidates, np.concatenate(lengths), seen, total)
 
     @property
     def users(self) -> np.ndarray:
@@ -204,8 +207,8 @@ class Survey:
     def metrics(self) -> list[str]:
         """Metrics that users are compared by, the one that first says who is helped and who is harmed first."""
         names = [f"NDCG@{self.k}", "AUC_mixed", f"disliked@{self.k}"]
-        known = [name for name in names if all(name in one.result.per_user for one in self.contenders)]
-        return [*known, GRADE] if self.grades is not None else known
+        defined = [name for name in names if all(name in one.result.per_user for one in self.contenders)]
+        return [*defined, GRADE] if self.grades is not None else defined
 
     def values(self, place: int, metric: str) -> np.ndarray:
         """``[S]`` a metric of every user for one contender, the higher the better; nan = not defined."""
@@ -247,10 +250,10 @@ class Survey:
     def shares(self, other: int, metric: str) -> Shares:
         """Who is helped and who is harmed by a metric if ``other`` replaces the first contender."""
         difference = self.values(other, metric) - self.values(0, metric)
-        known = difference[~np.isnan(difference)]
-        count = max(1, len(known))
-        helped, harmed = float((known > 0).sum() / count), float((known < 0).sum() / count)
-        return Shares(metric, helped, harmed, len(known), estimate(torch.from_numpy(difference)))
+        defined = difference[~np.isnan(difference)]
+        count = max(1, len(defined))
+        helped, harmed = float((defined > 0).sum() / count), float((defined < 0).sum() / count)
+        return Shares(metric, helped, harmed, len(defined), estimate(torch.from_numpy(difference)))
 
     def owners(self, place: int, item: int) -> list[int]:
         """Users of the sample to whom a contender lists an item."""
@@ -267,34 +270,25 @@ class Survey:
         batch = batch_of(one.loaded.max_history)
         absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
         lists = one.loaded.recommender.lists(batch, min(self.k, self.data.num_items), batch.exclude, absent)
-        grades, deviations = self._graded(batch_of, lists)
+        grades = deviations = torch.full_like(lists.scores, torch.nan)
+        if (model := self.grades) is not None:
+            users, covariance = model.fold_in_with_covariance(batch_of(model.max_history).feedback.histories)
+            grades = model.grades(users, lists.item_ids)
+            if model.item_covariance is not None:
+                deviations = posterior_variance(model, users, covariance, lists.item_ids).sqrt()
+        columns = (part[0].tolist() for part in (lists.item_ids, lists.scores, grades, deviations))
         is_policy = one.loaded.recommender.scores_are_logp
-        found = []
-        for place, (item, score) in enumerate(zip(lists.item_ids[0].tolist(), lists.scores[0].tolist(), strict=True)):
-            if item:
-                propensity = float(np.exp(score)) if is_policy else None
-                found.append(Listed(item, score, propensity, *(_at(part, place) for part in (grades, deviations))))
-        return found
-
-    def _graded(
-        self, batch_of: Callable[[int], EvaluationBatch], lists: Recommendations
-    ) -> tuple[Tensor | None, Tensor | None]:
-        model = self.grades
-        if model is None:
-            return None, None
-        users, covariance = model.fold_in_with_covariance(batch_of(model.max_history).feedback.histories)
-        known = model.item_covariance is not None
-        deviations = posterior_variance(model, users, covariance, lists.item_ids).sqrt() if known else None
-        return model.grades(users, lists.item_ids), deviations
+        return [
+            Listed(item, score, float(np.exp(score)) if is_policy else None, known(grade), known(deviation))
+            for item, score, grade, deviation in zip(*columns, strict=True)
+            if item
+        ]
 
     @cached_property
     def listed(self) -> list[np.ndarray]:
         """``[V + 1]`` for every contender: how many lists of the sample hold each item."""
         size = self.data.num_items + 1
-        counts = [np.bincount(one.lists.ravel(), minlength=size) for one in self.contenders]
-        for count in counts:
-            count[0] = 0
-        return counts
+        return [np.bincount(one.lists[one.lists > 0], minlength=size) for one in self.contenders]
 
     @cached_property
     def _mean_grades(self) -> list[np.ndarray]:
@@ -312,78 +306,37 @@ class Survey:
     @property
     def reads(self) -> Reads:
         """What the contenders and the grades read of a batch."""
-        found = Reads() if self.grades is None else self.grades.reads
-        for one in self.contenders:
-            found = found | one.loaded.reads
-        return found
-
-
-def _at(values: Tensor | None, place: int) -> float | None:
-    return None if values is None else float(values[0, place])
+        of_grades = Reads() if self.grades is None else self.grades.reads
+        return reduce(or_, (one.loaded.reads for one in self.contenders), of_grades)
 
 
 _COUNT: Final = 12
 
 
-def nearness(survey: Survey) -> str:
-    """What near means for ``neighbors``, as the end of a sentence."""
-    if survey.grades is None:
-        return f"listed to the same users by {survey.contenders[-1].name}: share of its lists"
-    return "cosine of the factors of the reward model"
+def neighbors(survey: Survey, item: int) -> tuple[str, list[tuple[int, float]]]:
+    """What near means, as the end of a sentence, and the nearest items with their nearness, the nearest first.
 
-
-def neighbors(survey: Survey, item: int) -> list[tuple[int, float]]:
-    """The nearest items and how near they are, the nearest first: by factors, or in the same lists without them."""
+    By the factors of the reward model; without them, in the same lists.
+    """
     model = survey.grades
     if model is None:
-        lists = survey.contenders[-1].lists
-        having = lists[(lists == item).any(1)]
+        last = survey.contenders[-1]
+        having = last.lists[(last.lists == item).any(1)]
         counts = Counter(having[having != item].tolist())
         counts.pop(0, None)
-        return [(int(one), count / len(having)) for one, count in counts.most_common(_COUNT)]
+        together = [(int(one), count / len(having)) for one, count in counts.most_common(_COUNT)]
+        return f"listed to the same users by {last.name}: share of its lists", together
     near = cosine_similarity(model.item_factors, model.item_factors[item - 1][None], dim=1)
     near[item - 1] = -torch.inf
     best = near.topk(min(_COUNT, len(near)))
     found = zip((best.indices + 1).tolist(), best.values.tolist(), strict=True)
-    return [(one, value) for one, value in found if np.isfinite(value)]
+    return "cosine of the factors of the reward model", [(one, value) for one, value in found if np.isfinite(value)]
 
 
 _VALUES: Final = 8  # values of an attribute that are shown
 _HEAD: Final = 100  # one item of so many is popular
 _LIKED: Final = 20_000  # items that most of the positives are of
 _MOST_VALUES: Final = 500  # an attribute with more is a name, not a kind
-
-
-class Coverage(NamedTuple):
-    """How the lists of a contender spread over the catalog.
-
-    Attributes:
-        name: of the contender.
-        items: number of distinct items in the lists.
-        share: of the catalog.
-        popular: share of places that hold one of the most popular hundredth of the items.
-        new: share of places that hold items without training events.
-        short: share of users whose list is not full.
-    """
-
-    name: str
-    items: int
-    share: float
-    popular: float
-    new: float
-    short: float
-
-
-class Calibrated(NamedTuple):
-    """The shares of the values of one attribute.
-
-    Attributes:
-        attribute: its name.
-        rows: value, share among the items that users liked before, shares in the lists of every contender.
-    """
-
-    attribute: str
-    rows: list[tuple[str, float, list[float]]]
 
 
 def moved_items(survey: Survey, catalog: Catalog, order: str, other: int, count: int) -> list[int]:
@@ -411,8 +364,13 @@ def overlaps(survey: Survey) -> list[tuple[str, list[float]]]:
     ]
 
 
-def coverage(survey: Survey, catalog: Catalog) -> list[Coverage]:
-    """How the lists of every contender spread over the catalog."""
+def coverage(survey: Survey, catalog: Catalog) -> list[tuple[str, int, list[float]]]:
+    """How the lists of every contender spread over the catalog.
+
+    Returns:
+        Name, distinct items in the lists, and shares: these items of the catalog, places that hold one of the most
+        popular hundredth of the items, places that hold items without training events, users whose list is not full.
+    """
     items = survey.data.num_items
     is_popular = np.append(False, catalog.ranks <= max(1, items // _HEAD))
     is_new = np.append(False, catalog.events == 0)
@@ -422,14 +380,17 @@ def coverage(survey: Survey, catalog: Catalog) -> list[Coverage]:
         total, covered = max(1, int(count.sum())), int((count > 0).sum())
         short = float((one.lists == 0).any(1).mean())
         popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
-        found.append(Coverage(one.name, covered, covered / items, popular, new, short))
+        found.append((one.name, covered, [covered / items, popular, new, short]))
     return found
 
 
-def calibration(survey: Survey, catalog: Catalog) -> list[Calibrated]:
+def calibration(survey: Survey, catalog: Catalog) -> list[tuple[str, list[tuple[str, float, list[float]]]]]:
     """Of every attribute with few values, how often lists hold them and how often users liked them before.
 
     What users liked are the training positives of the whole log.
+
+    Returns:
+        Attributes with rows: value, share among the items that users liked before, shares in the lists by contender.
     """
     liked = np.append(0, catalog.positives).astype(np.int64)
     shown = np.flatnonzero(sum(survey.listed))
@@ -444,7 +405,7 @@ def calibration(survey: Survey, catalog: Catalog) -> list[Calibrated]:
         of_lists = [_shares(values, count) for count in survey.listed]
         most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
         rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
-        found.append(Calibrated(attribute, rows))
+        found.append((attribute, rows))
     return found
 
 
@@ -457,3 +418,147 @@ def _shares(values: Mapping[int, Sequence[str]], counts: np.ndarray) -> dict[str
                 found[name] += float(counts[item]) / len(names)
     total = sum(found.values()) or 1.0
     return {name: count / total for name, count in found.items()}
+
+
+_HOUR_MS: Final = 3_600_000
+_MOST_HOURS: Final = 72  # longer logs are shown by day
+#: The column of a log that was written with several policies in production.
+VARIANT: Final = "variant"
+
+
+class Rates(NamedTuple):
+    """A group of exposures.
+
+    Attributes:
+        name: when they were, or which variant made them.
+        requests: number of lists.
+        exposures: number of items shown.
+        users: number of users.
+        explored: share of exposures that were drawn uniformly.
+        answered: share of exposures with an outcome.
+        disliked: share of exposures that were disliked.
+        value: mean over the exposures with an outcome: the label, or the watched share (at most 1); None = none.
+        half_width: half of its 95 % interval, with users as clusters; None = fewer than two users.
+        short_lists: share of lists that are shorter than the longest one of the group.
+        unknown_items: share of exposures whose items the prepared data do not know.
+    """
+
+    name: str
+    requests: int
+    exposures: int
+    users: int
+    explored: float
+    answered: float
+    disliked: float
+    value: float | None
+    half_width: float | None
+    short_lists: float
+    unknown_items: float
+
+
+class Traffic(NamedTuple):
+    """A server's log.
+
+    Attributes:
+        over_time: by hour, or by day if the log is longer than three days, oldest first.
+        by_variant: one group per variant, and one of the exposures without any; without variants, one of all exposures.
+        unit: ``hour`` or ``day``.
+        value_of: what ``value`` is a mean of.
+    """
+
+    over_time: list[Rates]
+    by_variant: list[Rates]
+    unit: str
+    value_of: str
+
+
+def traffic(log: Path, data: Prepared) -> Traffic:
+    """Reads the log of a server.
+
+    Args:
+        log: directory with the Parquet files that ``recpo serve --log`` published.
+        data: prepared data; items that are not in them are unknown.
+
+    Raises:
+        RecpoError: there are no published exposures, or a file is not a log of exposures.
+    """
+    files = sorted(str(file) for file in log.rglob("*.parquet"))
+    if not files:
+        message = f"{log} has no published exposures (*.parquet): wait until the outcome window of the first is over"
+        raise RecpoError(message, code="empty", field="server_log")
+    try:
+        with duckdb.connect() as database:
+            names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
+            if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
+                message = f"{log} has no column {missing[0]!r}: name the directory that `recpo serve --log` writes"
+                raise RecpoError(message, code="missing_column", field="server_log")
+            value, value_of = _value(names)
+            variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
+            is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
+            exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
+            database.execute(exposures, [files, str(data.root / "items.parquet")])
+            first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
+            unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
+            over_time = _groups(database, f"timestamp // {length} * {length}")
+            variants = _groups(database, "variant")
+    except (duckdb.Error, OSError) as error:
+        message = f"{log} cannot be read as a log of exposures ({str(error).splitlines()[0]})"
+        raise RecpoError(message, code="damaged", field="server_log") from error
+    return Traffic([one._replace(name=_time(int(one.name), unit)) for one in over_time], variants, unit, value_of)
+
+
+_FLAGS: Final = ("is_random", "dislike")
+_COLUMNS: Final = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
+_EXPOSURES: Final = """
+CREATE TEMP TABLE exposures AS
+SELECT log.timestamp, log.user_id, log.request_id, {variant} AS variant, {value} AS value,
+       {is_random} AS is_random, {dislike} AS dislike, known.item_id IS NULL AS is_unknown
+FROM read_parquet(?, union_by_name = true) AS log
+LEFT JOIN (SELECT item_id FROM read_parquet(?)) AS known ON known.item_id = log.item_id
+"""
+_GROUPS: Final = """
+WITH grouped AS (SELECT {group} AS name, * FROM exposures),
+lists AS (SELECT name, request_id, count(*) AS length FROM grouped GROUP BY ALL),
+longest AS (SELECT name, max(length) AS longest FROM lists GROUP BY ALL),
+short AS (
+    SELECT name, avg((length < longest)::DOUBLE) AS share FROM lists JOIN longest USING (name) GROUP BY ALL
+)
+SELECT grouped.name::VARCHAR AS name, count(DISTINCT request_id) AS requests, count(*) AS exposures,
+       count(DISTINCT user_id) AS users, avg(is_random::DOUBLE) AS explored,
+       avg((value IS NOT NULL)::DOUBLE) AS answered, avg(dislike::DOUBLE) AS disliked,
+       any_value(share) AS short_lists, avg(is_unknown::DOUBLE) AS unknown_items
+FROM grouped JOIN short USING (name)
+GROUP BY grouped.name ORDER BY grouped.name
+"""
+_USERS: Final = """
+SELECT {group} AS name, sum(value) AS total, count(value) AS n FROM exposures
+WHERE value IS NOT NULL GROUP BY name, user_id
+"""
+
+
+def _groups(database: duckdb.DuckDBPyConnection, group: str) -> list[Rates]:
+    users = database.execute(_USERS.format(group=group)).df()
+    means = {str(name): clustered_mean(own["total"], own["n"]) for name, own in users.groupby("name")}
+    groups = []
+    row: Any
+    for row in database.execute(_GROUPS.format(group=group)).df().itertuples(index=False):
+        mean = means.get(row.name, clustered_mean([], []))
+        groups.append(Rates(**row._asdict(), value=known(mean.mean), half_width=known(mean.half_width)))
+    return groups
+
+
+def _value(names: set[str]) -> tuple[str, str]:
+    """The SQL of the value of an exposure, and what it is."""
+    if LogColumns.LABEL in names:
+        return f"log.{LogColumns.LABEL}", "label"
+    if {LogColumns.WATCH_TIME, LogColumns.DURATION} <= names:
+        share = f"log.{LogColumns.WATCH_TIME} / nullif(log.{LogColumns.DURATION}, 0)"
+        return f"CASE WHEN {share} > 1 THEN 1 ELSE {share} END", "watched share of an item, at most 1"
+    if LogColumns.WATCH_TIME in names:
+        return f"log.{LogColumns.WATCH_TIME}", "seconds watched"
+    return "NULL::DOUBLE", "nothing: the log has no outcomes"
+
+
+def _time(milliseconds: int, unit: str) -> str:
+    moment = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    return f"{moment:%Y-%m-%d %H:%M}" if unit == "hour" else f"{moment:%Y-%m-%d}"

@@ -14,8 +14,14 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import Objective, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch
-from recpo.evaluation.calibration import Exposures, calibrate_targets
-from recpo.evaluation.reward_comparison import CalibrationOptions, CalibrationReport, ComparedReward, RewardComparison
+from recpo.evaluation.calibration import (
+    CalibrationOptions,
+    CalibrationReport,
+    ComparedReward,
+    Exposures,
+    RewardComparison,
+    calibrate_targets,
+)
 from recpo.log.prepared import Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards.rewards import FactorReward, validate_identity

@@ -16,11 +16,9 @@ from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
-from recpo.explorer.pages import Pages
+from recpo.explorer.pages import Pages, PageServer
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
-from recpo.explorer.server import PageServer
-from recpo.explorer.survey import Survey
-from recpo.explorer.traffic import traffic
+from recpo.explorer.survey import Survey, traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.training.learned_reward import Checkpoint

@@ -15,7 +15,7 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.batches.held_out import evaluation_batches
 from recpo.cli.main import main
-from recpo.evaluation.reward_comparison import greedy_lists
+from recpo.evaluation.calibration import greedy_lists
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.prepared import Prepared
 from tests.refusals import refused

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import recpo
-from recpo.evaluation import reward_comparison
+from recpo.evaluation import calibration
 from recpo.log.feature_columns import FeatureColumns
 from recpo.training import tilting
 
@@ -47,7 +47,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
 
         return one_pass(recommender, ranking, [*measures, Lists()])
 
-    one_pass, lists_of = tilting.RankingPass, reward_comparison.greedy_lists
+    one_pass, lists_of = tilting.RankingPass, calibration.greedy_lists
     monkeypatch.setattr(tilting, "RankingPass", ranked)
     tilted = recpo.tilt(base, tmp_path / "factors", data, out=tmp_path / "run", temperatures=[0.05, 0.5])
     assert len(tilted.trials) == 3
@@ -61,7 +61,7 @@ def test_lists_of_candidates_alone_choose_beta_and_are_worth_something(data, tmp
         return found
 
     listed.clear()
-    monkeypatch.setattr(reward_comparison, "greedy_lists", greedy)
+    monkeypatch.setattr(calibration, "greedy_lists", greedy)
     recpo.calibrate(data, tmp_path / "factors", k=5, resamples=10)
     assert listed
     assert max(lists.max() for lists in listed) <= known

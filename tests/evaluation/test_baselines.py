@@ -14,7 +14,6 @@ from recpo.base.types import Histories
 from recpo.evaluation.baselines import (
     CooccurrenceBaseline,
     CooccurrenceOptions,
-    EventChunk,
     decayed_counts,
     neighbors_of,
     recent_counts,
@@ -34,7 +33,7 @@ def chunks_of(log, parts=3):
         for part in range(parts):
             users = range(part, len(log), parts)
             owner = np.concatenate([np.full(len(log[u]), u, np.int32) for u in users])
-            yield EventChunk(owner, np.concatenate([log[u] for u in users]))
+            yield {"user_index": owner, "item_index": np.concatenate([log[u] for u in users])}
 
     return events
 

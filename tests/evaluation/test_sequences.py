@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recpo.evaluation.sequences import ClusteredMean, EmpiricalBernstein, anytime_half_width, clustered_mean
+from recpo.evaluation.variants import ClusteredMean, EmpiricalBernstein, anytime_half_width, clustered_mean
 from tests.refusals import refused
 
 

@@ -12,8 +12,7 @@ import pytest
 from recpo.artifacts.semantic_codes import Codes
 from recpo.explorer.pages import Pages
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
-from recpo.explorer.survey import Survey
-from recpo.explorer.traffic import traffic
+from recpo.explorer.survey import Survey, traffic
 from recpo.verbs.contenders import contenders_of
 
 HOSTILE = "<script>alert(\"1\")</script> & 'x'"

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from recpo.explorer.pages import ITEM_ORDERS
-from recpo.explorer.server import PageServer, answer
+from recpo.explorer.pages import ITEM_ORDERS, PageServer, answer
 from recpo.explorer.survey import ORDERS
 from tests.explorer.conftest import HOSTILE
 from tests.refusals import refused

@@ -9,17 +9,33 @@ import pytest
 import torch
 
 import recpo
+from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.explorer.survey import ORDERS, Survey, calibration, coverage, moved_items, neighbors, overlaps
 from recpo.verbs.contenders import contenders_of
 from tests.refusals import refused
 
 
-def test_the_lists_of_a_page_are_those_of_the_sample(survey, people):
+def test_the_lists_of_a_page_are_those_of_the_sample(survey, people, data):
+    alone = {one.name: [] for one in survey.contenders}
+
+    class Scores(recpo.Measure):
+        def update(self, observed):
+            scores.append(observed.lists.scores.numpy())
+            return {}
+
+    for one in survey.contenders:
+        scores = alone[one.name]
+        batches = HeldOutBatches(data, "test", one.loaded.max_history, 7, Rank(), 30, one.loaded.reads)
+        evaluate_ranking(one.loaded.recommender, batches, Ranking(num_items=data.num_items, ks=(5,)), [Scores()])
+        alone[one.name] = np.concatenate(scores)
     for row, user in enumerate(survey.users.tolist()):
         shown = survey.lists_of(people.person(user))
         for one, places in zip(survey.contenders, shown, strict=True):
             assert [place.item for place in places] == [item for item in one.lists[row].tolist() if item]
-            np.testing.assert_allclose([place.score for place in places], one.scores[row][one.lists[row] > 0], 1e-5)
+            np.testing.assert_allclose(
+                [place.score for place in places], alone[one.name][row][one.lists[row] > 0], 1e-5
+            )
 
 
 def test_the_lists_are_those_of_recommend(survey, people, data):
@@ -109,25 +125,24 @@ def test_items_that_move(survey, catalog):
 
 
 def test_coverage_and_calibration_are_shares(survey, catalog):
-    for place, one in enumerate(coverage(survey, catalog)):
+    for place, (_, distinct, (_, popular, _, _)) in enumerate(coverage(survey, catalog)):
         items = survey.contenders[place].lists[survey.contenders[place].lists > 0]
-        assert one.items == len({*items.tolist()})
+        assert distinct == len({*items.tolist()})
         top = {
             index + 1
             for index in range(len(catalog.ranks))
             if catalog.ranks[index] <= max(1, len(catalog.ranks) // 100)
         }
-        assert one.popular == pytest.approx(np.mean([item in top for item in items.tolist()]))
-    (category, tags) = calibration(survey, catalog)
-    assert category.attribute == "category"
-    assert sum(before for _, before, _ in category.rows) == pytest.approx(1)
+        assert popular == pytest.approx(np.mean([item in top for item in items.tolist()]))
+    ((category, kinds), (tags, _)) = calibration(survey, catalog)
+    assert (category, tags) == ("category", "tags")
+    assert sum(before for _, before, _ in kinds) == pytest.approx(1)
     for number, one in enumerate(survey.contenders):
         counts = np.bincount(one.lists.ravel() % 3, minlength=3) - [(one.lists == 0).sum(), 0, 0]
         values = {"music": counts[1], "news": counts[2]}  # item 1 is music, item 2 news
-        for value, _, shares in category.rows:
+        for value, _, shares in kinds:
             if value in values:
                 assert shares[number] == pytest.approx(values[value] / counts.sum())
-    assert tags.attribute == "tags"
     for name, row in overlaps(survey):
         assert row[survey_index(survey, name)] == pytest.approx(1)
 
@@ -137,14 +152,14 @@ def survey_index(survey, name):
 
 
 def test_neighbors_by_factors_and_by_lists(survey, factors):
-    near = neighbors(survey, 4)
+    _, near = neighbors(survey, 4)
     vectors = factors.item_factors / factors.item_factors.norm(dim=1, keepdim=True)
     cosines = (vectors @ vectors[3]).tolist()
     cosines[3] = -math.inf
     assert [one for one, _ in near] == [i + 1 for i in np.argsort(-np.array(cosines), kind="stable")[: len(near)]]
     assert near[0][1] == pytest.approx(max(cosines), abs=1e-5)
     item = int(survey.contenders[-1].lists[0][0])
-    together = neighbors(replace(survey, grades=None), item)
+    _, together = neighbors(replace(survey, grades=None), item)
     having = [row for row in survey.contenders[-1].lists.tolist() if item in row]
     for other, share in together:
         assert share == pytest.approx(np.mean([other in row for row in having]))

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recpo.explorer.traffic import traffic
+from recpo.explorer.survey import traffic
 from tests.refusals import refused
 
 
@@ -34,7 +34,6 @@ def test_rates_by_variant_and_over_time(server_log, data):
         assert one.disliked == pytest.approx(group["dislike"].mean())
         assert one.answered == pytest.approx(group["watch_time"].notna().mean())
         assert one.short_lists == pytest.approx((lengths < lengths.max()).mean())
-        assert one.shortest == lengths.min()
     known = {*data.item_ids().to_external(range(1, data.num_items + 1)).to_pylist()}
     unknown = sum(one.unknown_items * one.exposures for one in found.by_variant)
     assert unknown == pytest.approx((~log["item_id"].isin(known)).sum())

@@ -88,9 +88,12 @@ def interval_chart(
     svg = _svg(title, description, height)
     known = [x for row in rows for x in (row.mean, row.low, row.high) if x is not None]
     axis = _Axis.over([*known, 0.0] if with_zero else known, _LABELS + 8, WIDTH - _VALUES - 8)
-    _ticks_below(svg, axis, height - _AXIS)
+    bottom = height - _AXIS
+    for tick in axis.ticks():
+        _line(svg, axis(tick), 2, axis(tick), bottom, "grid")
+        _text(svg, _tick_text(tick), axis(tick), bottom + 16, "tick middle")
     if with_zero and known:
-        _line(svg, axis(0), 2, axis(0), height - _AXIS, "zero")
+        _line(svg, axis(0), 2, axis(0), bottom, "zero")
     for number, row in enumerate(rows):
         middle = _ROW * number + _ROW / 2 + 2
         _row_label(svg, row.label, middle)
@@ -135,7 +138,6 @@ def line_chart(
     if not x_names:
         for tick in sorted(set(xs)) if len(set(xs)) <= 6 else x_axis.ticks():
             _text(svg, _tick_text(tick), x_axis(tick), height - 24, "tick middle")
-    if not x_names:
         _text(svg, x_label, (58 + WIDTH - 12) / 2, height - 6, "tick middle")
     for number, line in enumerate(lines):
         if not with_whiskers:
@@ -264,12 +266,6 @@ def _svg(title: str, description: str, height: float) -> Element:
     SubElement(svg, "title").text = title
     SubElement(svg, "desc").text = description
     return svg
-
-
-def _ticks_below(svg: Element, axis: _Axis, bottom: float) -> None:
-    for tick in axis.ticks():
-        _line(svg, axis(tick), 2, axis(tick), bottom, "grid")
-        _text(svg, _tick_text(tick), axis(tick), bottom + 16, "tick middle")
 
 
 def _row_label(svg: Element, label: str, middle: float) -> None:

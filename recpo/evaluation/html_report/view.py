@@ -6,13 +6,14 @@ have every contender.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from recpo.evaluation import reading
+from recpo.evaluation.catalog_ranking import NEW_METRICS
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import (
     Cell,
@@ -27,7 +28,6 @@ from recpo.evaluation.html_report.parts import (
 )
 from recpo.evaluation.html_report.svg import Figure, number_text
 from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
-from recpo.evaluation.segments import NEW_METRICS
 
 _ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
 _DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
@@ -81,11 +81,11 @@ def html_report(document: Document) -> str:
     """
     view = EvaluationView(document)
     setting = view.setting
-    names = ", ".join(row.name for row in view.rows_of_all)
+    names, users = ", ".join(row.name for row in view.rows_of_all), view.ranked[0]["counts"]["users"]
     return render(
         "evaluation.html.jinja",
         title=f"Offline evaluation, {setting['split']} period",
-        subtitle=f"{names}: {view.counts['users']:,} users, {setting['num_items']:,} items, every item ranked",
+        subtitle=f"{names}: {users:,} users, {setting['num_items']:,} items, every item ranked",
         version=setting["recpo_version"],
         numbers="metrics.json",
         view=view,
@@ -105,7 +105,6 @@ class EvaluationView:
         self.document = document
         self.setting: Document = document["setting"]
         self.k: int = self.setting["ks"][0]
-        self.plain_setting = {name: value for name, value in self.setting.items() if name != "segments"}
         self.shares = _SHARES
         self.rows_of_all = rows_of(document)
         self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
@@ -124,15 +123,15 @@ class EvaluationView:
         value, ranked = self.criterion, self._by_criterion
         if value is None or not ranked:
             return None
-        tested = [row for row in ranked if row.kind != "baseline"]
-        baselines = [row for row in ranked if row.kind == "baseline"]
+        tested = [one for one in ranked if one[0].kind != "baseline"]
+        baselines = [row for row, _ in ranked if row.kind == "baseline"]
         over_baselines = bool(tested and baselines)
-        best, *others = tested or baselines
-        mean, low, high, _ = _spread(value, best)
+        (best, (mean, low, high, _)), *others = tested or ranked
         ends = _ends("range of the seeds" if len(best.members) > 1 else "95 % interval", low, high)
         answer = Answer(value.name, value.why, best.name, over_baselines, number_text(mean), ends)
-        for other in baselines if over_baselines else others:
-            pairs = [value.difference(one["name"], two["name"]) for one in best.members for two in other.members]
+        for other in baselines if over_baselines else [row for row, _ in others]:
+            names = [(one["name"], two["name"]) for one in best.members for two in other.members]
+            pairs = [value.differences.get(pair) for pair in names]
             known = [pair for pair in pairs if pair is not None]
             if len(known) == len(pairs):
                 lows, highs = [d.low for d in known if d.low is not None], [d.high for d in known if d.high is not None]
@@ -150,24 +149,21 @@ class EvaluationView:
         """All contenders by the criterion, best first, with their intervals."""
         value = self.criterion
         name = f"NDCG@{self.k}" if value is None else value.name
-        rows = [
-            _interval_row(row.name, None if value is None else _spread(value, row), row.style)
-            for row in self._by_criterion
-        ]
+        rows = [_interval_row(row.name, spread, row.style) for row, spread in self._by_criterion]
         remark = "95 % intervals; seeds: range"
         return svg.interval_chart(name, f"{name} of every contender, the best first", rows, remark)
 
     @cached_property
-    def _by_criterion(self) -> list[Contenders]:
-        value = self.criterion
-        if value is None:
-            return []
-        known = [
-            row
-            for row in self.rows_of_all
-            if row.kind != "oracle" and all(one["name"] in value.of for one in row.members)
-        ]
-        return sorted(known, key=lambda row: -_spread(value, row).mean)
+    def _by_criterion(self) -> list[tuple[Contenders, Spread]]:
+        of = {} if self.criterion is None else self.criterion.of
+        found = []
+        for row in self.rows_of_all:
+            values = [of[one["name"]] for one in row.members if one["name"] in of]
+            means = [value.mean for value in values]
+            if len(values) == len(row.members):
+                ends = values[0][1:3] if len(values) == 1 else (min(means), max(means))
+                found.append((row, Spread(fmean(means), *ends, "")))
+        return sorted(found, key=lambda one: -one[1].mean)
 
     # metrics
 
@@ -185,17 +181,6 @@ class EvaluationView:
     def single(self) -> list[Contenders]:
         """One row per contender that made lists, seeds or not."""
         return [Contenders(one["name"], [one], self.style[one["name"]]) for one in self.ranked]
-
-    @property
-    def counts(self) -> Document:
-        """Counts of the users."""
-        found: Document = self.ranked[0]["counts"]
-        return found
-
-    @property
-    def several(self) -> bool:
-        """Whether there is anything to compare."""
-        return len(self.ranked) > 1
 
     @property
     def main_table(self) -> Table:
@@ -217,15 +202,15 @@ class EvaluationView:
     @property
     def new_items_tables(self) -> list[Table]:
         """Metrics on new items, a table per list length."""
-        return self._tables_per_k(lambda k: self._at(NEW_METRICS, k), "new items, ")
+        return self._tables_per_k(NEW_METRICS, "new items, ")
 
     @property
     def beyond_accuracy(self) -> list[Table]:
         """The other metrics of lists, which are neither better nor worse when larger."""
         known = {*_ACCURACY, *_DISLIKES, *_TRUE, *NEW_METRICS}
         own = reading.further_metrics(self.document)
-        beyond = [name for name in self._every if "@" in name and name not in own and name.split("@")[0] not in known]
-        return self._tables_per_k(lambda k: [name for name in beyond if name.endswith(f"@{k}")], "", is_ranked=False)
+        names = (name.split("@")[0] for name in self._every if "@" in name and name not in own)
+        return self._tables_per_k([name for name in dict.fromkeys(names) if name not in known], "", is_ranked=False)
 
     @property
     def totals(self) -> list[Table]:
@@ -272,7 +257,7 @@ class EvaluationView:
     def compared_pairs(self) -> list[tuple[str, str]]:
         """All pairs, the better one by the criterion first; if there are many, the best with each of the others."""
         values = {} if self.criterion is None else self.criterion.of
-        names = sorted(values, key=lambda name: -values[name])
+        names = sorted(values, key=lambda name: -values[name].mean)
         others = [contender["name"] for contender in self.ranked if contender["kind"] != "oracle"]
         names += [name for name in others if name not in names]
         if len(names) <= _MOST_FOR_ALL_PAIRS:
@@ -444,9 +429,7 @@ class EvaluationView:
     @cached_property
     def _every(self) -> list[str]:
         """Names of all metrics, in the order of the contenders."""
-        return list(
-            dict.fromkeys(metric for contender in self.document["contenders"] for metric in contender["metrics"])
-        )
+        return list(dict.fromkeys(metric for one in self.document["contenders"] for metric in one["metrics"]))
 
     def _at(self, names: Iterable[str], k: int) -> list[str]:
         """The metrics among ``names`` at ``k`` that at least one contender has."""
@@ -458,11 +441,11 @@ class EvaluationView:
         periods = (self.document["labels"] or {"periods": {}})["periods"]
         return sorted(periods.items(), key=lambda period: period[0] != "train")
 
-    def _tables_per_k(self, names: Callable[[int], list[str]], about: str, *, is_ranked: bool = True) -> list[Table]:
+    def _tables_per_k(self, names: Iterable[str], about: str, *, is_ranked: bool = True) -> list[Table]:
         return [
             self._metrics_table(found, f"{about}lists of {k}", self.single, is_ranked=is_ranked)
             for k in self.setting["ks"]
-            if (found := names(k))
+            if (found := self._at(names, k))
         ]
 
     def _metrics_table(
@@ -497,14 +480,6 @@ class EvaluationView:
 
 def _values_of(row: Contenders, metric: str) -> list[Document | None]:
     return [one["metrics"].get(metric) for one in row.members]
-
-
-def _spread(value: Value, row: Contenders) -> Spread:
-    """The criterion of a row whose members all have it."""
-    names = [one["name"] for one in row.members]
-    values = [value.of[name] for name in names]
-    low, high = (min(values), max(values)) if len(names) > 1 else value.ends[names[0]]
-    return Spread(fmean(values), low, high, "")
 
 
 def _ends(what: str, low: float | None, high: float | None) -> str:

@@ -181,32 +181,30 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
         found.append("this is what the reward model believes: no interval contains the model's error")
     if isinstance(estimator, ClippedIPS) and diagnostics.tail.largest > estimator.limit:
         found.append(f"biased, for rewards >= 0 toward 0: weights above {estimator.limit:g} are cut")
-    if estimator.reads_weights:
-        found += _about_size(diagnostics) + _about_tail(diagnostics.tail) + _about_support(diagnostics)
-        if estimator.self_normalized and diagnostics.no_item_share > MEAN_WEIGHT_TOLERANCE:
-            found.append(
-                f"biased: {diagnostics.no_item_share:.0%} of the policy's draws are not items; self-normalized "
-                "estimators leave them out; IPS and DR count them as a reward of 0"
-            )
-        if source == "estimated":
-            found.append("propensities are estimated: they know how often an item was shown, not to whom")
+    if not estimator.reads_weights:
+        return tuple(found)
+    found += _about_weights(diagnostics)
+    if estimator.self_normalized and diagnostics.no_item_share > MEAN_WEIGHT_TOLERANCE:
+        found.append(
+            f"biased: {diagnostics.no_item_share:.0%} of the policy's draws are not items; self-normalized "
+            "estimators leave them out; IPS and DR count them as a reward of 0"
+        )
+    if source == "estimated":
+        found.append("propensities are estimated: they know how often an item was shown, not to whom")
     return tuple(found)
 
 
-def _about_size(diagnostics: Diagnostics) -> list[str]:
-    effective = diagnostics.effective_rows
+def _about_weights(diagnostics: Diagnostics) -> list[str]:
+    """Whether they are enough, their tail, and whether the log shows what the policy would."""
+    found, effective, tail = [], diagnostics.effective_rows, diagnostics.tail
     if effective < LEAST_EFFECTIVE_ROWS:
-        return [
+        found.append(
             f"means nothing: only {effective:.0f} effective rows of {diagnostics.rows:,}, "
             f"expected at least {LEAST_EFFECTIVE_ROWS:.0f}"
-        ]
-    if effective < LEAST_EFFECTIVE_SHARE * diagnostics.rows:
-        return [f"little of the log speaks about this policy: {effective:.0f} effective rows of {diagnostics.rows:,}"]
-    return []
-
-
-def _about_tail(tail: WeightTail) -> list[str]:
-    found = []
+        )
+    elif effective < LEAST_EFFECTIVE_SHARE * diagnostics.rows:
+        speaks = f"{effective:.0f} effective rows of {diagnostics.rows:,}"
+        found.append(f"little of the log speaks about this policy: {speaks}")
     if tail.largest_share > LARGEST_SHARE:
         found.append(f"one row carries {tail.largest_share:.0%} of all weight")
     if tail.pareto_k > LARGEST_PARETO_K:
@@ -214,21 +212,13 @@ def _about_tail(tail: WeightTail) -> list[str]:
             f"the weights have a long tail (Pareto k {tail.pareto_k:.2f} > {LARGEST_PARETO_K}): larger ones than the "
             "log happens to hold are missing, and intervals are too narrow"
         )
-    return found
-
-
-def _about_support(diagnostics: Diagnostics) -> list[str]:
-    found = []
     interval = diagnostics.mean_weight_interval
     # weights of a policy close to the logging policy hardly vary, so rounded propensities must not trigger the warning
     expected = 1 - (0.0 if math.isnan(diagnostics.no_item_share) else diagnostics.no_item_share)
     off = abs(diagnostics.mean_weight - expected) > MEAN_WEIGHT_TOLERANCE
     if off and (interval.low > expected or interval.high < expected):
-        cause = (
-            "propensities are wrong, or the policy wants items that the log cannot show"
-            if interval.high < expected
-            else "propensities are wrong"
-        )
+        cause = "propensities are wrong"
+        cause += ", or the policy wants items that the log cannot show" if interval.high < expected else ""
         found.append(f"the mean weight is {diagnostics.mean_weight:.3g}, expected {expected:.3g}: {cause}")
     if diagnostics.unsupported_share > LARGEST_UNSUPPORTED_SHARE:
         found.append(

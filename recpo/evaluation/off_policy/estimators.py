@@ -205,8 +205,8 @@ class CombinedIPS(Estimator):
     num_controls: ClassVar[int] = 2
 
     def _ratios(self, rows: Rows) -> Ratios:
-        weight = rows.weight
-        return [(weight * rows.reward, None), (weight - 1, None), (weight * _q_hat(rows) - _v_hat(rows), None)]
+        weight, q_hat, v_hat = rows.weight, _given(rows, "q_hat"), _given(rows, "v_hat")
+        return [(weight * rows.reward, None), (weight - 1, None), (weight * q_hat - v_hat, None)]
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class DM(Estimator):
     reads_weights: ClassVar[bool] = False
 
     def _ratios(self, rows: Rows) -> Ratios:
-        return [(_v_hat(rows), None)]
+        return [(_given(rows, "v_hat"), None)]
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class DR(Estimator):
     name: ClassVar[str] = "DR"
 
     def _ratios(self, rows: Rows) -> Ratios:
-        return [(_v_hat(rows) + _corrections(rows), None)]
+        return [(_given(rows, "v_hat") + _corrections(rows), None)]
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class SNDR(Estimator):
     num_ratios: ClassVar[int] = 2
 
     def _ratios(self, rows: Rows) -> Ratios:
-        return [(_v_hat(rows), None), (_corrections(rows), rows.weight)]
+        return [(_given(rows, "v_hat"), None), (_corrections(rows), rows.weight)]
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class SwitchDR(Estimator):
     threshold: float = 100.0
 
     def _ratios(self, rows: Rows) -> Ratios:
-        return [(_v_hat(rows) + np.where(rows.weight <= self.threshold, _corrections(rows), 0.0), None)]
+        return [(_given(rows, "v_hat") + np.where(rows.weight <= self.threshold, _corrections(rows), 0.0), None)]
 
 
 @dataclass(frozen=True)
@@ -310,20 +310,15 @@ def influences_of(sums: FloatArray) -> FloatArray:
         return np.asarray((numerator - numerator.sum(0) / total * denominator) / total)
 
 
-def _v_hat(rows: Rows) -> FloatArray:
-    if rows.v_hat is None:
-        raise RecpoError("this estimator needs the reward model's v_hat", code="missing_value", field="v_hat")
-    return rows.v_hat
-
-
-def _q_hat(rows: Rows) -> FloatArray:
-    if rows.q_hat is None:
-        raise RecpoError("this estimator needs the reward model's q_hat", code="missing_value", field="q_hat")
-    return rows.q_hat
+def _given(rows: Rows, name: Literal["q_hat", "v_hat"]) -> FloatArray:
+    values = rows.q_hat if name == "q_hat" else rows.v_hat
+    if values is None:
+        raise RecpoError(f"this estimator needs the reward model's {name}", code="missing_value", field=name)
+    return values
 
 
 def _corrections(rows: Rows) -> FloatArray:
-    return rows.weight * (rows.reward - _q_hat(rows))
+    return rows.weight * (rows.reward - _given(rows, "q_hat"))
 
 
 class SlateRows(NamedTuple):
@@ -367,11 +362,8 @@ class SlateEstimator(ABC):
         positions = rows.mask.shape[1]
         counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
         if len(counts) < positions:
-            raise RecpoError(
-                f"{len(counts)} position weights for slates of {positions}",
-                code="wrong_shape",
-                field="position_weight",
-            )
+            message = f"{len(counts)} position weights for slates of {positions}"
+            raise RecpoError(message, code="wrong_shape", field="position_weight")
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
         gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
         return np.concatenate([gained, weight if self.self_normalized else np.ones_like(gained)], axis=1)
@@ -484,11 +476,8 @@ class AdditiveRewardModel:
             reward = _known(chunk).reward
             totals += [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]
         if not totals[0]:
-            raise RecpoError(
-                "the reward model has nothing to learn from: no training event has a reward",
-                code="empty",
-                field="reward",
-            )
+            message = "the reward model has nothing to learn from: no training event has a reward"
+            raise RecpoError(message, code="empty", field="reward")
         mean = totals[1] / totals[0]
         noise = totals[2] / totals[0] - mean**2
         users, items = np.zeros(num_users), np.zeros(num_items + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,15 +72,15 @@ class OffPolicyMeasure(Measure):
         who, what, *columns = _numpy(rewarded, users, slates.item_ids, reward, one, one)
         self._targets[LOGGING_POLICY].update(who, what, Rows(*columns))
         predicted = [] if self._model is None else [self._model(observed.batch.user_ids, slates.item_ids)]
-        for name, choice in self._choices(observed).items():
+        for name, probability, items, v_hat in self._choices(observed):
             # without v_hat, the reward model gives no value of the target
-            model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
-            who, what, *columns = _numpy(usable, users, slates.item_ids, reward, choice.probability, propensity, *model)
+            model = [] if v_hat is None else [*predicted, v_hat[:, None].expand_as(reward)]
+            who, what, *columns = _numpy(usable, users, slates.item_ids, reward, probability, propensity, *model)
             estimators = self._options.estimators(bool(model))
             sums = self._targets.setdefault(name, TargetSums(estimators, self._setting.num_items))
             sums.update(who, what, Rows(*columns))
-            if choice.items is not None:
-                chosen = choice.items.flatten() if name == POLICY else choice.items[choice.items > 0]
+            if items is not None:
+                chosen = items.flatten() if name == POLICY else items[items > 0]
                 sums.add_choices(chosen.cpu().numpy())
         self._batches += 1
         return {}
@@ -110,10 +110,13 @@ class OffPolicyMeasure(Measure):
             )
         return result_of(totals, self._options)
 
-    def _choices(self, observed: Observed) -> dict[str, _Choice]:
-        """The choices of each target in the contexts of the batch."""
+    def _choices(self, observed: Observed) -> Iterator[tuple[str, Tensor, Tensor | None, Tensor | None]]:
+        """Each target, with its probability of the logged items, the items that it would show, and its value.
+
+        In the contexts of the batch: ``[B, S]`` float64; ``[B, n]``, each equally likely, 0 = not an item, None = it
+        cannot be sampled; ``[B]`` by the reward model, None = there is no model, or it cannot be sampled.
+        """
         batch, lists = observed.batch.feedback, observed.lists.item_ids
-        choices = {}
         if observed.logp is not None:
             drawn, probability = self._draw(batch.histories), observed.logp.double().exp()
             if observed.unavailable is not None:
@@ -122,7 +125,7 @@ class OffPolicyMeasure(Measure):
                 drawn = None if drawn is None else drawn * ~is_member(drawn, observed.unavailable)
             # a draw that is not an item (codes without an item, if normalized over the codebook), or an item that was
             # not a candidate, earns nothing
-            choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
+            yield POLICY, probability, drawn, self._value(observed.batch.user_ids, drawn)
         for k in self._options.top_k or self._setting.ks:
             longest = lists.shape[1]
             fits = longest >= min(k, self._setting.num_items)
@@ -130,8 +133,7 @@ class OffPolicyMeasure(Measure):
             first = lists[:, :k]
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
-            choices[f"top_{k}"] = _Choice(probability, first, self._value(observed.batch.user_ids, first, filled))
-        return choices
+            yield f"top_{k}", probability, first, self._value(observed.batch.user_ids, first, filled)
 
     def _draw(self, histories: Histories) -> Tensor | None:
         if self._sample is None:
@@ -158,20 +160,6 @@ class OffPolicyMeasure(Measure):
         rule = f"must contain every possible reward, such as those from {least:g} to {most:g}"
         fits = low <= least and most <= high
         validate_range(fits, "off_policy.reward_range", rule, self._options.reward_range)
-
-
-class _Choice(NamedTuple):
-    """A target in the contexts of a batch.
-
-    Attributes:
-        probability: ``[B, S]`` float64, probability of the logged items.
-        items: ``[B, n]`` items that it would show, each equally likely, 0 = not an item; None = it cannot be sampled.
-        v_hat: ``[B]`` its value by the reward model; None = there is no model, or it cannot be sampled.
-    """
-
-    probability: Tensor
-    items: Tensor | None
-    v_hat: Tensor | None
 
 
 def _numpy(kept: Tensor, *columns: Tensor) -> list[NDArray[Any]]:
@@ -221,11 +209,8 @@ class OffPolicySetting:
             return torch.where(slates.item_ids > 0, share[(slates.item_ids - 1).clamp_min(0)], torch.nan)
         if self.options.propensity == "uniform":
             if slates.is_random is None:
-                raise RecpoError(
-                    "off-policy value: propensity uniform needs the log's is_random column",
-                    code="missing_column",
-                    field="is_random",
-                )
+                message = "off-policy value: propensity uniform needs the log's is_random column"
+                raise RecpoError(message, code="missing_column", field="is_random")
             return torch.where(slates.is_random, 1.0 / (self.options.pool_size or self.num_items), torch.nan).double()
         if slates.logp_behavior is None:
             raise RecpoError(
@@ -236,11 +221,8 @@ class OffPolicySetting:
             )
         logged = slates.logp_behavior.double()
         if bool((logged > 1e-6).any()):
-            raise RecpoError(
-                f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1",
-                code="out_of_range",
-                field="propensity",
-            )
+            message = f"off-policy value: a logged propensity is {logged.max().exp():.6g}, expected at most 1"
+            raise RecpoError(message, code="out_of_range", field="propensity")
         return torch.where(torch.isneginf(logged), torch.nan, logged.exp())
 
 
@@ -326,18 +308,12 @@ def value(
     count = arrays["rewards"].shape[:1]
     for name, one in arrays.items():
         if one.ndim != 1 or one.shape != count:
-            raise RecpoError(
-                f"off-policy value: {name} has the shape {one.shape}, expected one number per reward, {count}",
-                code="wrong_shape",
-                field=name,
-            )
+            message = f"off-policy value: {name} has the shape {one.shape}, expected one number per reward, {count}"
+            raise RecpoError(message, code="wrong_shape", field=name)
     if ("q_hat" in arrays) != ("v_hat" in arrays):
         missing = "v_hat" if "q_hat" in arrays else "q_hat"
-        raise RecpoError(
-            f"off-policy value: a reward model needs both q_hat and v_hat, and {missing} is missing",
-            code="missing_value",
-            field=missing,
-        )
+        message = f"off-policy value: a reward model needs both q_hat and v_hat, and {missing} is missing"
+        raise RecpoError(message, code="missing_value", field=missing)
     owner = arrays.pop("users", np.arange(count[0]))
     rows = Rows(*(one.astype(np.float64) for one in arrays.values()))
     return result_of_rows(rows, np.unique(owner, return_inverse=True)[1], options)

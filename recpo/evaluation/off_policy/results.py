@@ -167,27 +167,19 @@ class ClusterSums:
     """Adds up columns of rows per user. A user's rows may come in several chunks."""
 
     def __init__(self, num_columns: int) -> None:
-        self._merged = Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))
-        self._pending: list[Clusters] = []
+        self._parts = [Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))]
 
     def update(self, users: IntArray, columns: FloatArray) -> None:
         """Adds rows: ``users [N]`` and ``columns [N, K]``."""
-        if not len(users):
-            return
-        self._pending.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
-        if sum(len(part.users) for part in self._pending) > len(self._merged.users):
-            self._merge()  # merged at every doubling, so each user is merged a logarithmic number of times
+        self._parts.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
+        if sum(len(part.users) for part in self._parts[1:]) > len(self._parts[0].users):
+            self.compute()  # merged at every doubling, so each user is merged a logarithmic number of times
 
     def compute(self) -> Clusters:
         """The sums so far."""
-        if self._pending:
-            self._merge()
-        return self._merged
-
-    def _merge(self) -> None:
-        parts = [self._merged, *self._pending]
-        users, sums, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        self._merged, self._pending = _summed(users, sums, rows), []
+        if len(self._parts) > 1:
+            self._parts = [_summed(*(np.concatenate(columns) for columns in zip(*self._parts, strict=True)))]
+        return self._parts[0]
 
 
 def _summed(users: IntArray, columns: FloatArray, rows: IntArray) -> Clusters:
@@ -413,11 +405,8 @@ class OffPolicyResult:
                 continue
             theirs = other.totals[target]
             if not (np.array_equal(mine.users, theirs.users) and np.array_equal(mine.rows, theirs.rows)):
-                raise RecpoError(
-                    "a paired difference needs both results on the same rows of the same users",
-                    code="mismatch",
-                    field="users",
-                )
+                message = "a paired difference needs both results on the same rows of the same users"
+                raise RecpoError(message, code="mismatch", field="users")
             shared = [estimator for estimator in mine.by_estimator if estimator in theirs.by_estimator]
             pairs = {e: _pair(e, mine.by_estimator[e], theirs.by_estimator[e]) for e in shared}
             found += self._differences(target, pairs)
