@@ -16,7 +16,7 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
-from recpo.ops.kl import categorical_kl
+from recpo.ops.log_ratios import categorical_kl
 from recpo.policies import semantic_search
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids

@@ -38,9 +38,18 @@ from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.ops.linear_algebra import RidgeSolution, damped_mean, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.policies.grade_factors import GradeFactorsOptions, num_columns, user_means
+from recpo.policies.grade_factors import (
+    GradeFactorsOptions,
+    damped_mean,
+    item_forms,
+    normal_equations,
+    num_columns,
+    recent_feedback,
+    user_forms,
+    user_means,
+    with_one,
+)
 
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
@@ -68,9 +77,8 @@ class Factors(Artifact):
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32; with the popularity of the item where ``with_popularity`` added it.
         factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
-        history_prior: ``[V, r + 1]`` float32. The damped mean over the events of a history
-            (``recpo.ops.linear_algebra.damped_mean``) is the prior mean of its user's factors and bias; 0 = the prior
-            mean is 0 for everybody.
+        history_prior: ``[V, r + 1]`` float32. The damped mean (``recpo.policies.grade_factors.damped_mean``) over the
+            events of a history is the prior mean of its user's factors and bias; 0 = the prior mean is 0 for everybody.
         user_prior: ``[C, r + 1]`` float32, what the features of a user add to the prior mean
             (``recpo.policies.grade_factors.linear_in_features``); None = no features of users are read.
         item_prior: ``[C + 1, 2 (r + 1)]`` float32, factors, bias and ``history_prior`` of an item without events: what
@@ -215,15 +223,10 @@ class Factors(Artifact):
         Raises:
             RecpoError: the histories have no feedback levels, or no features of users although the model reads them.
         """
-        return torch.cat([solution.weights.float() for solution in self._solutions(histories)])
+        return self.fold_in_with_covariance(histories)[0]
 
     def fold_in_with_covariance(self, histories: Histories) -> tuple[Tensor, Tensor]:
         """Like ``fold_in``; also returns the inverses ``[B, r + 1, r + 1]`` float32 of the normal matrices."""
-        solutions = list(self._solutions(histories))
-        covariance = torch.cat([solution.covariance.float() for solution in solutions])
-        return torch.cat([solution.weights.float() for solution in solutions]), covariance
-
-    def _solutions(self, histories: Histories) -> list[RidgeSolution]:
         if histories.feedback is None:
             raise RecpoError(
                 "factors are folded in from graded events, and these histories have no feedback levels",
@@ -235,22 +238,20 @@ class Factors(Artifact):
         means = torch.zeros(len(histories.lengths), self.rank + 1, dtype=torch.float64, device=histories.lengths.device)
         if self.user_prior is not None:
             means = user_means(self.features.user, histories, self.user_prior)
-        columns = histories.item_ids, histories.lengths, histories.feedback, means
-        return [self._solution(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        feedback, recent = recent_feedback(histories, self.max_history)
+        columns = histories.item_ids, feedback, recent & (feedback > 0), means
+        parts = [self._folded(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        weights, covariance = (torch.cat(column).float() for column in zip(*parts, strict=True))
+        return weights, covariance
 
-    def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor, means: Tensor) -> RidgeSolution:
-        place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        grade = _grades_on(item_ids.device)[feedback]
-        known = (place < lengths[:, None]) & (place >= lengths[:, None] - self.max_history)
-        known &= (item_ids > 0) & ~grade.isnan()
+    def _folded(self, item_ids: Tensor, feedback: Tensor, known: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         row = (item_ids - 1).clamp_min(0)
-        ones = torch.ones_like(grade, dtype=self.item_factors.dtype)[..., None]
-        rows = torch.cat([self.item_factors[row], ones], -1)
+        targets = _grades_on(item_ids.device)[feedback] - self.mean - self.item_bias[row].double()
         variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
         prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
         prior[-1] = self.bias_ridge
         pull = prior * (damped_mean(self.history_prior[row], known) + means)
-        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, variance + prior, pull)
+        return ridge_regression(with_one(self.item_factors[row]), targets, known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -423,6 +424,18 @@ class Factors(Artifact):
 GATHER_COST: Final = 8
 
 
+def ridge_regression(
+    rows: Tensor, targets: Tensor, known: Tensor, ridge: Tensor, pull: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The solutions ``[B, d]`` of ``normal_equations``, and the inverses ``[B, d, d]`` of their matrices, float64.
+
+    The inverse times the variance of the noise is the covariance of the posterior.
+    """
+    matrix, right = normal_equations(rows, targets, known, ridge, pull)
+    factor = torch.linalg.cholesky(matrix)
+    return torch.cholesky_solve(right[..., None], factor)[..., 0], torch.cholesky_inverse(factor)
+
+
 @lru_cache
 def _grades_on(device: torch.device) -> Tensor:
     """The grades of the feedback levels, copied to a device once: a copy in every step would wait for it."""
@@ -456,7 +469,7 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
 
 
 def item_vectors(model: Factors) -> Tensor:
-    """``[V, (r + 1) (r + 2)]``, see ``recpo.ops.linear_algebra.item_forms``.
+    """``[V, (r + 1) (r + 2)]``, see ``recpo.policies.grade_factors.item_forms``.
 
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.
