@@ -85,10 +85,14 @@ class FeatureEncoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.dense = nn.Parameter(torch.empty(hidden, len(scales))) if scales else None
         self.output = Linear(hidden, dim)
-        places = [one.length if isinstance(one, Categories) else 1 for one in coded]
-        self.register_buffer("_sizes", _repeated(sizes, places), persistent=False)
+        places = torch.tensor([one.length if isinstance(one, Categories) else 1 for one in coded], dtype=torch.long)
+        self.register_buffer(
+            "_sizes", torch.tensor(sizes, dtype=torch.long).repeat_interleave(places), persistent=False
+        )
         firsts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self.register_buffer("_offsets", _repeated(firsts, places), persistent=False)
+        self.register_buffer(
+            "_offsets", torch.tensor(firsts, dtype=torch.long).repeat_interleave(places), persistent=False
+        )
         std = len(features) ** -0.5
         with torch.no_grad():
             if self.table is not None:
@@ -156,11 +160,6 @@ class FeatureEncoder(nn.Module):
                 code="wrong_shape",
                 field="features",
             )
-
-
-def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
-    every = [value for value, count in zip(values, times, strict=True) for _ in range(count)]
-    return torch.tensor(every, dtype=torch.long)
 
 
 def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,14 +17,13 @@ from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.log_ratios import categorical_kl
-from recpo.policies import semantic_search
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
 from recpo.policies.sampling import planned_items, scoring_plan, spread
-from recpo.policies.semantic_search import Trie
+from recpo.policies.semantic_search import NEVER, CodeSearch, Trie
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
@@ -121,7 +120,14 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
                 code="conflicting_options",
                 field="policy.id_vectors",
             )
-        table = _codes_of_catalog(self.codes, self.num_items)
+        table = Codes.open(self.codes)
+        if table.num_items != self.num_items:
+            raise RecpoError(
+                f"{self.codes} has codes of {table.num_items} items, the catalog has {self.num_items}: make them for "
+                "the prepared data with `recpo tokenize`",
+                code="mismatch",
+                field="codes",
+            )
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
@@ -195,11 +201,11 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         validate_list_length(k, self.num_items)
         states, width = self.encode(histories), max(self.beam_width, k)
         if torch.compiler.is_exporting():
-            return self._beam_search(states, histories.lengths, k, width, exclude)
+            return _CodeByCode(self, states, histories.lengths).beam_search(k, width, exclude)
         contexts = max(1, _BEAMS_AT_ONCE // width)
         parts = [
-            self._beam_search(
-                states[part], histories.lengths[part], k, width, None if exclude is None else exclude[part]
+            _CodeByCode(self, states[part], histories.lengths[part]).beam_search(
+                k, width, None if exclude is None else exclude[part]
             )
             for part in (slice(begin, begin + contexts) for begin in range(0, max(1, len(states)), contexts))
         ]
@@ -210,23 +216,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
-        decoder = _CodeByCode(self, self.encode(histories), histories.lengths)
-        return semantic_search.sample(
-            decoder, self.trie, len(histories.lengths), group_size, options, normalizer=self.normalizer
-        )
-
-    def _beam_search(
-        self, states: Tensor, lengths: Tensor, k: int, width: int, exclude: Tensor | None
-    ) -> Recommendations:
-        return semantic_search.beam_search(
-            _CodeByCode(self, states, lengths),
-            self.trie,
-            states.shape[0],  # not len(), which an exported program would take for a constant
-            k,
-            width,
-            exclude=exclude,
-            normalizer=self.normalizer,
-        )
+        return _CodeByCode(self, self.encode(histories), histories.lengths).sample(group_size, options)
 
     def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
         """The codes of all needed positions, and what the decoder made of the codes before each."""
@@ -243,7 +233,7 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         logits = self.decoder.logits(level, scored.hidden[:, level])
         if self.normalizer == "codebook":
             return logits
-        return logits.masked_fill(~self.trie.allowed(level, scored.nodes[:, level]), semantic_search.NEVER)
+        return logits.masked_fill(~self.trie.allowed(level, scored.nodes[:, level]), NEVER)
 
     def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
         """Inputs of the decoder, ``[..., t, d]``, for codes ``[..., t]`` of the levels from ``level`` on."""
@@ -261,15 +251,17 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class _CodeByCode:
+class _CodeByCode(CodeSearch):
     """The decoder for a search: one step per level for the beams of every context."""
 
     def __init__(self, policy: SemanticIdPolicy, states: Tensor, lengths: Tensor) -> None:
+        # not len(states), which an exported program would take for a constant
+        super().__init__(policy.trie, states.shape[0], policy.normalizer)
         self._policy, self._lengths = policy, lengths
         self._context: Context = policy.decoder.read(states)
 
     def step(self, level: int, previous: Tensor | None, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See ``semantic_search.CodeDecoder``."""
+        """See ``CodeSearch``."""
         width = 1 if previous is None else previous.shape[1]
         visible = self._lengths[:, None].expand(-1, width)
         codes = None
@@ -279,7 +271,7 @@ class _CodeByCode:
         return logits.view(-1, width, logits.shape[-1]), cache
 
     def reorder(self, cache: Cache, beams: Tensor) -> Cache:
-        """See ``semantic_search.CodeDecoder``."""
+        """See ``CodeSearch``."""
         batch = beams.shape[0]
 
         def picked(kept: Tensor) -> Tensor:
@@ -288,19 +280,6 @@ class _CodeByCode:
             return rows.gather(1, index).flatten(0, 1)
 
         return [(picked(key), picked(value)) for key, value in cache]
-
-
-def _codes_of_catalog(codes: Path, num_items: int) -> Codes:
-    """The codes in a directory, one tuple for each item of the catalog."""
-    table = Codes.open(codes)
-    if table.num_items != num_items:
-        raise RecpoError(
-            f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "
-            "data with `recpo tokenize`",
-            code="mismatch",
-            field="codes",
-        )
-    return table
 
 
 def _packed(visible: Tensor, plan: ScoringPlan) -> Placement:

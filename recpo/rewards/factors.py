@@ -309,7 +309,8 @@ class Factors(Artifact):
         table = torch.cat([with_one(self.item_factors), self.item_bias[:, None]], 1)
         rooted = 0
         if self.lower_bound:
-            of_items = item_vectors(self)
+            assert self.item_covariance is not None
+            of_items = item_forms(self.item_factors, self.item_covariance)
             of_users = user_forms(users, covariance) * (self.noise * self.lower_bound**2)
             states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
@@ -457,34 +458,21 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.
     """
-    of_items = _item_covariance(model)
-    row = (item_ids - 1).clamp_min(0)
-    if row.shape[1] * GATHER_COST >= model.num_items:
-        variance = user_forms(users, covariance) @ item_vectors(model).T
-        return model.noise * variance.gather(1, row).clamp_min(0.0)
-    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
-    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
-    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
-    return model.noise * (of_item + of_user).clamp_min(0.0)
-
-
-def item_vectors(model: Factors) -> Tensor:
-    """``[V, (r + 1) (r + 2)]``, see ``recpo.policies.grade_factors.item_forms``.
-
-    Raises:
-        RecpoError: the model was fitted without ``uncertainty``.
-    """
-    return item_forms(model.item_factors, _item_covariance(model))
-
-
-def _item_covariance(model: Factors) -> Tensor:
-    if model.item_covariance is None:
+    of_items = model.item_covariance
+    if of_items is None:
         raise RecpoError(
             "these factors were fitted with uncertainty: false, so they have no bounds; fit them again",
             code="unsupported",
             field="uncertainty",
         )
-    return model.item_covariance
+    row = (item_ids - 1).clamp_min(0)
+    if row.shape[1] * GATHER_COST >= model.num_items:
+        variance = user_forms(users, covariance) @ item_forms(model.item_factors, of_items).T
+        return model.noise * variance.gather(1, row).clamp_min(0.0)
+    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
+    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
+    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
+    return model.noise * (of_item + of_user).clamp_min(0.0)
 
 
 _VERSION: Final = 1

@@ -22,6 +22,7 @@ piece and some columns per item.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -199,7 +200,7 @@ def _components(
 
     def pieces() -> Iterator[csr_array]:
         for begin in range(0, count, _ROWS):
-            yield _columns(schema, _rows(features, begin), sizes)
+            yield _columns(schema, features.map(itemgetter(slice(begin, begin + _ROWS))), sizes)
 
     center = np.sum([piece.sum(0) for piece in pieces()], 0) / count
 
@@ -211,10 +212,6 @@ def _components(
     axes = _leading(squared, len(center), TABLE_COLUMNS, seed)
     table = Table(tuple(schema), sizes, axes, center @ axes * centered)
     return table, np.concatenate([piece @ axes for piece in pieces()]) - table.center
-
-
-def _rows(features: Features, begin: int) -> Features:
-    return features.map(lambda column: column[begin : begin + _ROWS])
 
 
 def _columns(schema: Sequence[Feature], features: Features, sizes: Sequence[float]) -> csr_array:
