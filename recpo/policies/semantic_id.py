@@ -3,6 +3,7 @@
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,22 +28,6 @@ from recpo.policies.semantic_search import NEVER, CodeSearch, Trie
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
-
-
-class _ScoredCodes(NamedTuple):
-    """The codes at the N scored positions of a batch.
-
-    Attributes:
-        plan: the positions, ascending.
-        codes: ``[N, T]``.
-        nodes: ``[N, T]`` the nodes of the trie before each code.
-        hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
-    """
-
-    plan: ScoringPlan
-    codes: Tensor
-    nodes: Tensor
-    hidden: Tensor
 
 
 class SemanticNetwork(NamedTuple):
@@ -148,12 +133,9 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``; all codes of all needed items in one pass."""
-        scored = self._scored_codes(batch, needed, states)
-        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
-        codes = scored.codes.split(1, 1)
-        return spread(
-            scored.plan, torch.cat([logp.gather(1, code) for logp, code in zip(logps, codes, strict=True)], 1)
-        )
+        plan, codes, logits = self._scored(batch, needed, states)
+        of_levels = zip(logits, codes.split(1, 1), strict=True)
+        return spread(plan, torch.cat([level.log_softmax(-1).gather(1, code) for level, code in of_levels], 1))
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
@@ -161,10 +143,10 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         Its expectation over items drawn from the policy is the entropy of the policy (chain rule). The exact entropy
         would need every item of the catalog. For arguments and shape see ``StatePolicy.entropy``.
         """
-        scored = self._scored_codes(batch, needed, states)
-        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
+        plan, _, logits = self._scored(batch, needed, states)
+        logps = (level.log_softmax(-1) for level in logits)
         # a code without an item has probability 0 and a finite logarithm, so its term is 0
-        return spread(scored.plan, torch.stack([-(logp.exp() * logp).sum(1) for logp in logps], 1).sum(1))
+        return spread(plan, torch.stack([-(logp.exp() * logp).sum(1) for logp in logps], 1).sum(1))
 
     def divergence(
         self,
@@ -175,16 +157,11 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
     ) -> Tensor:
         """See ``StatePolicy.divergence``: over the codes that lead to an item, or with "codebook" over all codes."""
         assert isinstance(reference, SemanticIdPolicy)
-        scored = self._scored_codes(batch, needed, states)
+        plan, _, logits = self._scored(batch, needed, states)
         with torch.no_grad():
-            of_reference = reference._scored_codes(batch, needed, None)
-        values = []
-        for level in range(self.num_tokens):
-            with torch.no_grad():
-                others = reference._logits(level, of_reference)
-            # a code without an item has probability 0 and a finite logarithm, so its term is 0
-            values.append(categorical_kl(self._logits(level, scored), others))
-        return spread(scored.plan, torch.stack(values, 1))
+            others = list(reference._scored(batch, needed, None)[2])
+        # a code without an item has probability 0 and a finite logarithm, so its term is 0
+        return spread(plan, torch.stack([categorical_kl(*both) for both in zip(logits, others, strict=True)], 1))
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
@@ -218,22 +195,27 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
         return _CodeByCode(self, self.encode(histories), histories.lengths).sample(group_size, options)
 
-    def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
-        """The codes of all needed positions, and what the decoder made of the codes before each."""
+    def _scored(
+        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
+    ) -> tuple[ScoringPlan, Tensor, Iterator[Tensor]]:
+        """The N positions that are needed, the codes ``[N, T]`` of their items, and the logits ``[N, K]`` by level.
+
+        With "trie", the logits of codes that lead to no item are lowered.
+        """
         plan = scoring_plan(batch, needed)
         items = planned_items(plan, batch.slates)
         codes, nodes = self.trie.codes(items), self.trie.paths(items)
         states = self.encode(batch.histories) if states is None else states
         placement = _packed(batch.slates.visible, plan)
         hidden = self.decoder(self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), placement)
-        return _ScoredCodes(plan, codes, nodes, hidden)
 
-    def _logits(self, level: int, scored: _ScoredCodes) -> Tensor:
-        """The logits ``[N, K]`` of a level; those of codes that lead to no item are lowered with "trie"."""
-        logits = self.decoder.logits(level, scored.hidden[:, level])
-        if self.normalizer == "codebook":
-            return logits
-        return logits.masked_fill(~self.trie.allowed(level, scored.nodes[:, level]), NEVER)
+        def logits(level: int) -> Tensor:
+            found = self.decoder.logits(level, hidden[:, level])
+            if self.normalizer == "codebook":
+                return found
+            return found.masked_fill(~self.trie.allowed(level, nodes[:, level]), NEVER)
+
+        return plan, codes, map(logits, range(self.num_tokens))
 
     def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
         """Inputs of the decoder, ``[..., t, d]``, for codes ``[..., t]`` of the levels from ``level`` on."""

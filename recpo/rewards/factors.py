@@ -146,6 +146,7 @@ class Factors(Artifact):
             "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
             "user_prior": (num_columns(self.features.user), rank + 1),
+            "user_factors": (0 if self.user_factors is None else len(self.user_factors), rank + 1),
             "item_prior": (num_columns(self.features.item) + 1, 2 * (rank + 1)),
             "prior_variance": (rank,),
             "prior_covariance": (rank + 1, rank + 1),
@@ -156,13 +157,6 @@ class Factors(Artifact):
                 raise RecpoError(
                     f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}", code="wrong_shape", field=name
                 )
-        if self.user_factors is not None and self.user_factors.shape[1:] != (rank + 1,):
-            shape = tuple(self.user_factors.shape)
-            raise RecpoError(
-                f"factors: user_factors has shape {shape}, expected (users, {rank + 1})",
-                code="wrong_shape",
-                field="user_factors",
-            )
 
     @property
     def num_items(self) -> int:
