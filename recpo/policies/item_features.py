@@ -85,14 +85,12 @@ class FeatureEncoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.dense = nn.Parameter(torch.empty(hidden, len(scales))) if scales else None
         self.output = Linear(hidden, dim)
-        places = torch.tensor([one.length if isinstance(one, Categories) else 1 for one in coded], dtype=torch.long)
-        self.register_buffer(
-            "_sizes", torch.tensor(sizes, dtype=torch.long).repeat_interleave(places), persistent=False
-        )
+        lengths = [one.length if isinstance(one, Categories) else 1 for one in coded]
+        of_places = [number for number, length in enumerate(lengths) for _ in range(length)]
         firsts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self.register_buffer(
-            "_offsets", torch.tensor(firsts, dtype=torch.long).repeat_interleave(places), persistent=False
-        )
+        for name, values in (("_sizes", sizes), ("_offsets", firsts)):
+            repeated = torch.tensor([values[number] for number in of_places], dtype=torch.long)
+            self.register_buffer(name, repeated, persistent=False)
         std = len(features) ** -0.5
         with torch.no_grad():
             if self.table is not None:

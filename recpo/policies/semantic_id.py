@@ -19,10 +19,10 @@ from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.log_ratios import categorical_kl
 from recpo.policies.catalog_search import validate_list_length
-from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_table import ItemTable
-from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
+from recpo.policies.lazy_decoder import Cache, Context, DecoderOptions, LazyDecoder, Placement
 from recpo.policies.sampling import planned_items, scoring_plan, spread
 from recpo.policies.semantic_search import NEVER, CodeSearch, Trie
 
@@ -40,15 +40,9 @@ class SemanticNetwork(NamedTuple):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SemanticNetworkOptions(EncoderOptions):
+class SemanticNetworkOptions(DecoderOptions):
     """The options that the modules of a ``SemanticIdPolicy`` depend on."""
 
-    decoder_layers: PositiveInt = 2
-    """number of layers of the decoder"""
-    kv_groups: PositiveInt = 1
-    """groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``"""
-    kv_layers: int = 1
-    """number of sets of keys and values that the decoder's layers share"""
     id_vectors: bool = True
     """the encoder also reads a vector per item id, not only those of its codes. Without it, the number of parameters
     does not depend on the catalog."""
@@ -64,15 +58,7 @@ def semantic_network(
         ItemTable(num_items, options.dim, sparse=options.sparse) if options.id_vectors else None,
         ItemTable(sum(codebook_sizes), options.dim, sparse=options.sparse),
         HistoryEncoder(options),
-        LazyDecoder(
-            options.dim,
-            codebook_sizes,
-            layers=options.decoder_layers,
-            heads=options.heads,
-            kv_groups=options.kv_groups,
-            kv_layers=options.kv_layers,
-            dropout=options.dropout,
-        ),
+        LazyDecoder(codebook_sizes, options),
     )
 
 

@@ -176,18 +176,16 @@ def fit_items(
     rank: int,
     options: FactorOptions,
     finished: Callable[[int], object],
-    period: Period = "train",
     features: PriorFeatures | None = None,
 ) -> Fit:
-    """All sweeps over the events of a period.
+    """All sweeps over the events of the period that ``options`` names.
 
     Args:
         data: prepared data.
         mean: mean of the grades.
         rank: maximum number of factors.
-        options: number of sweeps and seed.
+        options: period, number of sweeps and seed.
         finished: called with the number of events that were read.
-        period: the period.
         features: what the prior means are linear in; None = nothing.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
@@ -195,12 +193,12 @@ def fit_items(
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
     )
-    noise = grade_variance(data, mean, period)
+    noise = grade_variance(data, mean, options.period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
     before = of_items
-    parts = repeated(partial(chunks, data, finished, period), finished)
+    parts = repeated(partial(chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
         among, summed = (Summed(width, number) for number in columns)
