@@ -277,10 +277,6 @@ class ItemFeatures(nn.Module):
             kept = kept & ~drawn(ids, self._seed, self._rate)
         return kept
 
-    def added_to(self, id_rows: Tensor, ids: Tensor) -> Tensor:
-        """Vectors of the items ``[...]`` with id rows ``[..., d]``."""
-        return id_rows * self.kept(ids)[..., None] + self(ids)
-
     def matrix(self, id_rows: Tensor, first: int = 0, weight: float = 1.0) -> Tensor:
         """Vectors of consecutive items. ``BLOCK_ITEMS`` bounds the memory beyond the result.
 

@@ -32,11 +32,13 @@ class _OnBase(Policy):
 
     base: Policy
 
-    def __init__(self, num_items: int, base: Policy, factors: GradeFactorsOptions, temperature: float) -> None:
+    def __init__(
+        self, num_items: int, base: Callable[[int], Policy], factors: GradeFactorsOptions, temperature: float
+    ) -> None:
+        validate_temperature(temperature)
         super().__init__()
-        self.base, self.temperature = base, temperature
-        self.factors = GradeFactors(num_items, factors)
-        self.num_items, self.max_history = num_items, max(base.max_history, factors.max_history)
+        self.base, self.factors, self.temperature = base(num_items), GradeFactors(num_items, factors), temperature
+        self.num_items, self.max_history = num_items, max(self.base.max_history, factors.max_history)
         self._read_as_base()
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
@@ -98,8 +100,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         factors: GradeFactorsOptions,
         temperature: float,
     ) -> None:
-        validate_temperature(temperature)
-        super().__init__(num_items, base(num_items), factors, temperature)
+        super().__init__(num_items, base, factors, temperature)
         if not isinstance(self.base, DotProductPolicy):
             raise RecpoError(
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a DotProductPolicy, every other "
@@ -280,9 +281,8 @@ class RerankedPolicy(_OnBase):
         temperature: float,
         candidates: int = 200,
     ) -> None:
-        validate_temperature(temperature)
         validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        super().__init__(num_items, base(num_items), factors, temperature)
+        super().__init__(num_items, base, factors, temperature)
         self.candidates, self.num_tokens = candidates, self.base.num_tokens
         self.catalog_checksum = self.base.catalog_checksum
 

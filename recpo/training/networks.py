@@ -343,8 +343,7 @@ class ItemValue(nn.Module):
         States and catalog are processed in blocks, so ``BLOCK_BYTES`` bounds the memory.
         """
         count = max(1, BLOCK_BYTES // (4 * _ITEMS_PER_BLOCK))
-        best = [self._best_items(self.project(part)) for part in states.split(count)]
-        return torch.cat(best) if best else torch.zeros(0, dtype=torch.long, device=states.device)
+        return torch.cat([self._best_items(self.project(part)) for part in states.split(count)])
 
     def _best_items(self, projected: Tensor) -> Tensor:
         weight, bias = self.item_table.weight, self.bias
