@@ -115,10 +115,6 @@ def best_by_blocks(
 def _bar(scores: Tensor, exclude: Tensor) -> None:
     """Sets the columns ``exclude [B, M]`` of ``scores [B, R]`` to -inf; those that are not columns mean nothing."""
     inside = (exclude >= 0) & (exclude < scores.shape[1])
-    if scores.device.type == KNOWN_AT_ONCE:
-        context, column = inside.nonzero(as_tuple=True)
-        scores[context, exclude[context, column]] = -torch.inf
-        return
     lowered = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)  # a minimum ignores +inf
     scores.scatter_reduce_(1, exclude.masked_fill(~inside, 0), lowered, "amin")
 
