@@ -16,7 +16,7 @@ from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
+from recpo.ops.log_ratios import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from tests.reference import objective_losses as ref
 

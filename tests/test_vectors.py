@@ -26,9 +26,8 @@ from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_
 from recpo.objectives.policy_gradient import PPO, entropy, ppo_loss, value_loss
 from recpo.objectives.preference import DPO, dpo_loss
 from recpo.objectives.reward_model import pairwise_reward_loss
-from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
+from recpo.ops.log_ratios import categorical_kl, clipped_surrogate, kl_estimate, kl_shaped_rewards, sequence_log_ratio
 from recpo.ops.reduce import aggregate
-from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
 from recpo.rewards.rewards import ValidityReward, rank_aware_reward
 from recpo.training.kl_control import adapted_kl_coef
 from recpo.training.options import KLTarget

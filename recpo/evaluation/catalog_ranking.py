@@ -40,7 +40,6 @@ from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
     first_places,
-    graded_hits,
     graded_ndcg,
     is_member,
     named,
@@ -504,8 +503,8 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     assert label is not None  # the targets were built from it
     labeled = targets.positive | targets.other
     gains = label if gain == "linear" else torch.exp2((4 * label).floor().clamp(max=3)) - 1
-    hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))
-    return named(ks, gNDCG=graded_ndcg(hits, ks))
+    gains = torch.where(labeled, gains, 0.0)
+    return named(ks, gNDCG=graded_ndcg(observed.lists.item_ids, targets.item_ids, gains, ks))
 
 
 def _append(parts: _Parts, values: Mapping[str, Tensor]) -> None:

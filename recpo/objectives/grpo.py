@@ -29,8 +29,7 @@ from recpo.base.ranges import NonNegativeFloat
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss
-from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
-from recpo.ops.surrogate import (
+from recpo.ops.log_ratios import (
     LOG_RATIO_GUARD,
     RatioLevel,
     clipped_surrogate,
@@ -40,6 +39,7 @@ from recpo.ops.surrogate import (
     sequence_log_ratio,
     weighted_score,
 )
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,17 @@ from recpo.objectives.inputs import (
     required,
     validate_log_probs,
 )
-from recpo.ops.kl import KLPenalty, kl_estimate, masked_log_softmax
+from recpo.ops.log_ratios import (
+    KLPenalty,
+    clipped_surrogate,
+    guarded_ratio,
+    is_clipped,
+    kl_estimate,
+    log1mexp,
+    masked_log_softmax,
+    weighted_score,
+)
 from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
-from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped, log1mexp, weighted_score
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,8 @@ class PolicyGradientObjective(Objective):
         aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
         length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
         kl_coef: weight of the penalty that keeps the policy close to the reference policy; 0 = none.
-        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``); full = the exact divergence over all items of the
-            catalog, or over all codes of a token, with its own gradient.
+        kl_kind: its estimator (see ``recpo.ops.log_ratios.kl_estimate``); full = the exact divergence over all items of
+            the catalog, or over all codes of a token, with its own gradient.
         entropy_coef: weight of the entropy bonus; 0 = none.
     """
 
@@ -187,7 +195,7 @@ def ppo_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped surrogate of PPO, per token: see ``recpo.ops.surrogate.clipped_surrogate``.
+    """The clipped surrogate of PPO, per token: see ``recpo.ops.log_ratios.clipped_surrogate``.
 
     Gradient weight on ``grad logp``: ``-A rho``, and 0 where ``A > 0`` and ``rho > 1 + clip_high``, where ``A < 0`` and
     ``rho < 1 - clip_low``, and, with ``dual_clip``, where ``A < 0`` and ``rho > dual_clip``.

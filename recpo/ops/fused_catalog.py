@@ -14,8 +14,6 @@ autotuning could change the order of additions from run to run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,27 +22,6 @@ from torch import Tensor
 #: Programs of the sums, which fill a GPU several times. A constant, so that the order of additions is one, too.
 PROGRAMS = 1056
 PRECISION = tl.constexpr("tf32x3")
-
-
-class Tiles(NamedTuple):
-    """How a pass is divided.
-
-    Attributes:
-        held: rows that a program holds.
-        streamed: rows that it reads at a time.
-        warps: of a program.
-        stages: of the pipeline that reads them ahead.
-    """
-
-    held: int
-    streamed: int
-    warps: int
-    stages: int
-
-
-def tiles_of(width: int) -> Tiles:
-    """The fastest tiles that were tried on an H200; larger ones spill registers."""
-    return Tiles(128, 64, 8, 3) if width <= 64 else Tiles(128, 32, 8, 2)
 
 
 @triton.jit
@@ -136,8 +113,8 @@ def _add_gradient_of_table(
 def sum_over_catalog(states: Tensor, items: Tensor, want_expected_row: bool) -> tuple[Tensor, Tensor | None]:
     """Log-sum-exp ``[N]`` of ``states itemsᵀ`` and, if wanted, ``softmax(states itemsᵀ) items [N, d]``."""
     states, items = states.contiguous(), items.contiguous()
-    tiles, options = _options(states)
-    held, streamed = triton.cdiv(len(states), tiles.held), triton.cdiv(len(items), tiles.streamed)
+    options = _options(states)
+    held, streamed = (triton.cdiv(len(states), options["held_rows"]), triton.cdiv(len(items), options["streamed_rows"]))
     per_split = triton.cdiv(streamed, min(max(1, PROGRAMS // held), streamed))
     splits = triton.cdiv(streamed, per_split)
     largest = states.new_empty(splits, len(states))
@@ -159,18 +136,17 @@ def sum_over_catalog(states: Tensor, items: Tensor, want_expected_row: bool) -> 
 def add_softmax_gradient(gradient: Tensor, weights: Tensor, states: Tensor, items: Tensor, lse: Tensor) -> None:
     """Adds ``Σ_n weights_n p_n h_nᵀ`` to the gradient ``[V, d]`` of the items, which is contiguous."""
     states, items = states.contiguous(), items.contiguous()
-    tiles, options = _options(states)
+    options = _options(states)
     with torch.cuda.device_of(states):
-        _add_gradient_of_table[(triton.cdiv(len(items), tiles.held),)](
+        _add_gradient_of_table[(triton.cdiv(len(items), options["held_rows"]),)](
             *(states, items, lse.contiguous(), weights.contiguous(), gradient, len(states), len(items)),
             states.shape[1],
             **options,
         )
 
 
-def _options(states: Tensor) -> tuple[Tiles, dict[str, int | str]]:
-    """The tiles for these states, and the compile-time options of a kernel."""
+def _options(states: Tensor) -> dict[str, int]:
+    """The compile-time options of a kernel: the fastest of those tried on an H200. Larger tiles spill registers."""
     width = max(16, triton.next_power_of_2(states.shape[1]))
-    tiles = tiles_of(width)
-    sizes = {"held_rows": tiles.held, "streamed_rows": tiles.streamed, "width": width}
-    return tiles, {**sizes, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    streamed, stages = (64, 3) if width <= 64 else (32, 2)
+    return {"held_rows": 128, "streamed_rows": streamed, "width": width, "num_warps": 8, "num_stages": stages}

@@ -1,4 +1,4 @@
-"""The only module with computations that differ from their formula for speed. Each has a plain version for comparison.
+"""The only module with computations that differ from their formula for speed. The tests compare each with its formula.
 
 - **Products**: PyTorch sends float32 products to MKL, which uses only half of an AMD processor. On an EPYC with
   AVX-512, oneDNN is 2.3 times as fast for the shapes of this library, at the same precision.
@@ -11,16 +11,14 @@
   rank's rows of one. The passes run on any device. On a Hopper GPU those of log-probabilities are one kernel each that
   writes no logit to memory (``fused_catalog``).
 
-``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
-tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a
-build without oneDNN, and small products always use the plain version.
+Other devices and types, autocast, export, a build without oneDNN, and small products always use the plain version.
 
 Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,19 +45,6 @@ _SMALL = 1 << 20
 # rows to a multiple of 16, as the rows that fill up cost as much as the others.
 ROW_MULTIPLE, SMALL_ROW_MULTIPLE = 64, 16
 _LEAST_INT64 = -(2**63)
-
-_reference = False
-
-
-@contextmanager
-def reference_kernels() -> Iterator[None]:
-    """Computes everything in this module as its formula reads, in every thread; for tests and for debugging."""
-    global _reference
-    before, _reference = _reference, True
-    try:
-        yield
-    finally:
-        _reference = before
 
 
 # ---------------------------------------------------------------- products
@@ -147,7 +132,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _suits(values: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
-    return _HAS_ONEDNN and not _reference and values.dtype == torch.float32 and values.device.type == "cpu"
+    return _HAS_ONEDNN and values.dtype == torch.float32 and values.device.type == "cpu"
 
 
 class _Linear(torch.autograd.Function):
@@ -176,14 +161,11 @@ class _Linear(torch.autograd.Function):
 # ---------------------------------------------------------------- rows
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """Rows ``index [...]`` of ``values [..., d]``, all but whose last axis is flattened: ``[..., d]``."""
-    rows = values.reshape(-1, values.shape[-1])
-    return rows[index] if _reference else F.embedding(index, rows)
+    return F.embedding(index, values.reshape(-1, values.shape[-1]))
 
 
 def sum_rows(rows: Tensor, index: Tensor, size: int) -> Tensor:
     """``[size, d]``, the rows ``[n, d]`` summed by index: the gradient of ``take_rows``."""
-    if _reference:
-        return rows.new_zeros(size, rows.shape[1]).index_add_(0, index, rows)
     return torch.ops.aten.embedding_dense_backward(rows, index, size, -1, False)
 
 
@@ -195,7 +177,7 @@ def dropout(values: Tensor, threshold: int) -> Tensor:
         values: any shape.
         threshold: 1 to 255.
     """
-    if _reference or values.device.type != "cpu":
+    if values.device.type != "cpu":
         return F.dropout(values, threshold / 256)
     words = torch.empty((values.numel() + 7) // 8, dtype=torch.int64).random_(_LEAST_INT64, None)
     return _Dropout.apply(values, words.view(torch.uint8)[: values.numel()].view(values.shape), threshold)
@@ -349,8 +331,6 @@ def sum_over_catalog(
             these are rounded otherwise, and a sum over ``p log(p / q)`` multiplies what differs by log-ratios that may
             be in the hundreds.
     """
-    if _reference:
-        return _plain_sums(states, table, padding_rows, want_expected_row)
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
     if fuses and not keep and _is_fused(states, items := table[padding_rows:]):
         from recpo.ops import fused_catalog
@@ -380,10 +360,6 @@ def add_softmax_gradient(
     gradient: Tensor, weights: Tensor, states: Tensor, table: Tensor, padding_rows: int, sums: CatalogSums
 ) -> None:
     """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept softmax or a recomputed one."""
-    if _reference:
-        p = ((states @ table[padding_rows:].T) - sums.lse[:, None]).exp()
-        gradient[padding_rows:] += (weights[:, None] * p).T @ states
-        return
     if not sums.softmax and _is_fused(states, items := table[padding_rows:]):
         from recpo.ops import fused_catalog
 
@@ -406,33 +382,6 @@ def add_softmax_gradient(
             gradient[rows] += transposed.T
 
 
-def entropy_gradients(
-    grad: Tensor,
-    states: Tensor,
-    table: Tensor,
-    padding_rows: int,
-    lse: Tensor,
-    entropy: Tensor,
-    needs_states: bool,
-    needs_table: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """What these rows add to the gradients of states and table, by ``dH/ds_v = -p_v (log p_v + H)``, block by block."""
-    if _reference:
-        return _plain_entropy_gradients(grad, states, table, padding_rows, lse, entropy)
-    grid = Grid(states, table, padding_rows)
-    grad_states = torch.zeros_like(grid.states) if needs_states else None
-    grad_table = torch.zeros_like(table) if needs_table else None
-    grad, lse, entropy = padded_rows(grad), padded_rows(lse), padded_rows(entropy)
-    for _, part, rows in grid:
-        logp = grid.logits(part, rows).sub_(lse[part, None])
-        grad_logits = logp.exp().mul_(logp.add_(entropy[part, None])).mul_(-grad[part, None])
-        if grad_states is not None:
-            grad_states[part] += matmul_transposed(grad_logits, table[rows].T)
-        if grad_table is not None:
-            grad_table[rows] += matmul_transposed(grid.states[part].T, grad_logits.T).T
-    return None if grad_states is None else grad_states[: len(states)], grad_table
-
-
 class Scored(NamedTuple):
     """States and the table rows that score them: the softmax of a policy, or of the policy that it is compared with.
 
@@ -449,9 +398,6 @@ class Scored(NamedTuple):
 
 def divergence_sum(own: Scored, other: Scored, padding_rows: int) -> Tensor:
     """What these rows add to ``Σ_v p_v (log p_v - log q_v)``, ``[N]``, block by block; ``own`` is p, ``other`` is q."""
-    if _reference:
-        logp, log_ratio = _plain_log_ratio(own, other, padding_rows)
-        return (logp.exp() * log_ratio).sum(1)
     grid = Grid(own.states, own.table, padding_rows)
     total = torch.zeros_like(padded_rows(own.lse))
     for part, _, logp, log_ratio in _log_ratios(grid, own, other, padding_rows):
@@ -460,22 +406,16 @@ def divergence_sum(own: Scored, other: Scored, padding_rows: int) -> Tensor:
 
 
 def divergence_gradients(
-    grad: Tensor,
-    own: Scored,
-    other: Scored,
-    divergence: Tensor,
-    padding_rows: int,
-    needs_states: bool,
-    needs_table: bool,
+    grad: Tensor, own: Scored, other: Scored | None, divergence: Tensor, padding_rows: int, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What these rows add to the gradients of ``own``, by ``dKL/ds_v = p_v (log p_v - log q_v - KL)``."""
-    if _reference:
-        logp, log_ratio = _plain_log_ratio(own, other, padding_rows)
-        grad_logits = grad[:, None] * logp.exp() * (log_ratio - divergence[:, None])
-        return grad_logits @ own.table[padding_rows:], F.pad(grad_logits.T @ own.states, (0, 0, padding_rows, 0))
+    """What these rows add to the gradients of ``own``, by ``dKL/ds_v = p_v (log p_v - log q_v - KL)``.
+
+    ``needs``: whether those of the states and of the table are wanted. ``other = None`` is ``log q = 0``: then KL is
+    the negative entropy.
+    """
     grid = Grid(own.states, own.table, padding_rows)
-    grad_states = torch.zeros_like(grid.states) if needs_states else None
-    grad_table = torch.zeros_like(own.table) if needs_table else None
+    grad_states = torch.zeros_like(grid.states) if needs[0] else None
+    grad_table = torch.zeros_like(own.table) if needs[1] else None
     grad, divergence = padded_rows(grad), padded_rows(divergence)
     for part, rows, logp, log_ratio in _log_ratios(grid, own, other, padding_rows):
         grad_logits = logp.exp_().mul_(log_ratio.sub_(divergence[part, None])).mul_(grad[part, None])
@@ -487,32 +427,15 @@ def divergence_gradients(
 
 
 def _log_ratios(
-    grid: Grid, own: Scored, other: Scored, padding_rows: int
+    grid: Grid, own: Scored, other: Scored | None, padding_rows: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """For every block: slices of states and rows, ``log p`` and ``log p - log q``, both of which may be overwritten."""
-    others = Grid(other.states, other.table, padding_rows)
-    lse, other_lse = padded_rows(own.lse), padded_rows(other.lse)
+    lse = padded_rows(own.lse)
+    if other is not None:
+        others, other_lse = Grid(other.states, other.table, padding_rows), padded_rows(other.lse)
     for _, part, rows in grid:
         logp = grid.logits(part, rows).sub_(lse[part, None])
-        yield part, rows, logp, others.logits(part, rows).sub_(other_lse[part, None]).neg_().add_(logp)
-
-
-def _plain_sums(states: Tensor, table: Tensor, padding_rows: int, want_expected_row: bool) -> CatalogSums:
-    logits = states @ table[padding_rows:].T
-    expected = logits.softmax(1) @ table[padding_rows:] if want_expected_row else None
-    lse = logits.logsumexp(1)
-    return CatalogSums(lse, expected, lse[None], [])
-
-
-def _plain_entropy_gradients(
-    grad: Tensor, states: Tensor, table: Tensor, padding_rows: int, lse: Tensor, entropy: Tensor
-) -> tuple[Tensor, Tensor]:
-    logp = states @ table[padding_rows:].T - lse[:, None]
-    grad_logits = -grad[:, None] * logp.exp() * (logp + entropy[:, None])
-    grad_table = F.pad(grad_logits.T @ states, (0, 0, padding_rows, 0))
-    return grad_logits @ table[padding_rows:], grad_table
-
-
-def _plain_log_ratio(own: Scored, other: Scored, padding_rows: int) -> tuple[Tensor, Tensor]:
-    logp, logq = (one.states @ one.table[padding_rows:].T - one.lse[:, None] for one in (own, other))
-    return logp, logp - logq
+        if other is None:
+            yield part, rows, logp, logp.clone()
+        else:
+            yield part, rows, logp, others.logits(part, rows).sub_(other_lse[part, None]).neg_().add_(logp)

@@ -22,29 +22,19 @@ from torch.autograd.function import once_differentiable
 
 from recpo.base.errors import RecpoError
 from recpo.ops import kernels
-from recpo.ops.kernels import KEEP_BYTES, Scored, as_float, sum_rows
+from recpo.ops.kernels import Scored, as_float, sum_rows
 
 
-def linear_logprob(
-    states: Tensor,
-    table: Tensor,
-    targets: Tensor,
-    state_index: Tensor | None = None,
-    *,
-    padding_rows: int = 1,
-    keep_bytes: int = KEEP_BYTES,
-) -> Tensor:
+def linear_logprob(states: Tensor, table: Tensor, targets: Tensor, state_index: Tensor | None = None) -> Tensor:
     """``log softmax(states tableᵀ)`` at ``targets``, without ``[N, V]`` held for the backward pass.
 
     Several targets of one state share its normalizer, so a preference list of 1 + 20 items costs one row.
 
     Args:
         states: ``[N, d]``.
-        table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
-        targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``. A padding row is not a target.
+        table: ``[V + 1, d]``; row 0 is padding: it is not in the softmax, gets no gradient and is not a target.
+        targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
-        padding_rows: rows of the table before the first item.
-        keep_bytes: a softmax up to this size is kept for the backward pass (faster); a larger one is recomputed.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and table.
@@ -52,34 +42,27 @@ def linear_logprob(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    check_states(states, table, len(table) - padding_rows)
+    check_states(states, table, len(table) - 1)
     # one target per state needs no index
     if state_index is not None or targets.shape != states.shape[:1]:
         state_index = state_of_targets(states, targets, state_index)
     inputs = as_float(states), as_float(table), targets.reshape(-1)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _LinearLogProb.apply(*inputs, state_index, padding_rows, keep_bytes)
+        logp = _LinearLogProb.apply(*inputs, state_index)
     return logp.view(targets.shape)
 
 
-def linear_entropy(states: Tensor, table: Tensor, *, padding_rows: int = 1) -> Tensor:
+def linear_entropy(states: Tensor, table: Tensor) -> Tensor:
     """Entropy of ``softmax(states tableᵀ)`` in nats, ``[N]``: ``lse - h·u`` with ``u`` the expected row.
 
     Arguments as in ``linear_logprob``; the backward pass computes the blocks again.
     """
-    check_states(states, table, len(table) - padding_rows)
+    check_states(states, table, len(table) - 1)
     with torch.autocast(states.device.type, enabled=False):
-        return _LinearEntropy.apply(as_float(states), as_float(table), padding_rows)
+        return _LinearEntropy.apply(as_float(states), as_float(table))
 
 
-def linear_divergence(
-    states: Tensor,
-    table: Tensor,
-    reference_states: Tensor,
-    reference_table: Tensor,
-    *,
-    padding_rows: int = 1,
-) -> Tensor:
+def linear_divergence(states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor) -> Tensor:
     """Exact ``KL(p || q)`` in nats, ``[N]``, of two softmaxes over the same catalog; see ``categorical_kl``.
 
     ``p = softmax(states tableᵀ)``, and ``q`` the same of the reference. Both are computed in blocks, and
@@ -88,10 +71,9 @@ def linear_divergence(
 
     Args:
         states: ``[N, d]``.
-        table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
+        table: ``[V + 1, d]``; row 0 is padding: it is not in the softmax and gets no gradient.
         reference_states: ``[N, e]``; no gradient flows into it.
-        reference_table: ``[V + padding_rows, e]``; no gradient flows into it.
-        padding_rows: rows of the tables before the first item.
+        reference_table: ``[V + 1, e]``; no gradient flows into it.
 
     Returns:
         float32 (float64 for float64 states). Differentiable once, in states and table.
@@ -99,22 +81,22 @@ def linear_divergence(
     Raises:
         RecpoError: shapes that do not fit.
     """
-    check_states(states, table, len(table) - padding_rows)
+    check_states(states, table, len(table) - 1)
     check_reference(states, table, reference_states, reference_table)
     own = as_float(states), as_float(table)
     reference = as_float(reference_states.detach()), as_float(reference_table.detach())
     with torch.autocast(states.device.type, enabled=False):
-        return _LinearDivergence.apply(*own, *reference, padding_rows)
+        return _LinearDivergence.apply(*own, *reference)
 
 
-def linear_log_softmax(states: Tensor, table: Tensor, *, padding_rows: int = 1) -> Tensor:
+def linear_log_softmax(states: Tensor, table: Tensor) -> Tensor:
     """``log softmax(states tableᵀ)`` of every item, ``[N, V]``, which is held for the backward pass.
 
     Arguments as in ``linear_logprob``; float32 (float64 for float64 states), under autocast too.
     """
-    check_states(states, table, len(table) - padding_rows)
+    check_states(states, table, len(table) - 1)
     with torch.autocast(states.device.type, enabled=False):
-        scores: Tensor = _Scores.apply(as_float(states), as_float(table)[padding_rows:])
+        scores: Tensor = _Scores.apply(as_float(states), as_float(table)[1:])
         return scores.log_softmax(-1)
 
 
@@ -185,30 +167,17 @@ class _Scores(torch.autograd.Function):
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        states: Tensor,
-        table: Tensor,
-        targets: Tensor,
-        state_index: Tensor | None,
-        padding_rows: int,
-        keep_bytes: int,
-    ) -> Tensor:
+    def forward(ctx: Any, states: Tensor, table: Tensor, targets: Tensor, state_index: Tensor | None) -> Tensor:
         needs_states, needs_table = ctx.needs_input_grad[:2]
+        keep_bytes = kernels.KEEP_BYTES if needs_table else 0
         sums = kernels.sum_over_catalog(
-            states,
-            table,
-            padding_rows,
-            want_expected_row=needs_states,
-            keep_bytes=keep_bytes if needs_table else 0,
-            fuses=True,
+            states, table, 1, want_expected_row=needs_states, keep_bytes=keep_bytes, fuses=True
         )
         target_rows = as_float(table[targets])
         of_target = states if state_index is None else states[state_index]
         lse = sums.lse if state_index is None else sums.lse[state_index]
         ctx.save_for_backward(states, table, targets, state_index)
-        ctx.sums, ctx.padding_rows = sums, padding_rows
-        ctx.target_rows = target_rows if needs_states else None
+        ctx.sums, ctx.target_rows = sums, target_rows if needs_states else None
         return kernels.row_products(of_target, target_rows) - lse
 
     @staticmethod
@@ -224,42 +193,36 @@ class _LinearLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_target = states if state_index is None else states[state_index]
             grad_table = sum_rows(of_target * grad[:, None], targets, len(table))
-            grad_table[: ctx.padding_rows] = 0
-            kernels.add_softmax_gradient(grad_table, -per_state, states, table, ctx.padding_rows, ctx.sums)
-        return grad_states, grad_table, None, None, None, None
+            grad_table[0] = 0
+            kernels.add_softmax_gradient(grad_table, -per_state, states, table, 1, ctx.sums)
+        return grad_states, grad_table, None, None
 
 
 class _LinearEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int) -> Tensor:
-        sums = kernels.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
+    def forward(ctx: Any, states: Tensor, table: Tensor) -> Tensor:
+        sums = kernels.sum_over_catalog(states, table, 1, want_expected_row=True)
         assert sums.expected_row is not None
         entropy = sums.lse - kernels.row_products(states, sums.expected_row)
         ctx.save_for_backward(states, table, sums.lse, entropy)
-        ctx.padding_rows = padding_rows
         return entropy.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        states, table, lse, entropy = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        gradients = kernels.entropy_gradients(grad, states, table, ctx.padding_rows, lse, entropy, *needs)
-        return *gradients, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        *own, entropy = ctx.saved_tensors
+        return kernels.divergence_gradients(-grad, Scored(*own), None, -entropy, 1, ctx.needs_input_grad)
 
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor, padding_rows: int
-    ) -> Tensor:
+    def forward(ctx: Any, states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor) -> Tensor:
         own, reference = (
-            Scored(h, rows, kernels.sum_over_catalog(h, rows, padding_rows, want_expected_row=False).lse)
+            Scored(h, rows, kernels.sum_over_catalog(h, rows, 1, want_expected_row=False).lse)
             for h, rows in ((states, table), (reference_states, reference_table))
         )
-        divergence = kernels.divergence_sum(own, reference, padding_rows)
+        divergence = kernels.divergence_sum(own, reference, 1)
         ctx.save_for_backward(*own, *reference, divergence)
-        ctx.padding_rows = padding_rows
         return divergence.clone()
 
     @staticmethod
@@ -267,9 +230,8 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *scored, divergence = ctx.saved_tensors
         own, reference = Scored(*scored[:3]), Scored(*scored[3:])
-        needs = ctx.needs_input_grad[:2]
-        gradients = kernels.divergence_gradients(grad, own, reference, divergence, ctx.padding_rows, *needs)
-        return *gradients, None, None, None
+        gradients = kernels.divergence_gradients(grad, own, reference, divergence, 1, ctx.needs_input_grad)
+        return *gradients, None, None
 
 
 def sampled_logprob(

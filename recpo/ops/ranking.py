@@ -117,25 +117,17 @@ def mean_rank(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     return _defined((_sum_to_k(hits.hit, ks, rank) + absent * cut) / hits.num_targets[:, None], hits)
 
 
-class GradedHits(NamedTuple):
-    """The gains of the places of the lists.
+def graded_ndcg(item_ids: Tensor, targets: Tensor, gains: Tensor, ks: Sequence[int]) -> Tensor:
+    """gNDCG@k: ``sum_{r<=k} gain_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
 
-    Attributes:
-        gain: ``[B, K]`` float32, gain of the item at the place, 0 if it is not a target.
-        ideal: ``[B, P]`` float32, the gains of the user's distinct targets, descending.
-    """
-
-    gain: Tensor
-    ideal: Tensor
-
-
-def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
-    """Looks up the gains of the lists' items; a target that occurs several times has the largest of its gains.
+    The ideal list has the user's own targets by descending gain (Järvelin and Kekäläinen, 2002); nan if no target has a
+    gain. A target that occurs several times has the largest of its gains.
 
     Args:
         item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; a repeated item counts at its first place.
         targets: ``[B, P]`` held-out items, in any order, 0 pads.
         gains: ``[B, P]`` non-negative; gain 0 = not a target.
+        ks: list lengths.
     """
     gains = gains.float().masked_fill(targets == 0, 0)
     by_gain = gains.argsort(1, descending=True)
@@ -143,22 +135,14 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
     ascending, by_item = kept.sort(dim=1, stable=True)
     worth = gains.gather(1, by_gain).gather(1, by_item)
     worth[:, 1:] *= ascending[:, 1:] != ascending[:, :-1]
-    items = item_ids.long().contiguous()
-    if not targets.shape[1]:
-        return GradedHits(worth.new_zeros(items.shape), worth)
-    place = torch.searchsorted(ascending, items).clamp_(max=targets.shape[1] - 1)
-    found = first_places(items, ascending.gather(1, place) == items)
-    return GradedHits(worth.gather(1, place) * found, worth.sort(1, descending=True).values)
-
-
-def graded_ndcg(hits: GradedHits, ks: Sequence[int]) -> Tensor:
-    """gNDCG@k: ``sum_{r<=k} gain_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
-
-    The ideal list has the user's own targets by descending gain (Järvelin and Kekäläinen, 2002); nan if no target has a
-    gain.
-    """
-    best = _sum_to_k(hits.ideal, ks, _discount(hits.ideal.shape[1], hits.ideal))
-    return _sum_to_k(hits.gain, ks, _discount(hits.gain.shape[1], hits.gain)) / best
+    ideal, items = worth.sort(1, descending=True).values, item_ids.long().contiguous()
+    if targets.shape[1]:
+        place = torch.searchsorted(ascending, items).clamp_(max=targets.shape[1] - 1)
+        gain = worth.gather(1, place) * first_places(items, ascending.gather(1, place) == items)
+    else:
+        gain = worth.new_zeros(items.shape)
+    best = _sum_to_k(ideal, ks, _discount(ideal.shape[1], ideal))
+    return _sum_to_k(gain, ks, _discount(gain.shape[1], gain)) / best
 
 
 def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:

@@ -37,12 +37,7 @@ from recpo.ops.kernels import Scored, as_float, sum_rows
 from recpo.ops.linear_logprob import check_reference, check_states, state_of_targets
 
 
-def sharded_logprob(
-    states: Tensor,
-    shard: RowShard,
-    targets: Tensor,
-    state_index: Tensor | None = None,
-) -> Tensor:
+def sharded_logprob(states: Tensor, shard: RowShard, targets: Tensor, state_index: Tensor | None = None) -> Tensor:
     """``log softmax(states tableᵀ)`` at ``targets``, for a table that is divided over the ranks.
 
     Args:
@@ -117,12 +112,7 @@ def _faults(ids: Tensor, stop: int) -> Tensor:
 class _ShardedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        state_index: Tensor,
-        shard: RowShard,
+        ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, state_index: Tensor, shard: RowShard
     ) -> Tensor:
         faults = _faults(targets, shard.num_rows) + _faults(state_index, len(states))
         _, (num_states, num_targets) = common_sizes(shard, len(states), len(targets), faults=faults)
@@ -197,15 +187,8 @@ class _ShardedEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        everyone, rows, lse, entropy = ctx.saved_tensors
-        shard, (needs_states, needs_rows) = ctx.shard, ctx.needs_input_grad[:2]
-        grad = gather_rows(grad, ctx.num_states, shard.group)
-        grad_states, grad_rows = kernels.entropy_gradients(
-            grad, everyone, rows, shard.padding_rows, lse, entropy, needs_states, needs_rows
-        )
-        if grad_states is not None:
-            grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
-        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None
+        *own, entropy = ctx.saved_tensors
+        return *_divergence_gradients(ctx, -grad, Scored(*own), None, -entropy), None
 
 
 class _ShardedDivergence(torch.autograd.Function):
@@ -233,14 +216,19 @@ class _ShardedDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *scored, divergence = ctx.saved_tensors
         own, reference = Scored(*scored[:3]), Scored(*scored[3:])
-        shard, (needs_states, needs_rows) = ctx.shard, ctx.needs_input_grad[:2]
-        grad = gather_rows(grad, ctx.num_states, shard.group)
-        grad_states, grad_rows = kernels.divergence_gradients(
-            grad, own, reference, divergence, shard.padding_rows, needs_states, needs_rows
-        )
-        if grad_states is not None:
-            grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
-        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None, None, None
+        return *_divergence_gradients(ctx, grad, own, reference, divergence), None, None, None
+
+
+def _divergence_gradients(
+    ctx: Any, grad: Tensor, own: Scored, reference: Scored | None, divergence: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """``kernels.divergence_gradients`` of this rank's states and rows, given the gradients of its own results."""
+    shard, needs = ctx.shard, ctx.needs_input_grad
+    grad = gather_rows(grad, ctx.num_states, shard.group)
+    grad_states, grad_rows = kernels.divergence_gradients(grad, own, reference, divergence, shard.padding_rows, needs)
+    if grad_states is not None:
+        grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
+    return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks)
 
 
 class _ShardedLookup(torch.autograd.Function):
@@ -304,25 +292,17 @@ class RowShard(NamedTuple):
         return dist.get_world_size(self.group)
 
 
-class Sizes(NamedTuple):
-    """The sizes on every rank.
-
-    Attributes:
-        bounds: ``ranks + 1`` row indices: rank r has rows ``bounds[r]`` to ``bounds[r + 1]``.
-        counts: for each requested count, one list over the ranks.
-    """
-
-    bounds: list[int]
-    counts: list[list[int]]
-
-
-def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) -> Sizes:
+def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) -> tuple[list[int], list[list[int]]]:
     """Exchanges sizes. Every rank sees the errors of all ranks here, so none is left waiting.
 
     Args:
         shard: this rank's rows.
         counts: counts of this rank.
         faults: number of invalid ids of this rank, a scalar on the device of the rows; None = 0.
+
+    Returns:
+        ``ranks + 1`` row indices, of which rank r has the rows ``[r]`` to ``[r + 1]``; and one list over the ranks for
+        each count.
 
     Raises:
         RecpoError: the blocks of the ranks do not form the table.
@@ -343,7 +323,7 @@ def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) ->
         )
     if any(faulty):
         raise IndexError(f"ids outside of the table of {shard.num_rows} rows or of the states, by rank: {faulty}")
-    return Sizes(bounds, others)
+    return bounds, others
 
 
 def gather_rows(values: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:

@@ -18,9 +18,14 @@ from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
-from recpo.ops.linear_algebra import solve_positive_definite
 from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, recent_feedback, validate_temperature
+from recpo.policies.grade_factors import (
+    GradeFactors,
+    GradeFactorsOptions,
+    recent_feedback,
+    solve_positive_definite,
+    validate_temperature,
+)
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
 #: The lowest feedback level that counts as positive in a history: the upper half.

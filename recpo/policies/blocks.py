@@ -289,6 +289,10 @@ class HSTUBlock(Block):
 
 def time_gap_buckets(timestamps: Tensor) -> Tensor:
     """Buckets ``floor(log2(1 + gap))`` of the milliseconds between events, ``[B, H, H]``; 0 for negative gaps."""
+    return logarithmic_buckets(timestamps[:, :, None] - timestamps[:, None, :])
+
+
+def logarithmic_buckets(gaps: Tensor) -> Tensor:
+    """``floor(log2(1 + gap))``, at most ``TIME_BUCKETS - 1``; 0 for negative gaps."""
     # in floating point: ONNX Runtime clips int64 incorrectly from 2^31 on; adding a half keeps powers of 2 in place
-    gaps = (timestamps[:, :, None] - timestamps[:, None, :]).double().clamp_min(0)
-    return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)
+    return (gaps.double().clamp_min(0) + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)

@@ -115,10 +115,6 @@ def best_by_blocks(
 def _bar(scores: Tensor, exclude: Tensor) -> None:
     """Sets the columns ``exclude [B, M]`` of ``scores [B, R]`` to -inf; those that are not columns mean nothing."""
     inside = (exclude >= 0) & (exclude < scores.shape[1])
-    if scores.device.type == KNOWN_AT_ONCE:
-        context, column = inside.nonzero(as_tuple=True)
-        scores[context, exclude[context, column]] = -torch.inf
-        return
     lowered = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)  # a minimum ignores +inf
     scores.scatter_reduce_(1, exclude.masked_fill(~inside, 0), lowered, "amin")
 
@@ -305,15 +301,10 @@ class BlockedTable(nn.Module):
             part.view(-1, self.group * width).index_select(0, groups.flatten()).view(users, -1, width)
             for part, width in ((self.values, dim), (self.scales, 1), (self.bias, 1))
         )
-        scales, bias = scales.squeeze(2), bias.squeeze(2)
-        rows, own = values.float(), dim - self.rooted
-        scores = (rows[:, :, :own] @ states[:, :own, None]).squeeze(2)
-        scores = scores * scales if self.precision == "int8" else scores
-        if self.rooted:
-            variance = (rows[:, :, own:] @ states[:, own:, None]).squeeze(2)
-            variance = variance * scales if self.precision == "int8" else variance
-            scores = scores - variance.clamp_min(0.0).sqrt()
-        return scores + bias
+        rows, states = values.float(), states[..., None]
+        return self._combined(
+            lambda part: (rows[:, :, part] @ states[:, part]).squeeze(2), scales.squeeze(2), bias.squeeze(2)
+        )
 
     def _without(self, scores: Tensor, groups: Tensor, exclude: Tensor) -> Tensor:
         """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, -inf where an item is excluded."""
@@ -325,14 +316,18 @@ class BlockedTable(nn.Module):
 
     def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
         """Scores ``[B, R]`` of one block; -inf for rows that are not items."""
-        rows, own = values.float(), values.shape[1] - self.rooted
+        rows = values.float()
         if not self.rooted and self.precision != "int8":
             return F.linear(states, rows, bias)
-        scores = F.linear(states[:, :own], rows[:, :own])
-        if self.precision == "int8":
-            scores = scores * scales
+        return self._combined(lambda part: F.linear(states[:, part], rows[:, part]), scales, bias)
+
+    def _combined(self, products: Callable[[slice], Tensor], scales: Tensor, bias: Tensor) -> Tensor:
+        """``scores_of`` from the products of states and rows over some columns, plus the bias."""
+        own = self.values.shape[2] - self.rooted
+        scores = products(slice(own))
+        scores = scores * scales if self.precision == "int8" else scores
         if self.rooted:
-            variance = F.linear(states[:, own:], rows[:, own:])
+            variance = products(slice(own, None))
             variance = variance * scales if self.precision == "int8" else variance
             scores = scores - variance.clamp_min(0.0).sqrt()
         return scores + bias

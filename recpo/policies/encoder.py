@@ -3,6 +3,7 @@
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,8 +13,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import Histories
-from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
+from recpo.policies.grade_factors import solve_positive_definite
 
 
 class Profile(nn.Module):
@@ -113,6 +114,33 @@ class FoldIn(nn.Module):
         users = solve(left + self.log_ridge.exp().diag(), right)
         folded: Tensor = self.contract(users)
         return folded
+
+
+def solve_by_cholesky(matrix: Tensor, right: Tensor) -> Tensor:
+    """Equal to ``solve_positive_definite``, several times as fast forward and backward; not for exported programs.
+
+    With ``v = matrix^-1 dx``, the gradient of the matrix is ``-v xᵀ`` and the gradient of the right side is ``v``. A
+    matrix that is not positive definite gives nan.
+    """
+    solution: Tensor = _CholeskySolve.apply(matrix, right)
+    return solution
+
+
+class _CholeskySolve(torch.autograd.Function):
+    """Keeps the factor of the forward pass. Autograd through ``torch.linalg.cholesky`` takes three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, right: Tensor) -> Tensor:
+        factor, _ = torch.linalg.cholesky_ex(matrix)
+        solution = torch.cholesky_solve(right[..., None], factor)
+        ctx.save_for_backward(factor, solution)
+        return solution[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        factor, solution = ctx.saved_tensors
+        adjoint = torch.cholesky_solve(gradients[0][..., None], factor)
+        return -adjoint @ solution.transpose(-2, -1), adjoint[..., 0]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -8,7 +8,7 @@ Its inputs beyond items and feedback are behaviors, time gaps, request features 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,7 +18,7 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, Histories
-from recpo.policies.blocks import TIME_BUCKETS, Linear
+from recpo.policies.blocks import TIME_BUCKETS, Linear, logarithmic_buckets
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 from recpo.policies.item_features import FeatureEncoder, ItemFeatureOptions, ItemFeatures
 from recpo.policies.item_table import ItemTable
@@ -118,9 +118,7 @@ class HistoryFeatures(nn.Module):
 
 def gap_buckets(timestamps: Tensor) -> Tensor:
     """Buckets ``floor(log2(1 + gap))`` of the milliseconds since the previous event, ``[B, H]``; the first has 0."""
-    gaps = F.pad(timestamps[:, 1:] - timestamps[:, :-1], (1, 0)).double().clamp_min(0)
-    # adding a half keeps powers of 2 in the right bucket, as in ``time_gap_buckets``
-    return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)
+    return logarithmic_buckets(F.pad(timestamps[:, 1:] - timestamps[:, :-1], (1, 0)))
 
 
 def _given(values: _T | None, name: str) -> _T:
@@ -261,16 +259,10 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
 def _with_a_place(vectors: Tensor, histories: Histories) -> tuple[Tensor, Histories]:
     """If no user of a batch has an event, the histories have width 0; this adds one padded place."""
 
-    def widened(column: Tensor | None) -> Tensor | None:
-        return None if column is None else F.pad(column, (0, 1))
-
     def with_a_row(column: Tensor) -> Tensor:
         return F.pad(column, (0, 0, 0, 1), value=torch.nan if column.is_floating_point() else 0)
 
-    return F.pad(vectors, (0, 0, 0, 1)), histories._replace(
-        item_ids=F.pad(histories.item_ids, (0, 1)),
-        feedback=widened(histories.feedback),
-        timestamps=widened(histories.timestamps),
-        behaviors=widened(histories.behaviors),
-        context=None if histories.context is None else histories.context.map(with_a_row),
-    )
+    columns = {name: getattr(histories, name) for name in ("item_ids", "feedback", "timestamps", "behaviors")}
+    wider: dict[str, Any] = {name: F.pad(column, (0, 1)) for name, column in columns.items() if column is not None}
+    context = None if histories.context is None else histories.context.map(with_a_row)
+    return F.pad(vectors, (0, 0, 0, 1)), histories._replace(**wider, context=context)

@@ -85,10 +85,12 @@ class FeatureEncoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.dense = nn.Parameter(torch.empty(hidden, len(scales))) if scales else None
         self.output = Linear(hidden, dim)
-        places = [one.length if isinstance(one, Categories) else 1 for one in coded]
-        self.register_buffer("_sizes", _repeated(sizes, places), persistent=False)
+        lengths = [one.length if isinstance(one, Categories) else 1 for one in coded]
+        of_places = [number for number, length in enumerate(lengths) for _ in range(length)]
         firsts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self.register_buffer("_offsets", _repeated(firsts, places), persistent=False)
+        for name, values in (("_sizes", sizes), ("_offsets", firsts)):
+            repeated = torch.tensor([values[number] for number in of_places], dtype=torch.long)
+            self.register_buffer(name, repeated, persistent=False)
         std = len(features) ** -0.5
         with torch.no_grad():
             if self.table is not None:
@@ -156,11 +158,6 @@ class FeatureEncoder(nn.Module):
                 code="wrong_shape",
                 field="features",
             )
-
-
-def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
-    every = [value for value, count in zip(values, times, strict=True) for _ in range(count)]
-    return torch.tensor(every, dtype=torch.long)
 
 
 def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,10 +276,6 @@ class ItemFeatures(nn.Module):
         if self.training and self._rate and self._seed is not None:
             kept = kept & ~drawn(ids, self._seed, self._rate)
         return kept
-
-    def added_to(self, id_rows: Tensor, ids: Tensor) -> Tensor:
-        """Vectors of the items ``[...]`` with id rows ``[..., d]``."""
-        return id_rows * self.kept(ids)[..., None] + self(ids)
 
     def matrix(self, id_rows: Tensor, first: int = 0, weight: float = 1.0) -> Tensor:
         """Vectors of consecutive items. ``BLOCK_ITEMS`` bounds the memory beyond the result.

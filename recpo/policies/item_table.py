@@ -185,7 +185,7 @@ class ItemTable(nn.Module):
             return self.id_rows(ids)
         if self._shares_matrix(ids.numel()):
             return F.embedding(ids, self.vectors(), padding_idx=0)
-        return self.features.added_to(self.id_rows(ids), ids)
+        return self.id_rows(ids) * self.features.kept(ids)[..., None] + self.features(ids)
 
     def id_rows(self, ids: Tensor) -> Tensor:
         """``forward`` without the features."""

@@ -11,8 +11,9 @@ Shapes: ``B`` contexts, ``H + 1`` states, ``S`` items (slate positions or beams)
 ``T`` codes per item, ``G`` key-value groups, ``c = d / heads``.
 """
 
-from __future__ import annotations
+# Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError, validate_range
+from recpo.base.ranges import PositiveInt
 from recpo.policies.blocks import ByteDropout, Linear
+from recpo.policies.encoder import EncoderOptions
 
 #: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.
 Cache = list[tuple[Tensor, Tensor]]
@@ -52,31 +55,32 @@ class Placement(NamedTuple):
     places: Tensor | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class DecoderOptions(EncoderOptions):
+    """The options of a lazy decoder, beside those of the encoder whose states it reads."""
+
+    decoder_layers: PositiveInt = 2
+    """number of layers of the decoder"""
+    kv_groups: PositiveInt = 1
+    """groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``"""
+    kv_layers: int = 1
+    """number of sets of keys and values that the decoder's layers share"""
+
+
 class LazyDecoder(nn.Module):
     """Causal decoder over the T codes of an item with one output head per position.
 
+    Layer l uses the set of keys and values ``l kv_layers // decoder_layers``.
+
     Args:
-        dim: d, width of the states and of the decoder.
         codebook_sizes: ``K_t`` of every code.
-        layers: decoder layers.
-        heads: query heads; must divide ``dim``.
-        kv_groups: G, groups of query heads that share keys and values; must divide ``heads``.
-        kv_layers: number of distinct sets of keys and values; layer l uses set ``l kv_layers // layers``.
-        dropout: dropout probability on the output of each sub-layer.
+        options: the options of the policy that it belongs to; width, heads and dropout are those of the encoder.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        codebook_sizes: tuple[int, ...],
-        *,
-        layers: int,
-        heads: int,
-        kv_groups: int,
-        kv_layers: int,
-        dropout: float,
-    ) -> None:
+    def __init__(self, codebook_sizes: tuple[int, ...], options: DecoderOptions) -> None:
         super().__init__()
+        dim, heads, layers = options.dim, options.heads, options.decoder_layers
+        kv_groups, kv_layers = options.kv_groups, options.kv_layers
         if dim % heads or heads % kv_groups:
             raise RecpoError(
                 f"heads must divide dim and kv_groups must divide heads, got dim {dim}, heads {heads}, "
@@ -94,8 +98,9 @@ class LazyDecoder(nn.Module):
         self.position = nn.Parameter(torch.empty(len(codebook_sizes), dim))
         nn.init.normal_(self.start, std=0.02)
         nn.init.normal_(self.position, std=0.02)
-        self.dropout = ByteDropout(dropout)
-        self.blocks = nn.ModuleList(LazyDecoderBlock(dim, heads, kv_groups, dropout=dropout) for _ in range(layers))
+        self.dropout = ByteDropout(options.dropout)
+        blocks = (LazyDecoderBlock(dim, heads, kv_groups, options.dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(dim)
         self.code_heads = nn.ModuleList(Linear(dim, size) for size in codebook_sizes)
 
@@ -186,7 +191,7 @@ class LazyDecoderBlock(nn.Module):
         dropout: probability on the output of each sub-layer.
     """
 
-    def __init__(self, dim: int, heads: int, groups: int, *, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, groups: int, dropout: float) -> None:
         super().__init__()
         self.num_heads, self.groups, self.width = heads, groups, dim // heads
         self.cross_norm = nn.LayerNorm(dim)

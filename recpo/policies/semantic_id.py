@@ -3,6 +3,7 @@
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,34 +17,17 @@ from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import PositiveInt
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
-from recpo.ops.kl import categorical_kl
-from recpo.policies import semantic_search
+from recpo.ops.log_ratios import categorical_kl
 from recpo.policies.catalog_search import validate_list_length
-from recpo.policies.encoder import EncoderOptions, HistoryEncoder, readable_ids
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_table import ItemTable
-from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
+from recpo.policies.lazy_decoder import Cache, Context, DecoderOptions, LazyDecoder, Placement
 from recpo.policies.sampling import planned_items, scoring_plan, spread
-from recpo.policies.semantic_search import Trie
+from recpo.policies.semantic_search import NEVER, CodeSearch, Trie
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
-
-
-class _ScoredCodes(NamedTuple):
-    """The codes at the N scored positions of a batch.
-
-    Attributes:
-        plan: the positions, ascending.
-        codes: ``[N, T]``.
-        nodes: ``[N, T]`` the nodes of the trie before each code.
-        hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
-    """
-
-    plan: ScoringPlan
-    codes: Tensor
-    nodes: Tensor
-    hidden: Tensor
 
 
 class SemanticNetwork(NamedTuple):
@@ -56,15 +40,9 @@ class SemanticNetwork(NamedTuple):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SemanticNetworkOptions(EncoderOptions):
+class SemanticNetworkOptions(DecoderOptions):
     """The options that the modules of a ``SemanticIdPolicy`` depend on."""
 
-    decoder_layers: PositiveInt = 2
-    """number of layers of the decoder"""
-    kv_groups: PositiveInt = 1
-    """groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``"""
-    kv_layers: int = 1
-    """number of sets of keys and values that the decoder's layers share"""
     id_vectors: bool = True
     """the encoder also reads a vector per item id, not only those of its codes. Without it, the number of parameters
     does not depend on the catalog."""
@@ -80,15 +58,7 @@ def semantic_network(
         ItemTable(num_items, options.dim, sparse=options.sparse) if options.id_vectors else None,
         ItemTable(sum(codebook_sizes), options.dim, sparse=options.sparse),
         HistoryEncoder(options),
-        LazyDecoder(
-            options.dim,
-            codebook_sizes,
-            layers=options.decoder_layers,
-            heads=options.heads,
-            kv_groups=options.kv_groups,
-            kv_layers=options.kv_layers,
-            dropout=options.dropout,
-        ),
+        LazyDecoder(codebook_sizes, options),
     )
 
 
@@ -121,7 +91,14 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
                 code="conflicting_options",
                 field="policy.id_vectors",
             )
-        table = _codes_of_catalog(self.codes, self.num_items)
+        table = Codes.open(self.codes)
+        if table.num_items != self.num_items:
+            raise RecpoError(
+                f"{self.codes} has codes of {table.num_items} items, the catalog has {self.num_items}: make them for "
+                "the prepared data with `recpo tokenize`",
+                code="mismatch",
+                field="codes",
+            )
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
@@ -142,12 +119,9 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``; all codes of all needed items in one pass."""
-        scored = self._scored_codes(batch, needed, states)
-        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
-        codes = scored.codes.split(1, 1)
-        return spread(
-            scored.plan, torch.cat([logp.gather(1, code) for logp, code in zip(logps, codes, strict=True)], 1)
-        )
+        plan, codes, logits = self._scored(batch, needed, states)
+        of_levels = zip(logits, codes.split(1, 1), strict=True)
+        return spread(plan, torch.cat([level.log_softmax(-1).gather(1, code) for level, code in of_levels], 1))
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
@@ -155,10 +129,10 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         Its expectation over items drawn from the policy is the entropy of the policy (chain rule). The exact entropy
         would need every item of the catalog. For arguments and shape see ``StatePolicy.entropy``.
         """
-        scored = self._scored_codes(batch, needed, states)
-        logps = (self._logits(level, scored).log_softmax(-1) for level in range(self.num_tokens))
+        plan, _, logits = self._scored(batch, needed, states)
+        logps = (level.log_softmax(-1) for level in logits)
         # a code without an item has probability 0 and a finite logarithm, so its term is 0
-        return spread(scored.plan, torch.stack([-(logp.exp() * logp).sum(1) for logp in logps], 1).sum(1))
+        return spread(plan, torch.stack([-(logp.exp() * logp).sum(1) for logp in logps], 1).sum(1))
 
     def divergence(
         self,
@@ -169,16 +143,11 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
     ) -> Tensor:
         """See ``StatePolicy.divergence``: over the codes that lead to an item, or with "codebook" over all codes."""
         assert isinstance(reference, SemanticIdPolicy)
-        scored = self._scored_codes(batch, needed, states)
+        plan, _, logits = self._scored(batch, needed, states)
         with torch.no_grad():
-            of_reference = reference._scored_codes(batch, needed, None)
-        values = []
-        for level in range(self.num_tokens):
-            with torch.no_grad():
-                others = reference._logits(level, of_reference)
-            # a code without an item has probability 0 and a finite logarithm, so its term is 0
-            values.append(categorical_kl(self._logits(level, scored), others))
-        return spread(scored.plan, torch.stack(values, 1))
+            others = list(reference._scored(batch, needed, None)[2])
+        # a code without an item has probability 0 and a finite logarithm, so its term is 0
+        return spread(plan, torch.stack([categorical_kl(*both) for both in zip(logits, others, strict=True)], 1))
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
@@ -195,11 +164,11 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         validate_list_length(k, self.num_items)
         states, width = self.encode(histories), max(self.beam_width, k)
         if torch.compiler.is_exporting():
-            return self._beam_search(states, histories.lengths, k, width, exclude)
+            return _CodeByCode(self, states, histories.lengths).beam_search(k, width, exclude)
         contexts = max(1, _BEAMS_AT_ONCE // width)
         parts = [
-            self._beam_search(
-                states[part], histories.lengths[part], k, width, None if exclude is None else exclude[part]
+            _CodeByCode(self, states[part], histories.lengths[part]).beam_search(
+                k, width, None if exclude is None else exclude[part]
             )
             for part in (slice(begin, begin + contexts) for begin in range(0, max(1, len(states)), contexts))
         ]
@@ -210,40 +179,29 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         self, histories: Histories, group_size: int, options: SamplingOptions = SamplingOptions()
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
-        decoder = _CodeByCode(self, self.encode(histories), histories.lengths)
-        return semantic_search.sample(
-            decoder, self.trie, len(histories.lengths), group_size, options, normalizer=self.normalizer
-        )
+        return _CodeByCode(self, self.encode(histories), histories.lengths).sample(group_size, options)
 
-    def _beam_search(
-        self, states: Tensor, lengths: Tensor, k: int, width: int, exclude: Tensor | None
-    ) -> Recommendations:
-        return semantic_search.beam_search(
-            _CodeByCode(self, states, lengths),
-            self.trie,
-            states.shape[0],  # not len(), which an exported program would take for a constant
-            k,
-            width,
-            exclude=exclude,
-            normalizer=self.normalizer,
-        )
+    def _scored(
+        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
+    ) -> tuple[ScoringPlan, Tensor, Iterator[Tensor]]:
+        """The N positions that are needed, the codes ``[N, T]`` of their items, and the logits ``[N, K]`` by level.
 
-    def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
-        """The codes of all needed positions, and what the decoder made of the codes before each."""
+        With "trie", the logits of codes that lead to no item are lowered.
+        """
         plan = scoring_plan(batch, needed)
         items = planned_items(plan, batch.slates)
         codes, nodes = self.trie.codes(items), self.trie.paths(items)
         states = self.encode(batch.histories) if states is None else states
         placement = _packed(batch.slates.visible, plan)
         hidden = self.decoder(self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), placement)
-        return _ScoredCodes(plan, codes, nodes, hidden)
 
-    def _logits(self, level: int, scored: _ScoredCodes) -> Tensor:
-        """The logits ``[N, K]`` of a level; those of codes that lead to no item are lowered with "trie"."""
-        logits = self.decoder.logits(level, scored.hidden[:, level])
-        if self.normalizer == "codebook":
-            return logits
-        return logits.masked_fill(~self.trie.allowed(level, scored.nodes[:, level]), semantic_search.NEVER)
+        def logits(level: int) -> Tensor:
+            found = self.decoder.logits(level, hidden[:, level])
+            if self.normalizer == "codebook":
+                return found
+            return found.masked_fill(~self.trie.allowed(level, nodes[:, level]), NEVER)
+
+        return plan, codes, map(logits, range(self.num_tokens))
 
     def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
         """Inputs of the decoder, ``[..., t, d]``, for codes ``[..., t]`` of the levels from ``level`` on."""
@@ -261,15 +219,17 @@ class SemanticIdPolicy(FeaturePolicy, SemanticNetworkOptions):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class _CodeByCode:
+class _CodeByCode(CodeSearch):
     """The decoder for a search: one step per level for the beams of every context."""
 
     def __init__(self, policy: SemanticIdPolicy, states: Tensor, lengths: Tensor) -> None:
+        # not len(states), which an exported program would take for a constant
+        super().__init__(policy.trie, states.shape[0], policy.normalizer)
         self._policy, self._lengths = policy, lengths
         self._context: Context = policy.decoder.read(states)
 
     def step(self, level: int, previous: Tensor | None, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See ``semantic_search.CodeDecoder``."""
+        """See ``CodeSearch``."""
         width = 1 if previous is None else previous.shape[1]
         visible = self._lengths[:, None].expand(-1, width)
         codes = None
@@ -279,7 +239,7 @@ class _CodeByCode:
         return logits.view(-1, width, logits.shape[-1]), cache
 
     def reorder(self, cache: Cache, beams: Tensor) -> Cache:
-        """See ``semantic_search.CodeDecoder``."""
+        """See ``CodeSearch``."""
         batch = beams.shape[0]
 
         def picked(kept: Tensor) -> Tensor:
@@ -288,19 +248,6 @@ class _CodeByCode:
             return rows.gather(1, index).flatten(0, 1)
 
         return [(picked(key), picked(value)) for key, value in cache]
-
-
-def _codes_of_catalog(codes: Path, num_items: int) -> Codes:
-    """The codes in a directory, one tuple for each item of the catalog."""
-    table = Codes.open(codes)
-    if table.num_items != num_items:
-        raise RecpoError(
-            f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "
-            "data with `recpo tokenize`",
-            code="mismatch",
-            field="codes",
-        )
-    return table
 
 
 def _packed(visible: Tensor, plan: ScoringPlan) -> Placement:

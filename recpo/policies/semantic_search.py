@@ -10,8 +10,9 @@ Shapes: ``B`` contexts, ``W`` beams (or draws) per context, ``T`` codes per item
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions
-from recpo.ops.surrogate import log1mexp
+from recpo.ops.log_ratios import log1mexp
 from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 
 # A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with
@@ -79,14 +80,6 @@ class Trie(nn.Module):
         self._register("_begin", torch.cat(begins), torch.int32)
         self._register("_parent", torch.cat(parents), torch.int32)
         self._register("_code", torch.cat(last_codes), _smallest_type(max(self.codebook_sizes)))
-        self._register_leaves(rank)
-        self._register("_powers", 2 ** torch.arange(8), torch.uint8)
-
-    def _register(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
-        self.register_buffer(name, values.to(dtype), persistent=False)
-
-    def _register_leaves(self, rank: Tensor) -> None:
-        """Maps leaves to items, given the place of every item in the sorted order, ``[V]``."""
         if self.level_sizes[-1] != self.num_items:
             raise RecpoError(
                 f"{self.num_items - self.level_sizes[-1]} items share their codes with another one: a tuple has to "
@@ -94,9 +87,14 @@ class Trie(nn.Module):
                 code="duplicate",
                 field="codes",
             )
+        # leaves to items and back; ``rank`` is the place of every item in the sorted order
         ids = torch.arange(1, self.num_items + 1)
         self._register("_item", torch.empty_like(ids).index_copy_(0, rank, ids), torch.int32)
         self._register("_leaf", F.pad(rank, (1, 0)) + self._first[-1], torch.int32)
+        self._register("_powers", 2 ** torch.arange(8), torch.uint8)
+
+    def _register(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
+        self.register_buffer(name, values.to(dtype), persistent=False)
 
     @property
     def num_nodes(self) -> int:
@@ -232,9 +230,22 @@ def _smallest_type(size: int) -> torch.dtype:
 NEVER = torch.finfo(torch.float32).min / 4
 
 
-class CodeDecoder(Protocol):
-    """The interface of a model for the search. The cache is the model's own (keys and values of the codes so far)."""
+class CodeSearch(ABC):
+    """Search and sampling with a model that scores codes, for B contexts.
 
+    A cache is the model's own: keys and values of the codes so far.
+
+    Args:
+        trie: the trie of the catalog.
+        batch: B.
+        normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes, so that a draw
+            may not be an item.
+    """
+
+    def __init__(self, trie: Trie, batch: int, normalizer: Literal["trie", "codebook"]) -> None:
+        self.trie, self.batch, self.normalizer = trie, batch, normalizer
+
+    @abstractmethod
     def step(self, level: int, previous: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
         """Scores the next code of every beam.
 
@@ -247,60 +258,122 @@ class CodeDecoder(Protocol):
             Logits ``[B, W, K_level]`` and the cache for the next step.
         """
 
+    @abstractmethod
     def reorder(self, cache: Any, beams: Tensor) -> Any:
         """The cache of the beams ``[B, W']``. Each entry is the index 0 .. W - 1 of the beam that it continues."""
 
+    def beam_search(self, k: int, width: int, exclude: Tensor | None = None) -> Recommendations:
+        """The ``k`` most probable items that a beam of ``width`` prefixes finds, best first.
 
-def beam_search(
-    decoder: CodeDecoder,
-    trie: Trie,
-    batch: int,
-    k: int,
-    width: int,
-    *,
-    exclude: Tensor | None = None,
-    normalizer: Literal["trie", "codebook"] = "trie",
-) -> Recommendations:
-    """The ``k`` most probable items that a beam of ``width`` prefixes finds, best first.
+        The result is exact if the beam holds every prefix of the trie. A prefix whose items are all excluded is never a
+        beam, so the list has k items whenever that many remain. Excluded items stay in the normalizer. Items of equal
+        probability are ordered by id; which of them get the last beam is not defined.
 
-    The result is exact if the beam holds every prefix of the trie. A prefix whose items are all excluded is never a
-    beam, so the list has k items whenever that many remain. Excluded items stay in the normalizer. Items of equal
-    probability are ordered by id; which of them get the last beam is not defined.
+        Args:
+            k: list length.
+            width: W, prefixes that are kept at every level; at least k are kept.
+            exclude: ``[B, M]`` item ids that are not recommended, padded with 0.
 
-    Args:
-        decoder: scores codes.
-        trie: the trie of the catalog.
-        batch: B.
-        k: list length.
-        width: W, prefixes that are kept at every level; at least k are kept.
-        exclude: ``[B, M]`` item ids that are not recommended, padded with 0.
-        normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes.
+        Returns:
+            ids and natural-log probabilities ``[B, k]``; 0 and -inf if fewer items remain.
+        """
+        trie = self.trie
+        nodes = torch.zeros(self.batch, 1, dtype=torch.int64, device=trie.device)
+        scores = torch.zeros(self.batch, 1, device=trie.device)
+        barred = None if exclude is None else _barred_leaves(trie, exclude)
+        previous, cache = None, None
+        for level, size in enumerate(trie.codebook_sizes):
+            logits, cache = self.step(level, previous, cache)
+            allowed, logits = trie.allowed(level, nodes), logits.float()
+            logp = (logits.masked_fill(~allowed, NEVER) if self.normalizer == "trie" else logits).log_softmax(-1)
+            alive = scores > NEVER / 2
+            if barred is not None:
+                allowed = allowed & ~_struck(trie, level, nodes.masked_fill(~alive, -1), *barred)
+            total = torch.where(allowed & alive[..., None], scores[..., None] + logp, NEVER).flatten(1)
+            scores, best = total.topk(min(max(width, k), trie.level_sizes[level + 1], total.shape[1]), 1)
+            beams, previous = best // size, best % size
+            nodes, _ = trie.find(level, nodes.gather(1, beams), previous)
+            if level + 1 < trie.depth:
+                cache = self.reorder(cache, beams)
+        return _list_of(trie, nodes, scores, k)
 
-    Returns:
-        ids and natural-log probabilities ``[B, k]``; 0 and -inf if fewer items remain.
-    """
-    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
-    scores = torch.zeros(batch, 1, device=trie.device)
-    barred = None if exclude is None else _barred_leaves(trie, exclude)
-    previous, cache = None, None
-    for level, size in enumerate(trie.codebook_sizes):
-        logits, cache = decoder.step(level, previous, cache)
-        allowed = trie.allowed(level, nodes)
-        logp = _log_softmax(logits, allowed, normalizer)
-        alive = scores > NEVER / 2
-        if barred is not None:
-            allowed = allowed & ~_struck(trie, level, nodes.masked_fill(~alive, -1), barred)
-        total = torch.where(allowed & alive[..., None], scores[..., None] + logp, NEVER).flatten(1)
-        scores, best = total.topk(min(max(width, k), trie.level_sizes[level + 1], total.shape[1]), 1)
-        beams, previous = best // size, best % size
-        nodes, _ = trie.find(level, nodes.gather(1, beams), previous)
-        if level + 1 < trie.depth:
-            cache = decoder.reorder(cache, beams)
-    return _list_of(trie, nodes, scores, k)
+    @torch.no_grad()
+    def sample(self, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+        """Draws ``group_size`` items per context, code by code.
 
+        With replacement, every draw consists of one draw per code (ancestral sampling). Without replacement, Gumbel
+        top-k over the trie is used (stochastic beam search, Kool et al., arXiv 1903.06059). It is exact: the first item
+        is a draw from the distribution, and each later one is a draw from the remaining items.
 
-def _log_softmax(logits: Tensor, allowed: Tensor, normalizer: str) -> Tensor:
-    return (logits.float().masked_fill(~allowed, NEVER) if normalizer == "trie" else logits.float()).log_softmax(-1)
+        Args:
+            group_size: G.
+            options: temperature and nucleus; both apply to every code, inside the trie.
+
+        Returns:
+            ids ``[B, G]``, 0 if a draw is not an item or if fewer than G tuples can be drawn, and the log-probabilities
+            ``[B, G, T]`` of the drawn codes. These are finite even if the codes are not an item, and 0 if nothing could
+            be drawn.
+
+        Raises:
+            RecpoError: see ``validate_sampling``.
+        """
+        validate_sampling(group_size, options)
+        return self._drawn(group_size, options) if options.replacement else self._drawn_once(group_size, options)
+
+    def _drawn(self, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+        trie = self.trie
+        nodes = torch.zeros(self.batch, 1, dtype=torch.int64, device=trie.device)
+        is_item = torch.ones(self.batch, group_size, dtype=torch.bool, device=trie.device)
+        tokens, codes, cache = [], None, None
+        for level in range(trie.depth):
+            logits, cache = self.step(level, codes, cache)
+            logp = self._distribution(logits, level, nodes, options)
+            # one state for all draws at the root, and one per draw after it
+            width = logp.shape[1]
+            drawn = torch.multinomial(logp.flatten(0, 1).exp(), group_size // width, replacement=True)
+            codes = drawn.view(self.batch, group_size)
+            nodes, logp = nodes.expand(-1, group_size), logp.expand(-1, group_size, -1)
+            if width < group_size and level + 1 < trie.depth:
+                cache = self.reorder(cache, torch.zeros_like(codes))
+            tokens.append(logp.gather(2, codes[..., None]))
+            nodes, found = trie.find(level, nodes, codes)
+            is_item = is_item & found
+        return trie.items(nodes) * is_item, torch.cat(tokens, 2)
+
+    def _drawn_once(self, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+        """Gumbel top-k over the tree: a prefix has the largest perturbed log-probability of the leaves below it."""
+        trie = self.trie
+        nodes = torch.zeros(self.batch, 1, dtype=torch.int64, device=trie.device)
+        is_item = torch.ones_like(nodes, dtype=torch.bool)
+        # float64: differences of perturbed values are small relative to the values
+        totals = torch.zeros(self.batch, 1, dtype=torch.float64, device=trie.device)
+        perturbed, tokens = totals, totals.float()[..., None][..., :0]
+        codes, cache = None, None
+        for level, size in enumerate(trie.codebook_sizes):
+            logits, cache = self.step(level, codes, cache)
+            logp = self._distribution(logits, level, nodes, options)
+            below = totals[..., None] + logp
+            candidates = _conditional_gumbel(below, perturbed[..., None]).flatten(1)
+            perturbed, best = candidates.topk(min(group_size, candidates.shape[1]), 1)
+            beams, codes = best // size, best % size
+            totals = below.flatten(1).gather(1, best)
+            token = logp.flatten(1).gather(1, best)
+            tokens = torch.cat([tokens.gather(1, beams[..., None].expand(-1, -1, level)), token[..., None]], 2)
+            nodes, found = trie.find(level, nodes.gather(1, beams), codes)
+            is_item = is_item.gather(1, beams) & found
+            if level + 1 < trie.depth:
+                cache = self.reorder(cache, beams)
+        alive = perturbed > -torch.inf
+        missing = group_size - alive.shape[1]
+        ids = F.pad(trie.items(nodes) * (is_item & alive), (0, missing))
+        return ids, F.pad(tokens.masked_fill(~alive[..., None], 0), (0, 0, 0, missing))
+
+    def _distribution(self, logits: Tensor, level: int, nodes: Tensor, options: SamplingOptions) -> Tensor:
+        """Log-probabilities ``[B, W, K]`` of the next code under the options; -inf for codes that cannot be drawn."""
+        scores = logits.float() / options.temperature
+        if self.normalizer == "trie":
+            scores = scores.masked_fill(~self.trie.allowed(level, nodes), -torch.inf)
+        return nucleus(scores.log_softmax(-1), options.top_p)
 
 
 def _list_of(trie: Trie, leaves: Tensor, scores: Tensor, k: int) -> Recommendations:
@@ -314,33 +387,25 @@ def _list_of(trie: Trie, leaves: Tensor, scores: Tensor, k: int) -> Recommendati
     return Recommendations(F.pad(ids, (0, missing)), F.pad(scores, (0, missing), value=-torch.inf))
 
 
-class _Barred(NamedTuple):
-    """The excluded items as leaves.
+def _barred_leaves(trie: Trie, exclude: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The excluded items as leaves ``[B, M]``, and for every level the nodes ``[B, M]`` on the paths to them.
 
-    Attributes:
-        leaves: ``[B, M]`` ascending and distinct. Padding and repeated items are at the end and are not leaves.
-        path: for every level, ``[B, M]`` nodes on the paths to the leaves.
+    The leaves are ascending and distinct. Padding and repeated items are at the end and are not leaves.
     """
-
-    leaves: Tensor
-    path: list[Tensor]
-
-
-def _barred_leaves(trie: Trie, exclude: Tensor) -> _Barred:
     none = trie.num_nodes
     leaves = trie.leaves(exclude).masked_fill(exclude == 0, none).sort(1).values
     before = F.pad(leaves, (1, 0), value=-1)[:, :-1]
     leaves = leaves.masked_fill(leaves == before, none).sort(1).values
-    return _Barred(leaves, trie.path(leaves.clamp_max(none - 1)))
+    return leaves, trie.path(leaves.clamp_max(none - 1))
 
 
-def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
+def _struck(trie: Trie, level: int, nodes: Tensor, leaves: Tensor, path: list[Tensor]) -> Tensor:
     """The codes ``[B, W, K_level]`` after the beams ``nodes [B, W]`` below which every item is excluded.
 
     The leaves below a node have consecutive numbers. They are all excluded if the first one is excluded and the last
     one follows it in the sorted list at a distance equal to the number of leaves between them.
     """
-    leaves, parents, children = barred.leaves, barred.path[level], barred.path[level + 1]
+    parents, children = path[level], path[level + 1]
     first, end = trie.leaf_ranges(level + 1, children)
     last_place = torch.arange(leaves.shape[1], device=leaves.device) + (end - first - 1)
     last_leaf = leaves.gather(1, last_place.clamp_max(leaves.shape[1] - 1))
@@ -353,104 +418,6 @@ def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     mask = torch.zeros(batch, width * size + 1, dtype=torch.bool, device=nodes.device)
     mask = mask.scatter(1, column, torch.ones_like(column, dtype=torch.bool))
     return mask[:, : width * size].view(batch, width, size)
-
-
-@torch.no_grad()
-def sample(
-    decoder: CodeDecoder,
-    trie: Trie,
-    batch: int,
-    group_size: int,
-    options: SamplingOptions,
-    *,
-    normalizer: Literal["trie", "codebook"] = "trie",
-) -> tuple[Tensor, Tensor]:
-    """Draws ``group_size`` items per context, code by code.
-
-    With replacement, every draw consists of one draw per code (ancestral sampling). Without replacement, Gumbel top-k
-    over the trie is used (stochastic beam search, Kool et al., arXiv 1903.06059). It is exact: the first item is a draw
-    from the distribution, and each later one is a draw from the remaining items.
-
-    Args:
-        decoder: scores codes.
-        trie: the trie of the catalog.
-        batch: B.
-        group_size: G.
-        options: temperature and nucleus; both apply to every code, inside the trie.
-        normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes, so that a draw
-            may not be an item.
-
-    Returns:
-        ids ``[B, G]``, 0 if a draw is not an item or if fewer than G tuples can be drawn, and the log-probabilities
-        ``[B, G, T]`` of the drawn codes. These are finite even if the codes are not an item, and 0 if nothing could be
-        drawn.
-
-    Raises:
-        RecpoError: see ``validate_sampling``.
-    """
-    validate_sampling(group_size, options)
-    draw = _draw if options.replacement else _draw_without_replacement
-    return draw(decoder, trie, batch, group_size, options, normalizer)
-
-
-def _draw(
-    decoder: CodeDecoder, trie: Trie, batch: int, group_size: int, options: SamplingOptions, normalizer: str
-) -> tuple[Tensor, Tensor]:
-    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
-    is_item = torch.ones(batch, group_size, dtype=torch.bool, device=trie.device)
-    tokens, codes, cache = [], None, None
-    for level in range(trie.depth):
-        logits, cache = decoder.step(level, codes, cache)
-        logp = _distribution(logits, trie.allowed(level, nodes), options, normalizer)
-        # one state for all draws at the root, and one per draw after it
-        width = logp.shape[1]
-        drawn = torch.multinomial(logp.flatten(0, 1).exp(), group_size // width, replacement=True)
-        codes = drawn.view(batch, group_size)
-        nodes, logp = nodes.expand(-1, group_size), logp.expand(-1, group_size, -1)
-        if width < group_size and level + 1 < trie.depth:
-            cache = decoder.reorder(cache, torch.zeros_like(codes))
-        tokens.append(logp.gather(2, codes[..., None]))
-        nodes, found = trie.find(level, nodes, codes)
-        is_item = is_item & found
-    return trie.items(nodes) * is_item, torch.cat(tokens, 2)
-
-
-def _draw_without_replacement(
-    decoder: CodeDecoder, trie: Trie, batch: int, group_size: int, options: SamplingOptions, normalizer: str
-) -> tuple[Tensor, Tensor]:
-    """Gumbel top-k over the tree: a prefix has the largest perturbed log-probability of the leaves below it."""
-    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
-    is_item = torch.ones_like(nodes, dtype=torch.bool)
-    # float64: differences of perturbed values are small relative to the values
-    totals = torch.zeros(batch, 1, dtype=torch.float64, device=trie.device)
-    perturbed, tokens = totals, totals.float()[..., None][..., :0]
-    codes, cache = None, None
-    for level, size in enumerate(trie.codebook_sizes):
-        logits, cache = decoder.step(level, codes, cache)
-        logp = _distribution(logits, trie.allowed(level, nodes), options, normalizer)
-        below = totals[..., None] + logp
-        candidates = _conditional_gumbel(below, perturbed[..., None]).flatten(1)
-        perturbed, best = candidates.topk(min(group_size, candidates.shape[1]), 1)
-        beams, codes = best // size, best % size
-        totals = below.flatten(1).gather(1, best)
-        token = logp.flatten(1).gather(1, best)
-        tokens = torch.cat([tokens.gather(1, beams[..., None].expand(-1, -1, level)), token[..., None]], 2)
-        nodes, found = trie.find(level, nodes.gather(1, beams), codes)
-        is_item = is_item.gather(1, beams) & found
-        if level + 1 < trie.depth:
-            cache = decoder.reorder(cache, beams)
-    alive = perturbed > -torch.inf
-    missing = group_size - alive.shape[1]
-    ids = F.pad(trie.items(nodes) * (is_item & alive), (0, missing))
-    return ids, F.pad(tokens.masked_fill(~alive[..., None], 0), (0, 0, 0, missing))
-
-
-def _distribution(logits: Tensor, allowed: Tensor, options: SamplingOptions, normalizer: str) -> Tensor:
-    """Log-probabilities ``[B, W, K]`` of the next code under the options; -inf for codes that cannot be drawn."""
-    scores = logits.float() / options.temperature
-    if normalizer == "trie":
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    return nucleus(scores.log_softmax(-1), options.top_p)
 
 
 def _conditional_gumbel(logp: Tensor, largest: Tensor) -> Tensor:

@@ -31,7 +31,15 @@ class _OnBase(Policy):
     """A policy that passes the histories and features it receives on to its base and its factors."""
 
     base: Policy
-    factors: GradeFactors
+
+    def __init__(
+        self, num_items: int, base: Callable[[int], Policy], factors: GradeFactorsOptions, temperature: float
+    ) -> None:
+        validate_temperature(temperature)
+        super().__init__()
+        self.base, self.factors, self.temperature = base(num_items), GradeFactors(num_items, factors), temperature
+        self.num_items, self.max_history = num_items, max(self.base.max_history, factors.max_history)
+        self._read_as_base()
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
         """See ``Policy.set_schema``."""
@@ -92,9 +100,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         factors: GradeFactorsOptions,
         temperature: float,
     ) -> None:
-        validate_temperature(temperature)
-        super().__init__()
-        self.base, self.temperature = base(num_items), temperature
+        super().__init__(num_items, base, factors, temperature)
         if not isinstance(self.base, DotProductPolicy):
             raise RecpoError(
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a DotProductPolicy, every other "
@@ -102,10 +108,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
                 code="wrong_class",
                 field="base",
             )
-        self.factors = GradeFactors(num_items, factors)
-        self.num_items, self.dim = num_items, self.base.dim + factors.rank + 1 + self.factors.rooted
-        self.max_history = max(self.base.max_history, factors.max_history)
-        self._read_as_base()
+        self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
 
     def set_item_counts(self, counts: Tensor) -> None:
         """See ``Policy.set_item_counts``."""
@@ -278,15 +281,10 @@ class RerankedPolicy(_OnBase):
         temperature: float,
         candidates: int = 200,
     ) -> None:
-        validate_temperature(temperature)
         validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        super().__init__()
-        self.base, self.temperature, self.candidates = base(num_items), temperature, candidates
-        self.factors = GradeFactors(num_items, factors)
-        self.num_items, self.num_tokens = num_items, self.base.num_tokens
-        self.max_history = max(self.base.max_history, factors.max_history)
+        super().__init__(num_items, base, factors, temperature)
+        self.candidates, self.num_tokens = candidates, self.base.num_tokens
         self.catalog_checksum = self.base.catalog_checksum
-        self._read_as_base()
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``."""

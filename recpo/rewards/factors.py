@@ -38,9 +38,18 @@ from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
-from recpo.ops.linear_algebra import RidgeSolution, damped_mean, item_forms, ridge_regression, user_forms, with_one
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.policies.grade_factors import GradeFactorsOptions, num_columns, user_means
+from recpo.policies.grade_factors import (
+    GradeFactorsOptions,
+    damped_mean,
+    item_forms,
+    normal_equations,
+    num_columns,
+    recent_feedback,
+    user_forms,
+    user_means,
+    with_one,
+)
 
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
@@ -68,9 +77,8 @@ class Factors(Artifact):
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32; with the popularity of the item where ``with_popularity`` added it.
         factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
-        history_prior: ``[V, r + 1]`` float32. The damped mean over the events of a history
-            (``recpo.ops.linear_algebra.damped_mean``) is the prior mean of its user's factors and bias; 0 = the prior
-            mean is 0 for everybody.
+        history_prior: ``[V, r + 1]`` float32. The damped mean (``recpo.policies.grade_factors.damped_mean``) over the
+            events of a history is the prior mean of its user's factors and bias; 0 = the prior mean is 0 for everybody.
         user_prior: ``[C, r + 1]`` float32, what the features of a user add to the prior mean
             (``recpo.policies.grade_factors.linear_in_features``); None = no features of users are read.
         item_prior: ``[C + 1, 2 (r + 1)]`` float32, factors, bias and ``history_prior`` of an item without events: what
@@ -138,6 +146,7 @@ class Factors(Artifact):
             "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
             "user_prior": (num_columns(self.features.user), rank + 1),
+            "user_factors": (0 if self.user_factors is None else len(self.user_factors), rank + 1),
             "item_prior": (num_columns(self.features.item) + 1, 2 * (rank + 1)),
             "prior_variance": (rank,),
             "prior_covariance": (rank + 1, rank + 1),
@@ -148,13 +157,6 @@ class Factors(Artifact):
                 raise RecpoError(
                     f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}", code="wrong_shape", field=name
                 )
-        if self.user_factors is not None and self.user_factors.shape[1:] != (rank + 1,):
-            shape = tuple(self.user_factors.shape)
-            raise RecpoError(
-                f"factors: user_factors has shape {shape}, expected (users, {rank + 1})",
-                code="wrong_shape",
-                field="user_factors",
-            )
 
     @property
     def num_items(self) -> int:
@@ -215,15 +217,10 @@ class Factors(Artifact):
         Raises:
             RecpoError: the histories have no feedback levels, or no features of users although the model reads them.
         """
-        return torch.cat([solution.weights.float() for solution in self._solutions(histories)])
+        return self.fold_in_with_covariance(histories)[0]
 
     def fold_in_with_covariance(self, histories: Histories) -> tuple[Tensor, Tensor]:
         """Like ``fold_in``; also returns the inverses ``[B, r + 1, r + 1]`` float32 of the normal matrices."""
-        solutions = list(self._solutions(histories))
-        covariance = torch.cat([solution.covariance.float() for solution in solutions])
-        return torch.cat([solution.weights.float() for solution in solutions]), covariance
-
-    def _solutions(self, histories: Histories) -> list[RidgeSolution]:
         if histories.feedback is None:
             raise RecpoError(
                 "factors are folded in from graded events, and these histories have no feedback levels",
@@ -235,22 +232,20 @@ class Factors(Artifact):
         means = torch.zeros(len(histories.lengths), self.rank + 1, dtype=torch.float64, device=histories.lengths.device)
         if self.user_prior is not None:
             means = user_means(self.features.user, histories, self.user_prior)
-        columns = histories.item_ids, histories.lengths, histories.feedback, means
-        return [self._solution(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        feedback, recent = recent_feedback(histories, self.max_history)
+        columns = histories.item_ids, feedback, recent & (feedback > 0), means
+        parts = [self._folded(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        weights, covariance = (torch.cat(column).float() for column in zip(*parts, strict=True))
+        return weights, covariance
 
-    def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor, means: Tensor) -> RidgeSolution:
-        place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        grade = _grades_on(item_ids.device)[feedback]
-        known = (place < lengths[:, None]) & (place >= lengths[:, None] - self.max_history)
-        known &= (item_ids > 0) & ~grade.isnan()
+    def _folded(self, item_ids: Tensor, feedback: Tensor, known: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         row = (item_ids - 1).clamp_min(0)
-        ones = torch.ones_like(grade, dtype=self.item_factors.dtype)[..., None]
-        rows = torch.cat([self.item_factors[row], ones], -1)
+        targets = _grades_on(item_ids.device)[feedback] - self.mean - self.item_bias[row].double()
         variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
         prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
         prior[-1] = self.bias_ridge
         pull = prior * (damped_mean(self.history_prior[row], known) + means)
-        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, variance + prior, pull)
+        return ridge_regression(with_one(self.item_factors[row]), targets, known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -308,7 +303,8 @@ class Factors(Artifact):
         table = torch.cat([with_one(self.item_factors), self.item_bias[:, None]], 1)
         rooted = 0
         if self.lower_bound:
-            of_items = item_vectors(self)
+            assert self.item_covariance is not None
+            of_items = item_forms(self.item_factors, self.item_covariance)
             of_users = user_forms(users, covariance) * (self.noise * self.lower_bound**2)
             states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
@@ -423,6 +419,18 @@ class Factors(Artifact):
 GATHER_COST: Final = 8
 
 
+def ridge_regression(
+    rows: Tensor, targets: Tensor, known: Tensor, ridge: Tensor, pull: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The solutions ``[B, d]`` of ``normal_equations``, and the inverses ``[B, d, d]`` of their matrices, float64.
+
+    The inverse times the variance of the noise is the covariance of the posterior.
+    """
+    matrix, right = normal_equations(rows, targets, known, ridge, pull)
+    factor = torch.linalg.cholesky(matrix)
+    return torch.cholesky_solve(right[..., None], factor)[..., 0], torch.cholesky_inverse(factor)
+
+
 @lru_cache
 def _grades_on(device: torch.device) -> Tensor:
     """The grades of the feedback levels, copied to a device once: a copy in every step would wait for it."""
@@ -444,34 +452,21 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.
     """
-    of_items = _item_covariance(model)
-    row = (item_ids - 1).clamp_min(0)
-    if row.shape[1] * GATHER_COST >= model.num_items:
-        variance = user_forms(users, covariance) @ item_vectors(model).T
-        return model.noise * variance.gather(1, row).clamp_min(0.0)
-    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
-    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
-    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
-    return model.noise * (of_item + of_user).clamp_min(0.0)
-
-
-def item_vectors(model: Factors) -> Tensor:
-    """``[V, (r + 1) (r + 2)]``, see ``recpo.ops.linear_algebra.item_forms``.
-
-    Raises:
-        RecpoError: the model was fitted without ``uncertainty``.
-    """
-    return item_forms(model.item_factors, _item_covariance(model))
-
-
-def _item_covariance(model: Factors) -> Tensor:
-    if model.item_covariance is None:
+    of_items = model.item_covariance
+    if of_items is None:
         raise RecpoError(
             "these factors were fitted with uncertainty: false, so they have no bounds; fit them again",
             code="unsupported",
             field="uncertainty",
         )
-    return model.item_covariance
+    row = (item_ids - 1).clamp_min(0)
+    if row.shape[1] * GATHER_COST >= model.num_items:
+        variance = user_forms(users, covariance) @ item_forms(model.item_factors, of_items).T
+        return model.noise * variance.gather(1, row).clamp_min(0.0)
+    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
+    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
+    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
+    return model.noise * (of_item + of_user).clamp_min(0.0)
 
 
 _VERSION: Final = 1

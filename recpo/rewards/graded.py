@@ -199,8 +199,8 @@ def chunks(
         period: the period; events that a held-out period only has as context do not count.
     """
     grades, names = np.array(GRADES), ["user_index", "item_index", "feedback", "is_target"]
-    pieces = data.train_columns(names) if period == "train" else _shards(data, period, names)
-    for columns in pieces:
+    held_out = (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
+    for columns in data.train_columns(names) if period == "train" else held_out:
         user, item, level, is_target = columns.values()
         grade = grades[level]
         known = ~np.isnan(grade) & is_target
@@ -233,10 +233,6 @@ def repeated(parts: Callable[[], Iterator[Chunk]], finished: Callable[[int], obj
         kept.extend(passed)
 
     return again
-
-
-def _shards(data: Prepared, period: Period, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-    return (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
 
 
 def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
@@ -296,12 +292,17 @@ def _with_one(factors: np.ndarray) -> np.ndarray:
     return np.concatenate([factors, np.ones((len(factors), 1))], 1)
 
 
+def float_tensor(values: np.ndarray) -> torch.Tensor:
+    """A tensor of float32."""
+    return torch.from_numpy(values.astype(np.float32, copy=False))
+
+
 def plain_factors(data: Prepared, items: Items, mean: float, ridge: float, options: FactorOptions) -> Factors:
     """A model that can fold in and predict, without training users and without bounds."""
     return Factors(
         mean=mean,
-        item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
-        item_bias=torch.from_numpy(items.bias.astype(np.float32)),
+        item_factors=float_tensor(items.rows[:, :-1]),
+        item_bias=float_tensor(items.bias),
         factor_variance=torch.zeros(items.rows.shape[0], items.rows.shape[1] - 1),
         history_prior=torch.zeros(items.rows.shape),
         ridge=ridge,

@@ -179,15 +179,14 @@ class ImplicitALS(ModelInOneFile):
         known = positive_places(histories, self.max_history)
         items = self.item_factors.double()
         shared = self.unobserved * items.T @ items
-        parts = zip(histories.item_ids.split(rows), known.split(rows), strict=True)
-        return torch.cat([self._fold_in(items, shared, item_ids, kept) for item_ids, kept in parts])
-
-    def _fold_in(self, items: Tensor, shared: Tensor, item_ids: Tensor, known: Tensor) -> Tensor:
-        rows = items[(item_ids - 1).clamp_min(0)] * known[..., None]
-        ridge = self.ridge * (known.sum(1).double() + self.unobserved * len(items)) ** self.nu
         identity = torch.eye(len(shared), dtype=items.dtype, device=items.device)
-        matrices = rows.transpose(1, 2) @ rows + shared + ridge[:, None, None] * identity
-        return torch.linalg.solve(matrices, rows.sum(1)).float()
+        users = []
+        for item_ids, kept in zip(histories.item_ids.split(rows), known.split(rows), strict=True):
+            own = items[(item_ids - 1).clamp_min(0)] * kept[..., None]
+            ridge = self.ridge * (kept.sum(1).double() + self.unobserved * len(items)) ** self.nu
+            matrices = own.transpose(1, 2) @ own + shared + ridge[:, None, None] * identity
+            users.append(torch.linalg.solve(matrices, own.sum(1)).float())
+        return torch.cat(users)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """The ``k`` items with the highest scores, as ``Policy.recommend``. Scores are not log-probabilities."""
@@ -228,15 +227,11 @@ def fit_implicit(
             larger = [chosen, *(_fit_one(data, rank, *pair, options, bar.update) for rank in others)]
             best, again = best_on_validation(data, larger)
             models, tried, chosen = models + larger[1:], tried + again[1:], larger[best]
-    return replace(chosen, facts=_facts(options, models, tried))
-
-
-def _facts(options: ImplicitOptions, models: list[ImplicitALS], tried: list[float | None]) -> dict[str, Any]:
     named = [
         {"rank": model.item_factors.shape[1], "unobserved": model.unobserved, "ridge": model.ridge, "NDCG@10": value}
         for model, value in zip(models, tried, strict=True)
     ]
-    return {"options": plain(options), "tried": named}
+    return replace(chosen, facts={"options": plain(options), "tried": named})
 
 
 def _fit_one(

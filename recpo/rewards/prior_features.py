@@ -9,8 +9,8 @@ more, as in correspondence analysis.
 of which the principal components remain.
 
 The features of a user are in both cases the damped mean of the vectors of the history
-(``recpo.ops.linear_algebra.damped_mean``), so a history is all that is needed to compute them: for a training user, for
-a new one, and in an exported program.
+(``recpo.policies.grade_factors.damped_mean``), so a history is all that is needed to compute them: for a training user,
+for a new one, and in an exported program.
 
 **The features of the users** (the user table) are components of a matrix in the same way. They say something of users
 without a history.
@@ -22,6 +22,7 @@ piece and some columns per item.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from scipy.sparse import csr_array, hstack
 
 from recpo.base.features import Categories, Category, Feature, Vector, of_type
 from recpo.base.types import Features
-from recpo.ops.linear_algebra import DAMPING
+from recpo.policies.grade_factors import DAMPING
 from recpo.rewards.graded import Chunk
 
 #: principal components of the features of the items
@@ -199,7 +200,7 @@ def _components(
 
     def pieces() -> Iterator[csr_array]:
         for begin in range(0, count, _ROWS):
-            yield _columns(schema, _rows(features, begin), sizes)
+            yield _columns(schema, features.map(itemgetter(slice(begin, begin + _ROWS))), sizes)
 
     center = np.sum([piece.sum(0) for piece in pieces()], 0) / count
 
@@ -211,10 +212,6 @@ def _components(
     axes = _leading(squared, len(center), TABLE_COLUMNS, seed)
     table = Table(tuple(schema), sizes, axes, center @ axes * centered)
     return table, np.concatenate([piece @ axes for piece in pieces()]) - table.center
-
-
-def _rows(features: Features, begin: int) -> Features:
-    return features.map(lambda column: column[begin : begin + _ROWS])
 
 
 def _columns(schema: Sequence[Feature], features: Features, sizes: Sequence[float]) -> csr_array:

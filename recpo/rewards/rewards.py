@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
@@ -44,20 +43,13 @@ class LoggedReward(RewardFunction):
     #: bits of the behaviors in the training data (``for_behaviors``); not an option
     _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``RewardFunction.requires``."""
-        return frozenset({Requirement.LABELS})
+    requires = frozenset({Requirement.LABELS})
+    is_of_log = True
 
     @property
     def reads(self) -> Reads:
         """See ``RewardFunction.reads``."""
         return Reads(behaviors=bool(self.behaviors))
-
-    @property
-    def is_of_log(self) -> bool:
-        """See ``RewardFunction.is_of_log``."""
-        return True
 
     def for_behaviors(self, names: tuple[str, ...]) -> LoggedReward:
         """See ``RewardFunction.for_behaviors``."""
@@ -116,16 +108,18 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
         RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels or features
             of users of another meaning.
     """
-    for definition in reward.feedback:
-        definition.validate_same(data.feedback, name, data.root)
-    if reward.catalog_checksum not in (None, data.catalog_checksum):
+    parts = _parts_of(reward)
+    for part in parts:
+        for definition in part.feedback:
+            definition.validate_same(data.feedback, name, data.root)
+    if any(part.catalog_checksum not in (None, data.catalog_checksum) for part in parts):
         raise RecpoError(
             f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
             "directory it was made with",
             code="mismatch",
             field=name,
         )
-    if reward.users_checksum not in (None, data.users_checksum):
+    if any(part.users_checksum not in (None, data.users_checksum) for part in parts):
         raise RecpoError(
             f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
             "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
@@ -133,14 +127,20 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
             code="mismatch",
             field=name,
         )
-    checksum = reward.user_features_checksum
-    if checksum is not None and checksum != data.features_checksum("user"):
+    if any(part.user_features_checksum not in (None, data.features_checksum("user")) for part in parts):
         raise RecpoError(
             f"{name}: it reads features of users that {data.root} does not have, or has with other vocabularies or "
             "means; use the prepared directory it was made with",
             code="mismatch",
             field=name,
         )
+
+
+def _parts_of(reward: RewardFunction) -> list[RewardFunction]:
+    """The rewards, none of them combined, that a reward is computed from; itself if it is not combined."""
+    if isinstance(reward, _CombinedReward):
+        return [own for part in reward.parts for own in _parts_of(part)]
+    return [reward]
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,7 @@ class HitReward(RewardFunction):
     positives.
     """
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``RewardFunction.requires``."""
-        return frozenset({Requirement.POSITIVES})
+    requires = frozenset({Requirement.POSITIVES})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
@@ -221,15 +218,11 @@ class RankAwareReward(RewardFunction):
     ``rank_aware_reward``.
     """
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """See ``RewardFunction.requires``."""
-        return frozenset({Requirement.POSITIVES, Requirement.RANKS})
+    requires = frozenset({Requirement.POSITIVES, Requirement.RANKS})
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        hits = is_hit(batch, candidates)
-        return rank_aware_reward(hits, candidates.mask).float()
+        return rank_aware_reward(is_hit(batch, candidates), candidates.mask).float()
 
 
 @dataclass(frozen=True)
@@ -378,7 +371,7 @@ class FactorReward(RewardFunction):
 
 
 class _CombinedReward(RewardFunction):
-    """A reward computed from others, which are its option ``_parts``."""
+    """A reward computed from others, which are its option ``_parts``; what those were made for is theirs to say."""
 
     _parts: ClassVar[str]
 
@@ -387,26 +380,6 @@ class _CombinedReward(RewardFunction):
         """The rewards that it is computed from."""
         rewards: list[RewardFunction] = getattr(self, self._parts)
         return rewards
-
-    @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``: that of the parts which have one."""
-        return self._common("items", (part.catalog_checksum for part in self.parts))
-
-    @property
-    def users_checksum(self) -> str | None:
-        """See ``RewardFunction.users_checksum``: that of the parts which have one."""
-        return self._common("users", (part.users_checksum for part in self.parts))
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """See ``RewardFunction.user_features_checksum``: that of the parts which have one."""
-        return self._common("users", (part.user_features_checksum for part in self.parts))
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """See ``RewardFunction.feedback``: those of all parts."""
-        return tuple(definition for part in self.parts for definition in part.feedback)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -423,17 +396,6 @@ class _CombinedReward(RewardFunction):
         adapted: Any = {self._parts: [part.for_behaviors(names) for part in self.parts]}
         changed: Self = replace(self, **adapted)  # type: ignore[type-var]
         return changed
-
-    def _common(self, kind: str, checksums: Iterable[str | None]) -> str | None:
-        """The common checksum of the parts that have one, which identifies items or users; None if no part has one."""
-        known = sorted(one for one in set(checksums) if one is not None)
-        if len(known) > 1:
-            raise RecpoError(
-                f"{type(self).__name__}: its rewards were made for different {kind}; use one prepared directory",
-                code="mismatch",
-                field=kind,
-            )
-        return known[0] if known else None
 
 
 @dataclass(frozen=True)

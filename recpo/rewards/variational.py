@@ -28,19 +28,18 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.prepared import Period, Prepared
 from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import (
-    Chunk,
     Equations,
     FactorOptions,
     Items,
     chunks,
     first_items,
+    float_tensor,
     no_equations,
     normal_matrices,
     repeated,
@@ -177,18 +176,16 @@ def fit_items(
     rank: int,
     options: FactorOptions,
     finished: Callable[[int], object],
-    period: Period = "train",
     features: PriorFeatures | None = None,
 ) -> Fit:
-    """All sweeps over the events of a period.
+    """All sweeps over the events of the period that ``options`` names.
 
     Args:
         data: prepared data.
         mean: mean of the grades.
         rank: maximum number of factors.
-        options: number of sweeps and seed.
+        options: period, number of sweeps and seed.
         finished: called with the number of events that were read.
-        period: the period.
         features: what the prior means are linear in; None = nothing.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
@@ -196,20 +193,21 @@ def fit_items(
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
     )
-    noise = grade_variance(data, mean, period)
+    noise = grade_variance(data, mean, options.period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
     before = of_items
-    parts = repeated(partial(chunks, data, finished, period), finished)
+    parts = repeated(partial(chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
         among, summed = (Summed(width, number) for number in columns)
         squared, events = 0.0, 0
         for chunk in parts():
-            sums, own = user_sums(chunk, table, mean), features.of_users(chunk)
+            shown = Equations(table.left[chunk.items], table.right[chunk.items])
+            sums, own = chunk.pairs.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
-            add_item_sums(total, chunk, part, mean)
+            total.add(chunk.items, chunk.pairs.of_moments(moments(part), chunk.grade - mean, of_items=True))
             summed.add(part, own)
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
@@ -219,16 +217,6 @@ def fit_items(
             users, of_items = summed.prior(), among.prior()
         noise = (squared + squared_errors(total, items)) / events
     return Fit(items, users, before, noise, features)
-
-
-def user_sums(chunk: Chunk, table: Equations, mean: float) -> Equations:
-    """Sums over the events of the chunk's users: moments of their items, and ``(g - mean) ã``."""
-    return chunk.pairs.of_moments(Equations(table.left[chunk.items], table.right[chunk.items]), chunk.grade - mean)
-
-
-def add_item_sums(total: Equations, chunk: Chunk, users: Gaussians, mean: float) -> None:
-    """Adds the events of a chunk to the sums of the items."""
-    total.add(chunk.items, chunk.pairs.of_moments(moments(users), chunk.grade - mean, of_items=True))
 
 
 def grade_variance(data: Prepared, mean: float, period: Period) -> float:
@@ -258,37 +246,27 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     known = fit.features
     of_history, of_users = np.split(centers, [known.history.shape[1]])
     items, covariance = fit.items.mean @ change.T + shift, change @ fit.items.covariance @ change.T
-    variances = np.diagonal(covariance, 0, 1, 2)[:, :-1]
-    factors, bias, variance, uncertainty, history_prior = (
-        torch.from_numpy(values.astype(np.float32))
-        for values in (items[:, :-1], items[:, -1], variances, covariance / fit.noise, known.history @ of_history)
-    )
-    user_prior = None if known.users is None else known.users.table.weights(of_users).astype(np.float32)
     of_new = change @ fit.of_items.covariance @ change.T
-    item_prior, prior_variance, prior_covariance = (
-        torch.from_numpy(values.astype(np.float32))
-        for values in (_item_prior(fit, change, shift, of_history), np.diag(of_new)[:-1], of_new / fit.noise)
-    )
     schema = FeatureSchema(
         item=() if known.table is None else known.table.schema,
         user=() if known.users is None else known.users.table.schema,
     )
     return Factors(
         mean=mean + float(fit.users.mean[-1]),
-        item_factors=factors,
-        item_bias=bias,
-        factor_variance=variance,
-        history_prior=history_prior,
-        user_prior=None if user_prior is None else torch.from_numpy(user_prior),
-        item_prior=item_prior,
-        prior_variance=prior_variance,
-        prior_covariance=prior_covariance if options.uncertainty else None,
+        item_factors=float_tensor(items[:, :-1]),
+        item_bias=float_tensor(items[:, -1]),
+        factor_variance=float_tensor(np.diagonal(covariance, 0, 1, 2)[:, :-1]),
+        history_prior=float_tensor(known.history @ of_history),
+        user_prior=None if known.users is None else float_tensor(known.users.table.weights(of_users)),
+        item_prior=float_tensor(_item_prior(fit, change, shift, of_history)),
+        prior_variance=float_tensor(np.diag(of_new)[:-1]),
+        prior_covariance=float_tensor(of_new / fit.noise) if options.uncertainty else None,
         features=schema,
         feature_checksums={side: data.features_checksum(side) for side in SIDES if schema.of(side)},
         ridge=fit.noise,
         bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
         user_factors=None,
-        item_covariance=uncertainty if options.uncertainty else None,
+        item_covariance=float_tensor(covariance / fit.noise) if options.uncertainty else None,
         noise=fit.noise,
         catalog_checksum=data.catalog_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
@@ -326,7 +304,7 @@ def finish(
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
         pull = prior * (user_features(chunk, history) + prior_means(data, model, chunk.users))
         users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain, pull)
-    return replace(model, user_factors=torch.from_numpy(users), users_checksum=data.users_checksum)
+    return replace(model, user_factors=float_tensor(users), users_checksum=data.users_checksum)
 
 
 def prior_means(data: Prepared, model: Factors, users: np.ndarray) -> np.ndarray:

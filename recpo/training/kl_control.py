@@ -11,7 +11,7 @@ from torch import Tensor
 from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs
-from recpo.ops.kl import kl_estimate
+from recpo.ops.log_ratios import kl_estimate
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import KLTarget, RolloutOptions
 

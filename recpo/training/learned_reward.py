@@ -19,8 +19,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
-from recpo.policies.critic import ItemScore
-from recpo.training.networks import item_scores
+from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import CriticOptions
 from recpo.training.run import Run, checkpoint_path, load_weights
 

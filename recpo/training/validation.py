@@ -26,8 +26,7 @@ from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.preference import PreferenceObjective
 from recpo.objectives.reward_model import PointwiseReward
 from recpo.ops.ranking import first_places, hit_rate, ndcg, precision, ranked_hits, recall
-from recpo.policies.critic import ItemScore
-from recpo.training.networks import item_scores
+from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import LearningOptions, Monitor
 
 OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")

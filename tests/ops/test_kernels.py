@@ -1,4 +1,4 @@
-"""Every fast kernel equals its plain twin, forward and backward, alone and inside a policy."""
+"""Every fast kernel equals its formula, forward and backward, alone and inside a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.ops import kernels
-from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
+from recpo.ops.kernels import linear, matmul_transposed, sum_rows, take_rows
 from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
+from recpo.policies import item_table
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 
@@ -69,29 +70,6 @@ def test_linear_follows_autocast() -> None:
         assert linear(torch.randn(4096, 64), torch.randn(64, 64), torch.randn(64)).dtype == torch.bfloat16
 
 
-def both(function):
-    """What ``function`` returns with fast kernels and with plain ones."""
-    fast = function()
-    with reference_kernels():
-        plain = function()
-    return fast, plain
-
-
-def test_the_switch_is_undone_also_after_an_error() -> None:
-    with reference_kernels():
-        with pytest.raises(ZeroDivisionError), reference_kernels():
-            _ = 1 / 0
-        assert kernels._reference
-    assert not kernels._reference
-
-
-def test_reference_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_onednn", None)  # whoever calls it fails
-    with reference_kernels():
-        assert matmul_transposed(torch.ones(2000, 40), torch.ones(700, 40)).sum() == 2000 * 700 * 40
-        assert linear(torch.ones(2000, 40), torch.ones(700, 40), None).sum() == 2000 * 700 * 40
-
-
 def not_here(*_: object) -> None:
     raise AssertionError("the other way of computing it was due")
 
@@ -135,23 +113,6 @@ def test_onednn_is_used_where_it_is_there_and_multiplies(product, works, monkeyp
     assert kernels._onednn_available() is False
 
 
-def test_plain_rows_and_dropout_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, index = torch.ones(16, 2), torch.tensor([3, 0])
-    monkeypatch.setattr(F, "embedding", not_here)
-    with reference_kernels():
-        assert take_rows(values, index).shape == (2, 2)
-    with pytest.raises(AssertionError, match="due"):
-        take_rows(values, index)
-    monkeypatch.setattr(torch.Tensor, "index_add_", not_here)
-    assert sum_rows(values[:2], index, 4).shape == (4, 2)
-    with reference_kernels(), pytest.raises(AssertionError, match="due"):
-        sum_rows(values[:2], index, 4)
-    monkeypatch.setattr(F, "dropout", not_here)
-    assert kernels.dropout(values, 128).shape == (16, 2)
-    with reference_kernels(), pytest.raises(AssertionError, match="due"):
-        kernels.dropout(values, 128)
-
-
 def test_full_precision_is_undone() -> None:
     before = torch.get_float32_matmul_precision()
     try:
@@ -188,77 +149,100 @@ def test_linear_with_either_gradient_alone() -> None:
 
 def test_rows_taken_and_summed() -> None:
     values, index = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True), torch.tensor([[3, 34], [3, 0]])
-    for taken in both(lambda: take_rows(values, index)):
-        assert torch.equal(taken, values.reshape(35, 3)[index])
-        (gradient,) = torch.autograd.grad(taken.sum(), values)
-        assert gradient.view(35, 3).sum(1).nonzero().squeeze(1).tolist() == [0, 3, 34]
-        assert gradient.view(35, 3)[3].tolist() == [2, 2, 2]
-    for summed in both(lambda: sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2]), 4)):
-        assert summed.tolist() == [[2.0], [0.0], [5.0], [0.0]]
+    taken = take_rows(values, index)
+    assert torch.equal(taken, values.reshape(35, 3)[index])
+    (gradient,) = torch.autograd.grad(taken.sum(), values)
+    assert gradient.view(35, 3).sum(1).nonzero().squeeze(1).tolist() == [0, 3, 34]
+    assert gradient.view(35, 3)[3].tolist() == [2, 2, 2]
+    rows, places = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2])
+    summed = sum_rows(rows, places, 4)
+    assert summed.tolist() == [[2.0], [0.0], [5.0], [0.0]]
+    assert torch.equal(summed, torch.zeros(4, 1).index_add_(0, places, rows))
 
 
 @pytest.mark.parametrize("threshold", [1, 128, 255])
 def test_dropout_drops_its_share(threshold: int) -> None:
     torch.manual_seed(0)
-    for dropped in both(lambda: kernels.dropout(torch.ones(200_000), threshold)):
-        kept = dropped[dropped != 0]
-        assert kept.unique().item() == pytest.approx(256 / (256 - threshold))
-        assert len(kept) / 200_000 == pytest.approx(1 - threshold / 256, abs=0.005)
+    dropped = kernels.dropout(torch.ones(200_000), threshold)
+    kept = dropped[dropped != 0]
+    assert kept.unique().item() == pytest.approx(256 / (256 - threshold))
+    assert len(kept) / 200_000 == pytest.approx(1 - threshold / 256, abs=0.005)
+
+
+def dense(states: torch.Tensor, table: torch.Tensor, targets: torch.Tensor, index: torch.Tensor | None = None):
+    """``linear_logprob`` as its formula reads."""
+    logp = (states @ table[1:].T).log_softmax(1)
+    logp = logp if index is None else logp[index]
+    return logp.gather(1, targets.view(len(logp), -1) - 1).view_as(targets)
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("padding_rows", [0, 1])
-def test_passes_over_a_catalog(keep_bytes: int, padding_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_over_a_catalog(keep_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BLOCK_ROWS_OF_TABLE", 13)
+    monkeypatch.setattr(kernels, "KEEP_BYTES", keep_bytes)
     monkeypatch.setitem(kernels.BLOCK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     states, table = torch.randn(150, 6, dtype=torch.float64), torch.randn(61, 6, dtype=torch.float64)
     targets, seed = torch.randint(1, 61, (150, 2)), torch.randn(150, 2, dtype=torch.float64)
+    reference = states.flip(0), table.flip(0)
 
-    def outcome() -> list[torch.Tensor]:
+    def plain(states: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+        logp, other = ((h @ rows[1:].T).log_softmax(1) for h, rows in ((states, table), reference))
+        return [dense(states, table, targets), -(logp.exp() * logp).sum(1), (logp.exp() * (logp - other)).sum(1)]
+
+    def fast(states: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+        divergence = linear_divergence(states, table, *reference)
+        return [linear_logprob(states, table, targets), linear_entropy(states, table), divergence]
+
+    def outcome(function) -> list[torch.Tensor]:
         leaves = [states.clone().requires_grad_(), table.clone().requires_grad_()]
-        options = {"padding_rows": padding_rows}
-        logp = linear_logprob(*leaves, targets, keep_bytes=keep_bytes, **options)
-        entropy = linear_entropy(*leaves, **options)
-        gradients = [*torch.autograd.grad((logp * seed).sum(), leaves)]
-        divergence = linear_divergence(*leaves, states.flip(0), table.flip(0), **options)
-        gradients += torch.autograd.grad((divergence * seed[:, 1]).sum(), leaves)
-        return [logp, entropy, divergence, *gradients, *torch.autograd.grad((entropy * seed[:, 0]).sum(), leaves)]
+        values = function(*leaves)
+        weights = seed, seed[:, 0], seed[:, 1]
+        gradients = [
+            gradient
+            for value, weight in zip(values, weights, strict=True)
+            for gradient in torch.autograd.grad((value * weight).sum(), leaves, retain_graph=True)
+        ]
+        return [*values, *gradients]
 
-    for fast, plain in zip(*both(outcome), strict=True):
-        torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+    for one, other in zip(outcome(fast), outcome(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_plain_passes_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, table = torch.randn(3, 2), torch.randn(5, 2)
-    arguments = (torch.ones(3), states, table, 1, torch.zeros(3), torch.zeros(3), True, True)
-    monkeypatch.setattr(kernels, "_plain_sums", not_here)
-    monkeypatch.setattr(kernels, "_plain_entropy_gradients", not_here)
-    assert kernels.sum_over_catalog(states, table, 1, want_expected_row=True).lse.shape == (3,)
-    assert kernels.entropy_gradients(*arguments)[1].shape == (5, 2)
-    with reference_kernels():
-        with pytest.raises(AssertionError, match="due"):
-            kernels.sum_over_catalog(states, table, 1, want_expected_row=True)
-        with pytest.raises(AssertionError, match="due"):
-            kernels.entropy_gradients(*arguments)
+@pytest.mark.parametrize("rows_of_padding", [0, 1])
+def test_a_pass_leaves_the_rows_of_padding_out(rows_of_padding: int) -> None:
+    """A rank's rows of a table that is divided over ranks begin with a row of padding on one rank alone."""
+    states, table = torch.randn(9, 4, dtype=torch.float64), torch.randn(21, 4, dtype=torch.float64)
+    logits = states @ table[rows_of_padding:].T
+    sums = kernels.sum_over_catalog(states, table, rows_of_padding, want_expected_row=True)
+    torch.testing.assert_close(sums.lse, logits.logsumexp(1))
+    torch.testing.assert_close(sums.expected_row, logits.softmax(1) @ table[rows_of_padding:])
+    gradient = torch.zeros_like(table)
+    kernels.add_softmax_gradient(gradient, torch.ones(9).double(), states, table, rows_of_padding, sums)
+    torch.testing.assert_close(gradient[rows_of_padding:], logits.softmax(1).T @ states)
+    assert not gradient[:rows_of_padding].any()
 
 
 @pytest.mark.parametrize("block", [SASRecBlock, HSTUBlock])
-def test_a_policy_and_its_gradients(block: type[Block]) -> None:
+def test_a_policy_and_its_gradients(block: type[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     policy = CatalogSoftmaxPolicy(3000, dim=32, block=block, dropout=0.0, max_history=20)
     ids, lengths = torch.randint(1, 3001, (40, 20)), torch.randint(1, 12, (40,))
     histories = Histories(ids * (torch.arange(20) < lengths[:, None]), lengths)
     slates = Slates(torch.randint(1, 3001, (40, 3)), lengths[:, None].expand(40, 3), torch.ones(40, 3).bool())
 
-    def outcome() -> list[torch.Tensor]:
-        logp = policy.log_prob(FeedbackBatch(histories, slates, torch.arange(40)))
-        return [
-            logp,
-            *torch.autograd.grad(logp.mean(), [p for p in policy.parameters() if p.requires_grad], allow_unused=True),
-        ]
+    def outcome() -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        logp = policy.train().log_prob(FeedbackBatch(histories, slates, torch.arange(40)))
+        weights = [weight for weight in policy.parameters() if weight.requires_grad]
+        gradients = torch.autograd.grad(logp.mean(), weights, allow_unused=True)
+        return [logp, *gradients], policy.eval().recommend(histories, 5).item_ids
 
-    for fast, plain in zip(*both(outcome), strict=True):
-        torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-5)
-    best, plain = both(lambda: policy.eval().recommend(histories, 5).item_ids)
-    assert torch.equal(best, plain)
+    (fast, best), lookup = outcome(), F.embedding
+    monkeypatch.setattr(kernels, "_suits", lambda values: False)
+    monkeypatch.setattr(kernels, "_onednn", None)  # whoever calls it fails
+    monkeypatch.setattr(item_table, "linear_logprob", dense)
+    monkeypatch.setattr(F, "embedding", lambda at, rows, **given: lookup(at, rows, **given) if given else rows[at])
+    plain, plain_best = outcome()
+    for one, other in zip(fast, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert torch.equal(best, plain_best)

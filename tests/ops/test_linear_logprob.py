@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.kl import categorical_kl, kl_estimate
 from recpo.ops.linear_logprob import (
     linear_divergence,
     linear_entropy,
@@ -21,7 +20,15 @@ from recpo.ops.linear_logprob import (
     linear_logprob,
     state_of_targets,
 )
+from recpo.ops.log_ratios import categorical_kl, kl_estimate
 from tests.refusals import refused
+
+
+@pytest.fixture(params=[0, 1 << 30], ids=["recomputed", "kept"])
+def keep_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The softmax is computed again in the backward pass, or kept for it."""
+    monkeypatch.setattr(kernels, "KEEP_BYTES", request.param)
+    return int(request.param)
 
 
 @pytest.fixture
@@ -39,27 +46,22 @@ def problem(n: int, v: int, d: int, dtype: torch.dtype = torch.float64, scale: f
     return states.to(dtype).requires_grad_(), table.to(dtype).requires_grad_()
 
 
-def dense(states: Tensor, table: Tensor, targets: Tensor, padding_rows: int = 1) -> Tensor:
-    logp = (states @ table[padding_rows:].T).log_softmax(-1)
-    targets = targets - padding_rows
-    return logp.gather(1, targets.view(len(states), -1)).view(targets.shape)
+def dense(states: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    logp = (states @ table[1:].T).log_softmax(-1)
+    return logp.gather(1, targets.view(len(states), -1) - 1).view(targets.shape)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("padding_rows", [0, 1])
-@pytest.mark.usefixtures("small_blocks")
-def test_equals_the_dense_softmax_in_value_and_gradient(keep_bytes: int, padding_rows: int) -> None:
+@pytest.mark.usefixtures("small_blocks", "keep_bytes")
+def test_equals_the_dense_softmax_in_value_and_gradient() -> None:
     states, table = problem(150, 90, 8)
-    targets = torch.randint(padding_rows, 91, (150, 3))
+    targets = torch.randint(1, 91, (150, 3))
     weights = torch.randn(150, 3, dtype=torch.float64)
-    ours = linear_logprob(states, table, targets, padding_rows=padding_rows, keep_bytes=keep_bytes)
-    theirs = dense(states, table, targets, padding_rows)
+    ours, theirs = linear_logprob(states, table, targets), dense(states, table, targets)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     got = torch.autograd.grad((ours * weights).sum(), (states, table))
     expected = torch.autograd.grad((theirs * weights).sum(), (states, table))
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-    if padding_rows:
-        assert (got[1][0] == 0).all()
+    assert (got[1][0] == 0).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -68,7 +70,9 @@ def test_state_index_scores_any_target_of_any_state(n: int, v: int, m: int, keep
     states, table = problem(n, v, 4)
     m = m if n else 0
     index, targets = torch.randint(0, max(n, 1), (m,)), torch.randint(1, v + 1, (m,))
-    ours = linear_logprob(states, table, targets, index, keep_bytes=keep * (1 << 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "KEEP_BYTES", keep * (1 << 20))
+        ours = linear_logprob(states, table, targets, index)
     theirs = (states @ table[1:].T).log_softmax(-1)[index, targets - 1]
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     weights = torch.randn(m, dtype=torch.float64)
@@ -92,17 +96,17 @@ def test_gradcheck_and_either_gradient_alone() -> None:
 
 def test_agrees_with_linear_cross_entropy_in_float32() -> None:
     states, table = problem(300, 2000, 32, torch.float32)
-    targets = torch.randint(0, 2001, (300,))
-    ours = linear_logprob(states, table, targets, padding_rows=0)
-    theirs = -F.linear_cross_entropy(states, table, targets, reduction="none")
+    targets = torch.randint(1, 2001, (300,))
+    ours = linear_logprob(states, table, targets)
+    theirs = -F.linear_cross_entropy(states, table[1:], targets - 1, reduction="none")
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-def test_float32_gradients_are_those_of_float64(keep_bytes: int) -> None:
+@pytest.mark.usefixtures("keep_bytes")
+def test_float32_gradients_are_those_of_float64() -> None:
     states, table = problem(400, 20_000, 16, torch.float32)
     targets = torch.randint(1, 20_001, (400,))
-    logp = linear_logprob(states, table, targets, keep_bytes=keep_bytes)
+    logp = linear_logprob(states, table, targets)
     got = torch.autograd.grad(logp.mean(), (states, table))
     states64, table64 = states.detach().double().requires_grad_(), table.detach().double().requires_grad_()
     reference = dense(states64, table64, targets)
@@ -165,12 +169,11 @@ def problem_of_two(n: int, v: int, dtype: torch.dtype = torch.float64, scale: fl
     return [*problem(n, v, 4, dtype, scale), *problem(n, v, 6, dtype, scale)]
 
 
-@pytest.mark.parametrize("padding_rows", [0, 1])
 @pytest.mark.usefixtures("small_blocks")
-def test_the_divergence_is_that_of_two_dense_softmaxes(padding_rows: int) -> None:
+def test_the_divergence_is_that_of_two_dense_softmaxes() -> None:
     states, table, others, reference = problem_of_two(150, 90)
-    ours = linear_divergence(states, table, others, reference, padding_rows=padding_rows)
-    logits, logits_ref = (h @ rows[padding_rows:].T for h, rows in ((states, table), (others, reference)))
+    ours = linear_divergence(states, table, others, reference)
+    logits, logits_ref = (h @ rows[1:].T for h, rows in ((states, table), (others, reference)))
     theirs = categorical_kl(logits, logits_ref)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     weights = torch.randn(150, dtype=torch.float64)
@@ -178,7 +181,7 @@ def test_the_divergence_is_that_of_two_dense_softmaxes(padding_rows: int) -> Non
     want = torch.autograd.grad((theirs * weights).sum(), (states, table))
     torch.testing.assert_close(got[:2], want, rtol=1e-10, atol=1e-12)
     assert got[2:] == (None, None)
-    assert padding_rows == 0 or (got[1][0] == 0).all()
+    assert (got[1][0] == 0).all()
 
 
 def test_the_divergence_is_the_expected_log_ratio_over_all_items() -> None:
@@ -287,42 +290,46 @@ def test_on_a_gpu_tf32_does_not_reach_the_softmax(less_precision: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "v", "d"), [(5, 70, 8), (1000, 20_001, 64), (300, 5000, 100), (2000, 777, 128)])
-def test_on_a_gpu_a_fused_pass_is_as_exact_as_float32(n: int, v: int, d: int, less_precision: None) -> None:
+def test_on_a_gpu_a_fused_pass_is_as_exact_as_float32(
+    n: int, v: int, d: int, less_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "KEEP_BYTES", 0)
     states, table = (one.detach().cuda().requires_grad_() for one in problem(n, v, d, torch.float32, 4 / d**0.5))
     exact = [values.detach().double().requires_grad_() for values in (states, table)]
     targets = torch.randint(1, v + 1, (n, 3), device="cuda")
     weights = torch.randn(n, 3, device="cuda")
     assert kernels._is_fused(states, table[1:])
-    ours, reference = (linear_logprob(*one, targets, keep_bytes=0) for one in ((states, table), exact))
+    ours, reference = (linear_logprob(*one, targets) for one in ((states, table), exact))
     torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=3e-5)
     got = torch.autograd.grad((ours * weights).sum(), (states, table))
     want = torch.autograd.grad((reference * weights.double()).sum(), exact)
     for own, gradient in zip(got, want, strict=True):
         assert (own.double() - gradient).abs().max() < 1e-5 * gradient.abs().max()
-    assert torch.equal(ours, linear_logprob(states, table, targets, keep_bytes=0))
+    assert torch.equal(ours, linear_logprob(states, table, targets))
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_rows": 0}, {"padding_rows": 2}])
-def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
+def test_the_log_softmax_of_every_item() -> None:
     states, table = problem(11, 9, 4)
-    padding = options.get("padding_rows", 1)
-    found = linear_log_softmax(states, table, **options)
-    assert found.shape == (11, 10 - padding)
-    targets = torch.arange(padding, 10).expand(11, -1)
-    torch.testing.assert_close(found, linear_logprob(states, table, targets, **options), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found, dense(states, table, targets, padding))
+    found = linear_log_softmax(states, table)
+    assert found.shape == (11, 9)
+    targets = torch.arange(1, 10).expand(11, -1)
+    torch.testing.assert_close(found, linear_logprob(states, table, targets), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, dense(states, table, targets))
     weights = torch.randn(found.shape, dtype=torch.float64)
     got = torch.autograd.grad((found * weights).sum(), (states, table))
-    want = torch.autograd.grad((linear_logprob(states, table, targets, **options) * weights).sum(), (states, table))
+    want = torch.autograd.grad((linear_logprob(states, table, targets) * weights).sum(), (states, table))
     torch.testing.assert_close(got, want)
 
 
-def test_a_softmax_is_kept_for_the_gradient_of_the_table_alone_and_only_where_it_fits() -> None:
+def test_a_softmax_is_kept_for_the_gradient_of_the_table_alone_and_only_where_it_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     states, table = problem(8, 20, 4)
     targets = torch.randint(1, 21, (8,))
 
     def keeps(states: Tensor, table: Tensor, keep_bytes: int) -> bool:
-        logp = linear_logprob(states, table, targets, keep_bytes=keep_bytes)
+        monkeypatch.setattr(kernels, "KEEP_BYTES", keep_bytes)
+        logp = linear_logprob(states, table, targets)
         assert logp.grad_fn is not None
         node: Any = logp.grad_fn.next_functions[0][0]
         return bool(node.sums.softmax)
@@ -351,10 +358,11 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_never_makes_an_n_by_v_tensor() -> None:
+def test_never_makes_an_n_by_v_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "KEEP_BYTES", 0)
     states, table = problem(2000, 30_000, 4, torch.float32)
     with _LargestTensor() as largest:
-        linear_logprob(states, table, torch.randint(1, 30_001, (2000,)), keep_bytes=0).sum().backward()
+        linear_logprob(states, table, torch.randint(1, 30_001, (2000,))).sum().backward()
     assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
 
 

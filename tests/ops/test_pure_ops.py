@@ -12,16 +12,19 @@ from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_
 from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
-from recpo.ops.reduce import aggregate, denominator, over_tokens
-from recpo.ops.surrogate import (
+from recpo.ops.log_ratios import (
+    categorical_kl,
     clipped_surrogate,
     guarded_ratio,
     is_clipped,
+    kl_estimate,
+    kl_shaped_rewards,
     log1mexp,
+    masked_log_softmax,
     sequence_log_ratio,
     weighted_score,
 )
+from recpo.ops.reduce import aggregate, denominator, over_tokens
 from tests.refusals import refused
 
 X = torch.zeros(2, 3)

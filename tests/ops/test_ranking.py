@@ -13,7 +13,6 @@ from sklearn.metrics import ndcg_score
 from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
-    graded_hits,
     graded_ndcg,
     hit_rate,
     is_member,
@@ -108,10 +107,9 @@ def test_mean_rank_is_cut_after_k():
 
 def test_graded_ndcg_worked_by_hand():
     # gains 3 of item 5, 1 of item 8 (the larger of its two), 0 of item 4; item 9 is unknown
-    hits = graded_hits(torch.tensor([[8, 9, 5, 4]]), torch.tensor([[8, 5, 8, 4, 0]]), torch.tensor([[1, 3, 0.5, 0, 7]]))
-    assert hits.gain.tolist() == [[1, 0, 3, 0]]
+    hits = (torch.tensor([[8, 9, 5, 4]]), torch.tensor([[8, 5, 8, 4, 0]]), torch.tensor([[1, 3, 0.5, 0, 7]]))
     expected = [1 / 3, 1 / (3 + 1 / math.log2(3)), (1 + 3 / 2) / (3 + 1 / math.log2(3))]
-    assert graded_ndcg(hits, [1, 2, 4])[0].tolist() == pytest.approx(expected)
+    assert graded_ndcg(*hits, [1, 2, 4])[0].tolist() == pytest.approx(expected)
 
 
 def test_graded_ndcg_agrees_with_scikit_learn():
@@ -119,9 +117,9 @@ def test_graded_ndcg_agrees_with_scikit_learn():
     scores, gains = rng.normal(size=(50, 40)), rng.random((50, 40)) * (rng.random((50, 40)) < 0.3)
     gains[:, 0] = 0.5
     order = torch.from_numpy(np.argsort(-scores, axis=1) + 1)
-    hits = graded_hits(order, torch.arange(1, 41).expand(50, -1), torch.from_numpy(gains))
+    hits = (order, torch.arange(1, 41).expand(50, -1), torch.from_numpy(gains))
     theirs = [ndcg_score(gains, scores, k=k) for k in (1, 5, 10, 40)]
-    assert graded_ndcg(hits, [1, 5, 10, 40]).mean(0).tolist() == pytest.approx(theirs, rel=1e-5)
+    assert graded_ndcg(*hits, [1, 5, 10, 40]).mean(0).tolist() == pytest.approx(theirs, rel=1e-5)
 
 
 users = st.lists(
@@ -157,7 +155,7 @@ def test_graded_ndcg_and_mean_rank_agree_with_loops(events, shown, k):
         if item:
             best[item] = max(best.get(item, 0), gain)
     items, gains = torch.tensor([[i for i, _ in events]]).long(), torch.tensor([[g for _, g in events]])
-    got = graded_ndcg(graded_hits(torch.tensor([shown]), items, gains), [k])
+    got = graded_ndcg(torch.tensor([shown]), items, gains, [k])
     assert got.item() == pytest.approx(ranking_loops.graded_ndcg(shown, best, k), rel=1e-5, nan_ok=True)
     rank = mean_rank(ranked_hits(torch.tensor([shown]), items, items > 0), [k])
     assert rank.item() == pytest.approx(ranking_loops.mean_rank(shown, best, k), rel=1e-5, nan_ok=True)
@@ -207,9 +205,7 @@ def test_a_repeated_item_counts_at_its_first_place(shown, targets):
     for metric in METRICS.values():
         assert torch.equal(metric(hits_of([shown], [targets]), [2, 9]), metric(hits_of([first], [targets]), [2, 9]))
     gains = torch.arange(1.0, len(targets) + 1)[None]
-    graded = [
-        graded_ndcg(graded_hits(torch.tensor([ids]), torch.tensor([targets]), gains), [9]) for ids in (shown, first)
-    ]
+    graded = [graded_ndcg(torch.tensor([ids]), torch.tensor([targets]), gains, [9]) for ids in (shown, first)]
     assert torch.equal(*graded)
     assert not (graded[0] > 1 + 1e-6).any()
 

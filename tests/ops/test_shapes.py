@@ -21,7 +21,7 @@ from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, 
 from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists, simpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
-from recpo.ops import kl, reduce, surrogate
+from recpo.ops import log_ratios, reduce
 from tests.refusals import refused
 
 B, S, T = 4, 5, 3
@@ -61,22 +61,22 @@ SHAPES = {
     q_loss: {"q_values": ITEMS, "q_targets": ITEMS},
     pairwise_reward_loss: {"chosen": ITEMS, "rejected": ITEMS, "margin": ITEMS},
     pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
-    kl.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
-    kl.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
-    kl.categorical_kl: {"logits": ITEMS, "logits_ref": ITEMS, "mask": ITEMS},
-    kl.kl_shaped_rewards: {"scores": ITEMS, "logp_old": TOKENS, "logp_ref": TOKENS, "mask": TOKENS},
+    log_ratios.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
+    log_ratios.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
+    log_ratios.categorical_kl: {"logits": ITEMS, "logits_ref": ITEMS, "mask": ITEMS},
+    log_ratios.kl_shaped_rewards: {"scores": ITEMS, "logp_old": TOKENS, "logp_ref": TOKENS, "mask": TOKENS},
     reduce.aggregate: {"values": TOKENS, "mask": TOKENS},
     reduce.over_tokens: {"values": TOKENS, "logp": TOKENS},
-    surrogate.weighted_score: {"weight": TOKENS, "logp": TOKENS},
-    surrogate.sequence_log_ratio: {"log_ratio": TOKENS, "mask": TOKENS},
-    surrogate.is_clipped: {"log_ratio": TOKENS, "advantages": TOKENS},
-    surrogate.clipped_surrogate: {"log_ratio": TOKENS, "advantages": TOKENS},
+    log_ratios.weighted_score: {"weight": TOKENS, "logp": TOKENS},
+    log_ratios.sequence_log_ratio: {"log_ratio": TOKENS, "mask": TOKENS},
+    log_ratios.is_clipped: {"log_ratio": TOKENS, "advantages": TOKENS},
+    log_ratios.clipped_surrogate: {"log_ratio": TOKENS, "advantages": TOKENS},
 }
 #: of one tensor; or, zero_masked, with a mask that may be broadcast to it
-OF_ONE_SHAPE = {reduce.denominator, surrogate.guarded_ratio, surrogate.log1mexp, reduce.zero_masked}
+OF_ONE_SHAPE = {reduce.denominator, log_ratios.guarded_ratio, log_ratios.log1mexp, reduce.zero_masked}
 #: one number of all contexts together
 OF_ALL_CONTEXTS = {reduce.aggregate, dual_temperature}
-MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (surrogate.clipped_surrogate, "log_ratio")}
+MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (log_ratios.clipped_surrogate, "log_ratio")}
 OTHERS = {
     "kl_coef": 0.1,
     "temperature": 0.5,
@@ -110,7 +110,7 @@ def wrong_shapes(right, function, name):
 
 
 def test_every_public_function_is_here():
-    modules = [kl, reduce, surrogate]
+    modules = [log_ratios, reduce]
     modules += [
         importlib.import_module(m.name) for m in pkgutil.iter_modules(recpo.objectives.__path__, "recpo.objectives.")
     ]

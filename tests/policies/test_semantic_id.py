@@ -17,7 +17,7 @@ from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies.blocks import HSTUBlock
-from recpo.policies.lazy_decoder import LazyDecoder, Placement
+from recpo.policies.lazy_decoder import DecoderOptions, LazyDecoder, Placement
 from recpo.policies.semantic_id import SemanticIdPolicy
 from tests.refusals import refused
 
@@ -289,7 +289,8 @@ def test_options_that_do_not_fit_are_refused(codes, faults):
 
 def test_stepwise_decoding_equals_teacher_forcing():
     torch.manual_seed(0)
-    decoder = LazyDecoder(16, SIZES, layers=2, heads=4, kv_groups=2, kv_layers=2, dropout=0.0).eval()
+    options = DecoderOptions(dim=16, heads=4, decoder_layers=2, kv_groups=2, kv_layers=2, dropout=0.0)
+    decoder = LazyDecoder(SIZES, options).eval()
     states, codes = torch.randn(3, 6, 16), torch.randn(6, 2, 16)
     context = decoder.read(states)
     placement = Placement(torch.tensor([[5, 2], [0, 0], [3, 5]]))

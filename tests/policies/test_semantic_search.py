@@ -15,17 +15,21 @@ from scipy import stats
 from torch import Tensor, nn
 
 from recpo.base.types import SamplingOptions
-from recpo.policies import semantic_search
-from recpo.policies.semantic_search import Trie
+from recpo.policies.semantic_search import CodeSearch, Trie
 from tests.reference.code_tries import tuple_probabilities
 from tests.refusals import refused
 
 
-class TableDecoder:
+class TableDecoder(CodeSearch):
     """Logits looked up by the whole prefix, which is its cache, and mixed by the context ``[B, C]``."""
 
-    def __init__(self, contexts: Tensor, tables: list[Tensor], sizes: tuple[int, ...]) -> None:
-        self.contexts, self.tables, self.sizes = contexts, tables, sizes
+    def __init__(self, contexts: Tensor, tables: list[Tensor], trie: Trie) -> None:
+        super().__init__(trie, contexts.shape[0], "trie")
+        self.contexts, self.tables, self.sizes = contexts, tables, trie.codebook_sizes
+
+    def normalized(self, normalizer: Any) -> TableDecoder:
+        self.normalizer = normalizer
+        return self
 
     def step(self, level: int, previous: Tensor | None, cache: Any) -> tuple[Tensor, Tensor]:
         if previous is None:
@@ -60,9 +64,8 @@ class World:
         self.tables = [
             torch.randn(n, 3, size, generator=generator) * scale for n, size in zip(above, sizes, strict=True)
         ]
-        self.decoder = TableDecoder(torch.randn(contexts, 3, generator=generator), self.tables, sizes)
         self.trie = Trie(self.codes, sizes)
-        self.batch = contexts
+        self.decoder = TableDecoder(torch.randn(contexts, 3, generator=generator), self.tables, self.trie)
 
     def probabilities(self, row: int, normalizer: str, options: SamplingOptions = SamplingOptions()) -> dict:
         """Token probabilities by tuple."""
@@ -81,12 +84,10 @@ class World:
         return np.array([np.log(found[tuple(codes)]).sum() for codes in self.codes.tolist()])
 
     def search(self, k: int, width: int, exclude: Tensor | None = None, normalizer: Any = "trie") -> Any:
-        return semantic_search.beam_search(
-            self.decoder, self.trie, self.batch, k, width, exclude=exclude, normalizer=normalizer
-        )
+        return self.decoder.normalized(normalizer).beam_search(k, width, exclude)
 
     def sample(self, group: int, options: SamplingOptions, normalizer: Any = "trie") -> tuple[Tensor, Tensor]:
-        return semantic_search.sample(self.decoder, self.trie, self.batch, group, options, normalizer=normalizer)
+        return self.decoder.normalized(normalizer).sample(group, options)
 
 
 NORMALIZERS = st.sampled_from(["trie", "codebook"])
@@ -195,7 +196,7 @@ def test_draws_without_replacement_follow_the_sequential_law(options: SamplingOp
     torch.manual_seed(0)
     # every tuple is an item, so that no draw is hidden behind the id 0 of tuples that are none
     world = World(12, (2, 2, 3)) if normalizer == "codebook" else World(9, (2, 3, 4))
-    world.decoder.contexts, world.batch = world.decoder.contexts[:1].expand(20_000, -1), 20_000
+    world.decoder.contexts, world.decoder.batch = world.decoder.contexts[:1].expand(20_000, -1), 20_000
     ids, logp = world.sample(3, options._replace(replacement=False), normalizer)
     p, tokens = law(world, 0, normalizer, options)
     assert chi_square(np.bincount(ids[:, 0].numpy(), minlength=len(p)), p)
@@ -258,12 +259,11 @@ def test_options_that_describe_no_distribution_are_refused() -> None:
 class _Search(nn.Module):
     def __init__(self, world: World) -> None:
         super().__init__()
-        self.trie, self.sizes = world.trie, world.sizes
+        self.trie = world.trie
         self.tables = nn.ParameterList(world.tables)
 
     def forward(self, contexts: Tensor, exclude: Tensor) -> tuple[Tensor, ...]:
-        decoder = TableDecoder(contexts, list(self.tables), self.sizes)
-        best = semantic_search.beam_search(decoder, self.trie, contexts.shape[0], 8, 12, exclude=exclude)
+        best = TableDecoder(contexts, list(self.tables), self.trie).beam_search(8, 12, exclude)
         return *best, self.trie.codes(best.item_ids)
 
 

@@ -11,7 +11,7 @@ import recpo
 from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.types import Features, Histories
 from recpo.log.feature_columns import FeatureColumns
-from recpo.ops.linear_algebra import damped_mean
+from recpo.policies.grade_factors import damped_mean
 from recpo.rewards import graded, prior_features, selection
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of

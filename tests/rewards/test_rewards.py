@@ -8,6 +8,7 @@ from jsonargparse import ArgumentParser
 from recpo.base.contracts import RewardFunction
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import (
     HitReward,
     LoggedReward,
@@ -15,6 +16,7 @@ from recpo.rewards.rewards import (
     ValidityReward,
     WeightedSum,
     rank_aware_reward,
+    validate_identity,
 )
 from tests.refusals import refused
 
@@ -229,10 +231,15 @@ def test_a_sum_that_cannot_be_is_refused():
     for rewards, weights in (([], []), ([HitReward()], []), ([HitReward()], [1.0, 2.0])):
         with refused("wrong_shape", "WeightedSum.weights"):
             WeightedSum(rewards, weights)
-    assert WeightedSum([HitReward(), Given([[0.0]], "a")], [1.0, 1.0]).catalog_checksum == "a"
-    assert WeightedSum([HitReward()], [1.0]).catalog_checksum is None
-    with refused("mismatch", "items"):
-        _ = WeightedSum([Given([[0.0]], "a"), Given([[0.0]], "b")], [1.0, 1.0]).catalog_checksum
+
+
+def test_every_term_of_a_sum_was_made_for_the_items_of_the_data(prepared):
+    data = Prepared.open(prepared)
+    own = Given([[0.0]], data.catalog_checksum)
+    validate_identity(WeightedSum([HitReward(), own], [1.0, 1.0]), "reward", data)
+    for strange in ([own, Given([[0.0]], "b")], [HitReward(), Given([[0.0]], "b")]):
+        with refused("mismatch", "reward"):
+            validate_identity(WeightedSum(strange, [1.0, 1.0]), "reward", data)
 
 
 def test_rewards_are_known_by_their_bare_names():

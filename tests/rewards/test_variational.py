@@ -190,7 +190,7 @@ def dense(data, events, request):
 
 def fitted(data, features=None):
     mean, _ = mean_grade(data)
-    return mean, fit_items(data, mean, RANK, FactorOptions(sweeps=6), lambda _: None, features=features)
+    return mean, fit_items(data, mean, RANK, FactorOptions(sweeps=6), lambda _: None, features)
 
 
 def test_sweeps_are_the_dense_ones(data, dense):

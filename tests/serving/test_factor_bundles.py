@@ -93,7 +93,7 @@ def test_a_reward_reads_the_features_of_its_users(factors, living, world, tmp_pa
     with refused("missing_value", "user_features"):
         folded(batch._replace(histories=batch.histories._replace(user=None)), batch.slates)
     both = EnsembleReward([folded, folded])
-    assert both.user_features_checksum == living.features_checksum("user")
+    validate_identity(both, "reward", living)
     table = pq.read_table(world.users)
     order = pc.sort_indices(table, [("segment", "descending")])
     table = table.set_column(table.column_names.index("segment"), "segment", table["segment"].take(order))

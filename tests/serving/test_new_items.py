@@ -17,9 +17,8 @@ from recpo.base.features import Categories, Category, FeatureSchema, Number, Vec
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
-from recpo.ops.linear_algebra import item_forms
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.grade_factors import GradeFactorsOptions
+from recpo.policies.grade_factors import GradeFactorsOptions, item_forms
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export

@@ -16,7 +16,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
-from recpo.policies.lazy_decoder import LazyDecoder, Placement
+from recpo.policies.lazy_decoder import DecoderOptions, LazyDecoder, Placement
 from recpo.policies.semantic_search import Trie
 from recpo.sharding.blocks import TableBlock, block_bytes, row_wise_placement
 from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_placement
@@ -200,8 +200,8 @@ def test_activations_of_the_encoder(block, dim, layers, heads, history, mixed):
 @pytest.mark.parametrize("slate", [None, 5])
 def test_activations_of_the_decoder(slate):
     workload = Workload(1000, dim=32, batch_size=4, history_length=20, slate=slate, **SEMANTIC)
-    encoder = HistoryEncoder(EncoderOptions(dim=32, max_history=20))
-    decoder = LazyDecoder(32, (64, 32, 16), layers=2, heads=2, kv_groups=1, kv_layers=1, dropout=0.2)
+    options = DecoderOptions(dim=32, max_history=20)
+    encoder, decoder = HistoryEncoder(options), LazyDecoder((64, 32, 16), options)
     items, events = torch.randn(4, 20, 32, requires_grad=True), torch.ones(4, 20, dtype=torch.long)
     count = 4 * (slate or 20)
     codes = torch.randn(count, 2, 32, requires_grad=True)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from recpo.base.errors import Code
-from recpo.policies.critic import ItemValue
 from recpo.policies.item_table import ItemTable, tables_on_meta
+from recpo.training.networks import ItemValue
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import Model, as_torchrun, shard

@@ -13,11 +13,10 @@ from recpo.objectives import GBPO, GRPO, PPO, Likelihood, PairwiseReward, QLearn
 from recpo.objectives.advantages import GroupNormalizedAdvantage, TernaryAdvantage
 from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.critic import ItemValue, StateValue, states_at
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
-from recpo.training.networks import Critic, Networks, next_visible
+from recpo.training.networks import Critic, ItemValue, Networks, StateValue, next_visible, states_at
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.rollout import with_hard_negatives
 from tests.refusals import refused
@@ -265,8 +264,8 @@ def test_the_best_item_is_found_block_by_block(monkeypatch):
     torch.nn.init.normal_(head.item_table.weight[1:])
     head.bias.data.normal_()[0] = 100.0  # the padding item is never the best
     states = torch.randn(30, 4)
-    monkeypatch.setattr("recpo.policies.critic._ITEMS_PER_BLOCK", 7)
-    monkeypatch.setattr("recpo.policies.critic.BLOCK_BYTES", 7 * 4 * 5)
+    monkeypatch.setattr("recpo.training.networks._ITEMS_PER_BLOCK", 7)
+    monkeypatch.setattr("recpo.training.networks.BLOCK_BYTES", 7 * 4 * 5)
     items = torch.arange(1, 51).expand(30, 50)
     every = head(states[:, None].expand(30, 50, 4), items)
     assert head.best_items(states).tolist() == (every.argmax(1) + 1).tolist()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.base.types import Slates
 from recpo.batches.held_out import evaluation_batches
@@ -14,7 +15,7 @@ from recpo.cli.main import main
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.id_map import IdMap
 from recpo.objectives.reward_model import TARGETS
-from recpo.rewards.rewards import WeightedSum
+from recpo.rewards.rewards import WeightedSum, validate_identity
 from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
 from recpo.worlds.truth import Truth
 from tests.conftest import resealed
@@ -220,8 +221,9 @@ def test_wrong_runs_are_refused(world, policy_run, pointwise_run, tmp_path, caps
     monkeypatch.setattr(IdMap, "equals", lambda *_: False)
     assert main(["calibrate", f"--rewards={other}", f"--prepared={world / 'prepared'}"]) == 1
     assert "other items" in capsys.readouterr().err
-    with refused("mismatch", "items"):
-        _ = WeightedSum([LearnedReward(other), LearnedReward(pointwise_run)], [1.0, 1.0]).catalog_checksum
+    with refused("mismatch", "reward"):
+        both = WeightedSum([LearnedReward(pointwise_run), LearnedReward(other)], [1.0, 1.0])
+        validate_identity(both, "reward", recpo.load(world / "prepared"))
     arguments = {**COMMON, "objective": "Reinforce", "advantage": "GroupNormalizedAdvantage", "reward": "LearnedReward"}
     first = [f"--{name}={arguments.pop(name)}" for name in ("policy.class_path", "optimizer", "reward")]
     rest = [f"--{name}={value}" for name, value in arguments.items() if not name.startswith("data.layout")]

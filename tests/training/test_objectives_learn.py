@@ -51,9 +51,9 @@ from recpo.objectives.advantages import (
 )
 from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.critic import ItemScore
 from recpo.rewards.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
+from recpo.training.networks import ItemScore
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
 from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare

@@ -17,7 +17,7 @@ from recpo.batches.train_batches import Phases
 from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Reinforce, SoftmaxDPO
 from recpo.objectives.advantages import GroupNormalizedAdvantage, LeaveOneOutAdvantage
 from recpo.objectives.gae import GAEAdvantage
-from recpo.ops.surrogate import is_clipped
+from recpo.ops.log_ratios import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.callbacks import CollapseGuard
 from recpo.training.inputs import InputBuilder

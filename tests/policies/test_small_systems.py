@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.ops.linear_algebra import ridge_regression, solve_positive_definite
+from recpo.policies.grade_factors import solve_positive_definite
+from recpo.rewards.factors import ridge_regression
 
 
 def test_a_ridge_regression_by_hand():
@@ -12,10 +13,10 @@ def test_a_ridge_regression_by_hand():
     rows = torch.tensor([[[1.0], [2.0], [7.0]], [[1.0], [2.0], [7.0]]])
     targets = torch.tensor([[3.0, 5.0, float("nan")], [float("nan")] * 3])
     known = torch.tensor([[True, True, False], [False] * 3])
-    found = ridge_regression(rows, targets, known, torch.tensor([2.0]), torch.zeros(2, 1))
-    assert found.weights.dtype == found.covariance.dtype == torch.float64
-    torch.testing.assert_close(found.weights, torch.tensor([[13 / 7], [0.0]], dtype=torch.float64))
-    torch.testing.assert_close(found.covariance, torch.tensor([[[1 / 7]], [[0.5]]], dtype=torch.float64))
+    weights, covariance = ridge_regression(rows, targets, known, torch.tensor([2.0]), torch.zeros(2, 1))
+    assert weights.dtype == covariance.dtype == torch.float64
+    torch.testing.assert_close(weights, torch.tensor([[13 / 7], [0.0]], dtype=torch.float64))
+    torch.testing.assert_close(covariance, torch.tensor([[[1 / 7]], [[0.5]]], dtype=torch.float64))
 
 
 def test_ridge_regressions_of_many_problems_are_those_of_numpy():
@@ -23,13 +24,13 @@ def test_ridge_regressions_of_many_problems_are_those_of_numpy():
     rows, targets, known = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 6)), rng.random((4, 6)) < 0.6
     for ridge in (np.array([0.3, 1.0, 2.0]), rng.random((4, 3)) + 0.1):  # of every weight, of each problem
         pull = rng.normal(size=(4, 3))
-        found = ridge_regression(*map(torch.from_numpy, (rows, targets, known, ridge, pull)))
+        weights, covariance = ridge_regression(*map(torch.from_numpy, (rows, targets, known, ridge, pull)))
         for b in range(4):
             kept = rows[b][known[b]]
             own = np.broadcast_to(ridge, (4, 3))[b]
             inverse = np.linalg.inv(kept.T @ kept + np.diag(own))
-            np.testing.assert_allclose(found.covariance[b], inverse, rtol=1e-5)
-            np.testing.assert_allclose(found.weights[b], inverse @ (kept.T @ targets[b][known[b]] + pull[b]), rtol=1e-5)
+            np.testing.assert_allclose(covariance[b], inverse, rtol=1e-5)
+            np.testing.assert_allclose(weights[b], inverse @ (kept.T @ targets[b][known[b]] + pull[b]), rtol=1e-5)
 
 
 def test_an_elimination_by_hand():
