@@ -13,10 +13,9 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_ranges
 from recpo.base.features import FeatureSchema, Reads
 from recpo.base.feedback import FeedbackDefinition
-from recpo.base.ranges import validate_ranges
 from recpo.base.types import (
     Features,
     FeedbackBatch,
@@ -404,7 +403,7 @@ class Objective(ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
 
     def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
         validate_ranges(self, f"{type(self).__name__}.")
 
     @property
@@ -479,7 +478,7 @@ class AdvantageEstimator(ABC):
     whiten: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
         validate_ranges(self, f"{type(self).__name__}.")
 
     @property

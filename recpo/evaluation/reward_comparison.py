@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveInt, RecpoError, Seed
 from recpo.base.features import Reads
-from recpo.base.ranges import PositiveInt, Seed
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.calibration import (
     BoolArray,

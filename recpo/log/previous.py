@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.artifacts.class_paths import named_class
+from recpo.artifacts.documents import named_class
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
 from recpo.base.features import Feature

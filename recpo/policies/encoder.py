@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.base.feedback import GRADES, HIGHEST
-from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import Histories
 from recpo.ops.linear_algebra import solve_by_cholesky, solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets

@@ -27,11 +27,10 @@ from torch.export import Dim, ExportedProgram
 from recpo import __version__
 from recpo.artifacts.outputs import output_directory
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
-from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import Precision

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import PositiveInt, validate_ranges
+from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
 from recpo.serving.encoded_histories import EncodedHistories
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, REMEDY, VECTORS, WEIGHTS, BundleManifest, readable
 from recpo.serving.runtimes import CPU_PROVIDER, OnnxRuntime, excluded

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
 from recpo.artifacts.outputs import output_directory
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
+from recpo.base.errors import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.held_out import HeldOutHistories
 from recpo.evaluation.candidates import begin_of, has_positions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from recpo.artifacts.outputs import directory_of_steps
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
+from recpo.base.errors import PositiveFloat, PositiveInt, Seed
 from recpo.verbs.fit import Decision, fit
 from recpo.verbs.simulate import simulate
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb

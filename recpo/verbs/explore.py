@@ -11,8 +11,7 @@ from typing import ClassVar, Final
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.artifacts.semantic_codes import Codes
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeInt, PositiveInt
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut

@@ -24,8 +24,7 @@ from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
+from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import criterion_of

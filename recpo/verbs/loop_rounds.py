@@ -25,8 +25,7 @@ from torch import Tensor
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import parse_json, read_yaml
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveInt
+from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation

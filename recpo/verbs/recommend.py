@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
-from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
 from recpo.serving.encoded_histories import ServingCounts

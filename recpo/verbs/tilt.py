@@ -11,8 +11,7 @@ from typing import ClassVar, Final, Literal
 
 from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from recpo.base.errors import NonNegativeFloat, PositiveFloat, PositiveInt, RecpoError
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.documents import parse_own_yaml
+from recpo.artifacts.documents import as_configuration, parse_own_yaml
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared

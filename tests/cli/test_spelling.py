@@ -11,8 +11,7 @@ import pytest
 from jsonargparse import ArgumentError
 
 from recpo.cli.main import VERBS, main
-from recpo.cli.option_index import option_index
-from recpo.cli.parser import parser_of, verb_class
+from recpo.cli.parser import option_index, parser_of, verb_class
 from recpo.cli.spelling import INDEX, check_spelling, index, nearest
 from tests.forks import forked
 
@@ -48,7 +47,7 @@ def options_of(verb):
 @pytest.mark.slow
 def test_the_index_is_the_one_of_these_sources():
     made = forked(option_index)  # classes of other tests are not in it
-    assert made == INDEX.read_text("utf-8"), "python -m recpo.cli.option_index writes it again"
+    assert made == INDEX.read_text("utf-8"), "python -m recpo.cli.parser writes it again"
 
 
 @pytest.mark.parametrize("verb", VERBS)
