@@ -57,6 +57,7 @@ _REMEDY: Final = "prepare the log again"
 _F = TypeVar("_F", bound="Feature")
 
 
+@dataclass(frozen=True)
 class Feature(ABC):
     """A column with a meaning. Implementations are frozen dataclasses.
 
@@ -67,7 +68,8 @@ class Feature(ABC):
     """
 
     name: str
-    column: str | None
+    column: str | None = None
+
     fitted: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -82,7 +84,7 @@ class Feature(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """The input of ``feature_from_json``."""
-        return {"type": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        return {"type": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,6 @@ class Category(Feature):
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
     """
 
-    name: str
-    column: str | None = None
     min_count: int = 1
     num_codes: int | None = None
 
@@ -117,8 +117,6 @@ class Categories(Feature):
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
     """
 
-    name: str
-    column: str | None = None
     separator: str | None = None
     length: int = 16
     min_count: int = 1
@@ -151,8 +149,6 @@ class Number(Feature):
         std: fitted, leave it out; standard deviation of the population, 1 if all values are equal.
     """
 
-    name: str
-    column: str | None = None
     log: bool = False
     mean: float | None = None
     std: float | None = None
@@ -170,8 +166,6 @@ class Vector(Feature):
         width: number of components; null = the length of the first vector.
     """
 
-    name: str
-    column: str | None = None
     width: int | None = None
 
     fitted: ClassVar[tuple[str, ...]] = ("width",)
@@ -253,7 +247,7 @@ def feature_from_json(content: dict[str, Any]) -> Feature:
     if content["type"] not in kinds:
         raise ValueError(f"type {content['type']!r}, expected one of {', '.join(kinds)}")
     kind = kinds[content["type"]]
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name for field in fields(kind)}
     if missing := known - content.keys():
         raise ValueError(f"{content['type']} without {', '.join(sorted(missing))}")
     return kind(**{name: value for name, value in content.items() if name != "type"})

@@ -116,7 +116,7 @@ def _kept_features(data: Prepared) -> FeatureColumns:
 def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
     """Fitted features as they were declared, vectors with their widths."""
     return tuple(
-        replace(one, **{name: None for name in one.fitted if name != "width"})  # type: ignore[type-var]
+        replace(one, **{name: None for name in one.fitted if name != "width"})  # type: ignore[arg-type]
         for one in features
     )
 

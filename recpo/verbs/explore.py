@@ -24,7 +24,7 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
-from recpo.verbs.contenders import ModelOptions, Named, contenders_of
+from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
@@ -148,9 +148,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         if given is None:
             return None
         model = given if isinstance(given, Factors) else Factors.open(given)
-        model.validate_items(data.catalog_checksum, data.root)
-        model.validate_feedback(data.feedback, data.root)
-        model.validate_features(data)
+        validate_factors(model, data)
         return model
 
 

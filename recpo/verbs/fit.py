@@ -36,6 +36,7 @@ from recpo.training.run import Run
 from recpo.verbs import fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
+from recpo.verbs.factorize import Factorize
 from recpo.verbs.fit_road import Road, RoadOptions
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare
@@ -256,7 +257,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         wanted, spare = [fit_road.PRETRAIN], [fit_road.GSPO] if road.graded else []
         counts = road.data.feedback_counts["train"]
         if road.graded:
-            road.fit_factors()
+            factors = road.root / fit_road.FACTORS
+            road.step(Factorize(road.data, factors, seed=self.seed, progress=self.progress), factors)
             names.append(fit_road.FACTORS)
             wanted.append(fit_road.MPO)
             if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
@@ -294,12 +296,12 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     def _finish(self, road: Road, choice: Choice, truth: Path | str | None) -> None:
         """Evaluates ``Choice.tested`` on the test period; exports the chosen contender."""
         paths = [road.path_of(name) for name in choice.tested]
-        out, cache = road.root / _EVALUATION, road.root / fit_road.BASELINES
+        out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
+        shared: dict[str, Any] = {"baseline_cache": road.root / fit_road.BASELINES}
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        how |= {"ks": [min(self.k, road.data.num_items)], "baseline_cache": cache}
-        road.step(Evaluate(road.data, paths, out=out, **how), out)
-        bundle, how = road.root / _BUNDLE, {"prepared": road.data, "evaluation": out, "baseline_cache": cache}
-        road.step(Export(road.path_of(choice.name), out=bundle, **how), bundle)
+        ks = [min(self.k, road.data.num_items)]
+        road.step(Evaluate(road.data, paths, out=out, ks=ks, **how, **shared), out)
+        road.step(Export(road.path_of(choice.name), out=bundle, prepared=road.data, evaluation=out, **shared), bundle)
 
     def _facts(self, road: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
@@ -308,7 +310,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
-            rows.append({**_finite(row._asdict()), "temperature": _temperature(road.run_of(row.name)), "test": test})
+            rows.append({**as_json(row), "temperature": _temperature(road.run_of(row.name)), "test": test})
         shipped = road.run_of(choice.name)
         advice = [
             *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
@@ -337,11 +339,6 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "seed": self.seed,
             "steps": road.plan.steps,
         }
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null instead of nan."""
-    return {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}
 
 
 def _temperature(run: Run | None) -> float | None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -43,7 +43,7 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.training.configuration import as_arguments, train_parser
-from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
+from recpo.training.run import FINISHED, Run
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
@@ -51,7 +51,7 @@ from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import BEST, WorldOptions, simulate
 from recpo.verbs.tilt import tilt
-from recpo.verbs.train import train
+from recpo.verbs.train import continued
 from recpo.worlds.log import DayReport, Simulation
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.truth import Truth
@@ -366,13 +366,8 @@ def _trained(
     """A finished run, a run that continues from its last checkpoint, or a new run."""
     if (out / FINISHED).is_file():
         return Run.open(out, options.trust)
-    goes_on = checkpoint_path(out, "last").exists()
-    how: dict[str, Any] = {
-        "resume": goes_on,
-        "overwrite": not goes_on and (out / RESOLVED).is_file(),
-        "trust": options.trust,
-    }
-    return train(data, config=config, out=out, init_from=start, progress=options.progress, **how, **changed)
+    how: dict[str, Any] = {"progress": options.progress, "trust": options.trust, **changed}
+    return continued(out, data=data, config=config, init_from=start, **how)
 
 
 def _own_part(named: Path | str | Mapping[str, Any]) -> dict[str, Any]:
@@ -466,14 +461,14 @@ def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, s
     """
     (plain,) = contenders_of([bundle], data, ks)
     served = BEST if exploration is None else exploration
-    return replace(plain, name=NEXT, load=partial(_load, plain, bundle, served, min(size, data.num_items)))
 
+    def load() -> Loaded:
+        loaded = plain.load()
+        slates = _Slates(loaded.recommender, bundle, served, min(size, data.num_items))
+        recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
+        return loaded._replace(recommender=recommender)
 
-def _load(plain: Contender, bundle: Bundle, exploration: Exploration, size: int) -> Loaded:
-    loaded = plain.load()
-    slates = _Slates(loaded.recommender, bundle, exploration, size)
-    recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
-    return loaded._replace(recommender=recommender)
+    return replace(plain, name=NEXT, load=load)
 
 
 @dataclass
