@@ -403,7 +403,8 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
         behind = row["behind"]
         apart = Cell("-" if not behind else f"{behind:.4f}", f"± {row['behind_half_width']:.4f}" if behind else "")
         warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
-        cells = [_cell(row["value"], row["half_width"]), apart, Cell("yes" if row["lost"] else ""), warmth]
+        value = _measured({"mean": row["value"], "half_width": row["half_width"]})
+        cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
         cells += [_measured(row["test"].get(name)) for name in tested]
         rows.append(Row(row["name"], cells, _style(row, facts)))
     if facts["oracle"] is not None:
@@ -420,11 +421,9 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
 
 
 def _measured(value: Mapping[str, Any] | None) -> Cell:
-    return Cell("-") if value is None else _cell(value["mean"], value["half_width"])
-
-
-def _cell(value: float | None, half_width: float | None) -> Cell:
-    return Cell("-") if value is None else Cell(f"{value:.4f}", "" if half_width is None else f"± {half_width:.4f}")
+    if value is None or value["mean"] is None:
+        return Cell("-")
+    return Cell(f"{value['mean']:.4f}", "" if value["half_width"] is None else f"± {value['half_width']:.4f}")
 
 
 fit = function_of(Fit)

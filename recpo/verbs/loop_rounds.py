@@ -24,7 +24,7 @@ from jsonargparse import ArgumentError
 from torch import Tensor
 
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import parse_json, read_yaml
+from recpo.artifacts.documents import read_yaml
 from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
@@ -222,12 +222,12 @@ class RoundOptions(WorldOptions):
         content["exploration"] = None if self.exploration is None else dataclasses.asdict(self.exploration)
         content["reward"] = dataclasses.asdict(_LOGGED)
         try:
-            text = json.dumps(content, allow_nan=False).encode()
+            text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RecpoError(
                 f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
             ) from error
-        return parse_json(text, "the options of the loop", "use plain values in the recipe")
+        return dict(json.loads(text))
 
 
 def make_round(root: Path, number: int, options: RoundOptions) -> Round:
@@ -338,10 +338,14 @@ def _policy(here: Path, data: Prepared, start: Run | None, seed: int, options: R
     if options.needs_factors and kind_of(fitted) != "factors":
         factorize(data, fitted, seed=seed, progress=options.progress)
     for number, (name, given) in enumerate(zip(options.run_names, options.configs, strict=True)):
-        changed: dict[str, Any] = {"seed": seed, "data.seed": seed}
+        out = here / RUNS / name
+        how: dict[str, Any] = {"seed": seed, "data.seed": seed, "trust": options.trust, "progress": options.progress}
         if number == 0 and start is not None and options.warm_epochs is not None:
-            changed["trainer.max_epochs"] = options.warm_epochs
-        run = _trained(here / RUNS / name, data, _with_factors(given, fitted), run, changed, options)
+            how["trainer.max_epochs"] = options.warm_epochs
+        if (out / FINISHED).is_file():
+            run = Run.open(out, options.trust)
+        else:
+            run = continued(out, data=data, config=_with_factors(given, fitted), init_from=run, **how)
     assert run is not None
     return run if options.tilt is None else _tilted(here / RUNS / "tilted", run, Factors.open(fitted), data, options)
 
@@ -353,21 +357,6 @@ def _tilted(out: Path, run: Run, factors: Factors, data: Prepared, options: Roun
     how: dict[str, Any] = {"temperature": options.tilt, "trust": options.trust, "progress": options.progress}
     found = tilt(run, factors, data, out=out, **how).run
     return run if found is None else found
-
-
-def _trained(
-    out: Path,
-    data: Prepared,
-    config: Mapping[str, Any],
-    start: Run | None,
-    changed: Mapping[str, Any],
-    options: RoundOptions,
-) -> Run:
-    """A finished run, a run that continues from its last checkpoint, or a new run."""
-    if (out / FINISHED).is_file():
-        return Run.open(out, options.trust)
-    how: dict[str, Any] = {"progress": options.progress, "trust": options.trust, **changed}
-    return continued(out, data=data, config=config, init_from=start, **how)
 
 
 def _own_part(named: Path | str | Mapping[str, Any]) -> dict[str, Any]:
