@@ -83,7 +83,7 @@ class Feature(ABC):
         return all(getattr(self, field) is not None for field in self.fitted)
 
     def to_json(self) -> dict[str, Any]:
-        """The input of ``feature_from_json``."""
+        """Type and fields, as ``FeatureSchema.from_json`` reads them."""
         return {"type": type(self).__name__, **asdict(self)}
 
 
@@ -230,19 +230,13 @@ class FeatureSchema:
         if content is None:
             return cls()
         try:
-            sides = {side: tuple(feature_from_json(one) for one in content[side]) for side in SIDES}
+            sides = {side: tuple(_feature_from_json(one) for one in content[side]) for side in SIDES}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}", code="damaged", field="features") from error
         return cls(**sides)
 
 
-def feature_from_json(content: dict[str, Any]) -> Feature:
-    """Reads the output of ``Feature.to_json``.
-
-    Raises:
-        ValueError: the type is unknown.
-        TypeError: a field is unknown or missing.
-    """
+def _feature_from_json(content: dict[str, Any]) -> Feature:
     kinds = {kind.__name__: kind for kind in FEATURE_TYPES}
     if content["type"] not in kinds:
         raise ValueError(f"type {content['type']!r}, expected one of {', '.join(kinds)}")

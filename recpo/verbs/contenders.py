@@ -7,6 +7,7 @@ policies, for ``export`` and ``tilt``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -281,9 +282,8 @@ def _encoded(histories: Histories, exclude: Tensor, length: int, reads: Reads) -
 
 
 def _arrays(features: Features) -> FeatureArrays:
-    on_cpu = features.map(lambda column: column.cpu())
-    lists, vectors = (tuple(one.numpy() for one in part) for part in (on_cpu.lists, on_cpu.vectors))
-    return FeatureArrays(on_cpu.codes.numpy(), lists, on_cpu.numbers.numpy(), vectors)
+    columns: Any = features.map(operator.methodcaller("numpy", force=True))  # arrays instead of tensors
+    return FeatureArrays(*columns)
 
 
 class ContenderRuntime(Runtime):
