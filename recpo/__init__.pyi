@@ -1,5 +1,6 @@
 """The public names of recpo, imported when they are first used; type checkers and editors read them here."""
 
+from .artifacts.artifact import load as load
 from .artifacts.semantic_codes import Codes as Codes
 from .base.errors import RecpoError as RecpoError
 from .base.features import (
@@ -107,7 +108,6 @@ from .verbs.export import export as export
 from .verbs.factorize import factorize as factorize
 from .verbs.fit import Decision as Decision, fit as fit
 from .verbs.init import init as init
-from .verbs.load import load as load
 from .verbs.loop import LoopResult as LoopResult, loop as loop
 from .verbs.prepare import prepare as prepare
 from .verbs.recommend import recommend as recommend

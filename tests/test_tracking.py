@@ -13,9 +13,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recpo
+from recpo.artifacts import artifact
 from recpo.artifacts.checksums import DOCUMENTS, MARKER, marker, sha256
 from recpo.cli.main import main
-from recpo.verbs import load, tracking
+from recpo.verbs import tracking
 from recpo.verbs.tracking import Reference, hidden, references, run_tracked
 from recpo.verbs.verb import PYTHON_ONLY, Verb
 from tests.refusals import refused
@@ -196,7 +197,7 @@ def test_inputs_are_the_directories_that_options_name(tmp_path):
 
 
 def test_every_kind_that_load_opens_has_a_document():
-    assert DOCUMENTS.keys() == load._CLASSES.keys()
+    assert DOCUMENTS.keys() == artifact._CLASSES.keys()
 
 
 def test_passwords_are_not_tracked():

@@ -1,12 +1,17 @@
-"""What every directory that recpo wrote has in common: a kind, a version, and facts in one sealed JSON document."""
+"""What every directory that recpo wrote has in common: a kind, a version, and facts in one sealed JSON document.
+
+``load`` opens any of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from recpo.artifacts.checksums import DOCUMENTS, Kind, described, kind_of, seal, unseal, verify_sealed
+import recpo
+from recpo.artifacts.checksums import DOCUMENTS, MARKER, Kind, described, kind_of, seal, unseal, verify_sealed
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
@@ -79,3 +84,64 @@ class Artifact:
     def remedy(cls) -> str:
         """What to do about a damaged directory; the end of a message."""
         return f"copy it again, or make it again with `{cls.made_by}`"
+
+
+#: The public class of every kind; its module is imported when the kind is opened.
+_CLASSES: Final[Mapping[Kind, str]] = {
+    "prepared": "Prepared",
+    "bundle": "Bundle",
+    "run": "Run",
+    "codes": "Codes",
+    "factors": "Factors",
+    "evaluation": "Evaluation",
+    "variants": "VariantEvaluation",
+    "comparison": "Comparison",
+    "loop": "LoopResult",
+    "decision": "Decision",
+    "simulation": "Simulation",
+}
+
+
+def load(
+    path: str | PathLike[str], trust: Sequence[str] = ()
+) -> (
+    recpo.Prepared
+    | recpo.Run
+    | recpo.Codes
+    | recpo.Factors
+    | recpo.Bundle
+    | recpo.Evaluation
+    | recpo.Comparison
+    | recpo.LoopResult
+    | recpo.Decision
+    | recpo.Simulation
+):
+    """Opens a directory that recpo wrote, of any kind; its ``recpo.json`` names the kind.
+
+    Imports only what the kind needs: a bundle opens without torch.
+
+    Args:
+        path: the directory; for prepared data also an address in an object store.
+        trust: packages, in addition to recpo, whose classes the configuration of a run may name; naming a package lets
+            its code run.
+
+    Raises:
+        RecpoError: there is no such directory, recpo did not write it, or it is damaged or of another version.
+    """
+    place = fspath(path)
+    kind: Kind | None = "prepared" if "://" in place else kind_of(place)
+    if kind is None or kind not in _CLASSES:
+        readable, found = ", ".join(map(described, _CLASSES)), _found(Path(place), kind)
+        raise RecpoError(f"{path}: expected {readable}; found {found}", code="wrong_file")
+    artifact = getattr(recpo, _CLASSES[kind])
+    return artifact.open(place, trust=trust) if kind == "run" else artifact.open(place)
+
+
+def _found(place: Path, kind: Kind | None) -> str:
+    if kind is not None:
+        return f"a {kind} directory, whose parts can be opened: {', '.join(sorted(p.name for p in place.iterdir()))}"
+    if not place.exists():
+        return "nothing there"
+    if not place.is_dir():
+        return "a file"
+    return f"a directory without {MARKER}, which recpo did not write, or an older recpo: then make it again"

@@ -279,19 +279,13 @@ def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> 
         if not isinstance(given, (str, Path)):
             continue
         source = Path(os.path.realpath(given))
-        if place == source:
-            raise RecpoError(
-                f"{target} is an input and would be overwritten: choose another output", code="conflicting_options"
-            )
-        if place in source.parents:
-            raise RecpoError(
-                f"{target} contains {given}, which is an input: choose another output", code="conflicting_options"
-            )
-        if source in place.parents:
-            raise RecpoError(
-                f"{target} is inside {given}, which is an input: choose an output outside that directory",
-                code="conflicting_options",
-            )
+        for is_so, what in (
+            (place == source, "is an input and would be overwritten: choose another output"),
+            (place in source.parents, f"contains {given}, which is an input: choose another output"),
+            (source in place.parents, f"is inside {given}, which is an input: choose an output outside that directory"),
+        ):
+            if is_so:
+                raise RecpoError(f"{target} {what}", code="conflicting_options")
 
 
 @contextmanager
@@ -317,12 +311,16 @@ def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> It
             with locked_parent(place):
                 finish_or_remove_leftovers(place)
                 _check_directory(place, target, kind, overwrite)
-                working.mkdir()
-                lock(working, place, locks)
-                (working / MARKER).write_text(marker(kind), encoding="utf-8")
+                _make_marked(working, place, kind, locks)
             yield working
         finally:
             remove_tree(working)
+
+
+def _make_marked(working: Path, place: Path, kind: Kind, locks: ExitStack) -> None:
+    working.mkdir()
+    lock(working, place, locks)
+    (working / MARKER).write_text(marker(kind), encoding="utf-8")
 
 
 def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwrite: bool) -> None:
@@ -464,10 +462,8 @@ def directory_of_steps(
 def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:
     """Moves a new directory to ``place``. Returns where the existing directory was moved, None if there was none."""
     working, aside = unused(place, UNFINISHED), None
-    working.mkdir()
     try:
-        lock(working, place, locks)
-        (working / MARKER).write_text(marker(kind), encoding="utf-8")
+        _make_marked(working, place, kind, locks)
         start(working)
         flush_tree(working)
         if place.exists() and any(place.iterdir()):

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import verify_sealed
 from recpo.base.errors import RecpoError
-from recpo.base.frames import to_pandas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +86,7 @@ class Codes(Artifact):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per item: ``item_index`` (1..V), ``item_id`` (external), ``code_0``, ``code_1`` and so on."""
-        return to_pandas(pq.read_table(self._directory / CODES))
+        return pq.read_table(self._directory / CODES).to_pandas()
 
     @property
     def _directory(self) -> Path:

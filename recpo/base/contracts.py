@@ -13,10 +13,9 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_ranges
 from recpo.base.features import FeatureSchema, Reads
 from recpo.base.feedback import FeedbackDefinition
-from recpo.base.ranges import validate_ranges
 from recpo.base.types import (
     Features,
     FeedbackBatch,
@@ -224,6 +223,11 @@ class DotProductPolicy(Policy):
         """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
 
 
+#: Remedy and option of what a policy or the labels of a log supply.
+_OF_POLICY = "set policy, e.g. class_path: CatalogSoftmaxPolicy", "policy"
+_OF_LABEL = "prepare the log again with the columns that --label reads, or with another --label", "label"
+
+
 class Requirement(StrEnum):
     """What an objective, an advantage estimator or a reward needs beyond ``logp.policy``.
 
@@ -319,13 +323,7 @@ class Requirement(StrEnum):
         "reference",
         {"divergence": None},
     )
-    ENTROPY = (
-        "entropy",
-        "reads the entropy of the policy at its states",
-        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
-        "policy",
-        {"entropy": None},
-    )
+    ENTROPY = "entropy", "reads the entropy of the policy at its states", *_OF_POLICY, {"entropy": None}
     VALUE = (
         "value",
         "needs the state values of a critic and their targets",
@@ -337,33 +335,13 @@ class Requirement(StrEnum):
     Q_VALUE = (
         "q_value",
         "trains a head of Q-values with a target network",
-        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
-        "policy",
+        *_OF_POLICY,
         {"q_values": None, "q_targets": None},
         ["rewards"],
     )
-    SCORE = (
-        "score",
-        "trains a head of scores",
-        "set policy, e.g. class_path: CatalogSoftmaxPolicy",
-        "policy",
-        {"scores": None},
-    )
-    LABELS = (
-        "labels",
-        "learns from labels",
-        "prepare the log again with the columns that --label reads, or with another --label",
-        "label",
-        {"label": "label"},
-    )
-    STEP_LABELS = (
-        "step_labels",
-        "compares labels over the whole optimizer step",
-        "prepare the log again with the columns that --label reads, or with another --label",
-        "label",
-        None,
-        ["labels"],
-    )
+    SCORE = "score", "trains a head of scores", *_OF_POLICY, {"scores": None}
+    LABELS = "labels", "learns from labels", *_OF_LABEL, {"label": "label"}
+    STEP_LABELS = "step_labels", "compares labels over the whole optimizer step", *_OF_LABEL, None, ["labels"]
     DISLIKES = (
         "dislikes",
         "learns from dislikes too",
@@ -374,8 +352,7 @@ class Requirement(StrEnum):
     GRADES = (
         "grades",
         "learns from the graded feedback of the log",
-        "prepare the log again with the columns that --label reads, or with another --label",
-        "label",
+        *_OF_LABEL,
         {"grades": "grade"},
         ["labels", "dislikes"],
     )
@@ -400,38 +377,43 @@ class Requirement(StrEnum):
         return RecpoError(message, code="missing_option", field=self.option)
 
 
-class Objective(ABC):
-    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
-
-    def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
-        validate_ranges(self, f"{type(self).__name__}.")
+class Component:
+    """What an objective, an advantage estimator and a reward say of themselves."""
 
     @property
     def requires(self) -> frozenset[str]:
-        """What the training module must compute beyond ``logp.policy``: members of ``Requirement``, or their names.
+        """What it needs beyond ``logp.policy``: members of ``Requirement``, or their names.
 
-        It may depend on the fields: with a KL penalty of 0, for example, no reference is scored.
+        It may depend on the fields: with a KL penalty of 0, for example, no reference is scored. With ``STEP_LABELS``
+        an advantage depends on the complete optimizer step (``FeedbackBatch.step_labels``).
         """
         return frozenset()
-
-    @property
-    def num_scores(self) -> int:
-        """``K``, the number of scores per item that "score" requests."""
-        return 1
 
     @property
     def reads(self) -> Reads:
         """What batches must contain for it, beyond items, feedback and times."""
         return Reads()
 
-    def for_behaviors(self, names: tuple[str, ...]) -> Objective:
+    def for_behaviors(self, names: tuple[str, ...]) -> Self:
         """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
 
         Raises:
-            RecpoError: it learns from a behavior that the data lacks.
+            RecpoError: it reads a behavior that the data lacks.
         """
         return self
+
+
+class Objective(Component, ABC):
+    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
+        validate_ranges(self, f"{type(self).__name__}.")
+
+    @property
+    def num_scores(self) -> int:
+        """``K``, the number of scores per item that "score" requests."""
+        return 1
 
     @property
     def reads_log_prob(self) -> bool:
@@ -467,7 +449,7 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True)
-class AdvantageEstimator(ABC):
+class AdvantageEstimator(Component, ABC):
     """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses.
 
     Attributes:
@@ -479,16 +461,8 @@ class AdvantageEstimator(ABC):
     whiten: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.ranges``)."""
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
         validate_ranges(self, f"{type(self).__name__}.")
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """What it reads: members of ``Requirement``, such as rewards, state values, or feedback of the log.
-
-        With ``STEP_LABELS`` its result depends on the complete optimizer step (``FeedbackBatch.step_labels``).
-        """
-        return frozenset()
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
@@ -523,7 +497,7 @@ class TokenAdvantageEstimator(AdvantageEstimator):
         return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
 
 
-class RewardFunction(ABC):
+class RewardFunction(Component, ABC):
     """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
 
     @property
@@ -547,27 +521,9 @@ class RewardFunction(ABC):
         return ()
 
     @property
-    def requires(self) -> frozenset[str]:
-        """What it reads: members of ``Requirement``, feedback of the log or the ranks of candidates."""
-        return frozenset()
-
-    @property
-    def reads(self) -> Reads:
-        """What batches must contain for it, beyond items, feedback and times."""
-        return Reads()
-
-    @property
     def is_of_log(self) -> bool:
         """Whether logged slates alone determine their rewards, so that these are computed where batches are made."""
         return False
-
-    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
-        """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
-
-        Raises:
-            RecpoError: it uses a behavior that the data lacks.
-        """
-        return self
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:

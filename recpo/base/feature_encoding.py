@@ -231,18 +231,15 @@ class Moments:
 
     def add(self, values: np.ndarray) -> None:
         """Adds finite float64 ``[N]``."""
-        for begin in range(0, len(values), 1 << 16):  # this many halves of 27 bits sum exactly in a float64
-            self._add(values[begin : begin + (1 << 16)])
-
-    def _add(self, values: np.ndarray) -> None:
         self.count += len(values)
-        fraction, exponent = np.frexp(values)
-        whole = np.ldexp(fraction, 53).astype(np.int64)
-        low = whole & ((1 << 26) - 1)
-        found, place = np.unique(exponent, return_inverse=True)
-        highs, lows = (np.bincount(place, weights=part, minlength=len(found)) for part in ((whole - low) >> 26, low))
-        for power, high, rest in zip(found.tolist(), highs.tolist(), lows.tolist(), strict=True):
-            self._sums[power] = self._sums.get(power, 0) + (int(high) << 26) + int(rest)
+        for begin in range(0, len(values), 1 << 16):  # this many halves of 27 bits sum exactly in a float64
+            fraction, exponent = np.frexp(values[begin : begin + (1 << 16)])
+            whole = np.ldexp(fraction, 53).astype(np.int64)
+            low = whole & ((1 << 26) - 1)
+            found, place = np.unique(exponent, return_inverse=True)
+            parts = (np.bincount(place, weights=part, minlength=len(found)) for part in ((whole - low) >> 26, low))
+            for power, high, rest in zip(found.tolist(), *(part.tolist() for part in parts), strict=True):
+                self._sums[power] = self._sums.get(power, 0) + (int(high) << 26) + int(rest)
 
     @property
     def mean(self) -> float:
@@ -393,8 +390,7 @@ def _decoded_lists(vocabulary: Vocabulary, codes: np.ndarray, feature: Categorie
     return pa.array([feature.separator.join(map(str, row)) for row in lists.to_pylist()], pa.string())
 
 
-def _numbers(feature: Feature, values: np.ndarray) -> np.ndarray:
-    assert isinstance(feature, Number)
+def _numbers(feature: Number, values: np.ndarray) -> np.ndarray:
     assert feature.mean is not None
     assert feature.std is not None
     raw: np.ndarray = values.astype(np.float64) * feature.std + feature.mean

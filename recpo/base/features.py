@@ -57,6 +57,7 @@ _REMEDY: Final = "prepare the log again"
 _F = TypeVar("_F", bound="Feature")
 
 
+@dataclass(frozen=True)
 class Feature(ABC):
     """A column with a meaning. Implementations are frozen dataclasses.
 
@@ -67,7 +68,8 @@ class Feature(ABC):
     """
 
     name: str
-    column: str | None
+    column: str | None = None
+
     fitted: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -81,8 +83,8 @@ class Feature(ABC):
         return all(getattr(self, field) is not None for field in self.fitted)
 
     def to_json(self) -> dict[str, Any]:
-        """The input of ``feature_from_json``."""
-        return {"type": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        """Type and fields, as ``FeatureSchema.from_json`` reads them."""
+        return {"type": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,6 @@ class Category(Feature):
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
     """
 
-    name: str
-    column: str | None = None
     min_count: int = 1
     num_codes: int | None = None
 
@@ -117,8 +117,6 @@ class Categories(Feature):
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
     """
 
-    name: str
-    column: str | None = None
     separator: str | None = None
     length: int = 16
     min_count: int = 1
@@ -151,8 +149,6 @@ class Number(Feature):
         std: fitted, leave it out; standard deviation of the population, 1 if all values are equal.
     """
 
-    name: str
-    column: str | None = None
     log: bool = False
     mean: float | None = None
     std: float | None = None
@@ -170,8 +166,6 @@ class Vector(Feature):
         width: number of components; null = the length of the first vector.
     """
 
-    name: str
-    column: str | None = None
     width: int | None = None
 
     fitted: ClassVar[tuple[str, ...]] = ("width",)
@@ -236,24 +230,18 @@ class FeatureSchema:
         if content is None:
             return cls()
         try:
-            sides = {side: tuple(feature_from_json(one) for one in content[side]) for side in SIDES}
+            sides = {side: tuple(_feature_from_json(one) for one in content[side]) for side in SIDES}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}", code="damaged", field="features") from error
         return cls(**sides)
 
 
-def feature_from_json(content: dict[str, Any]) -> Feature:
-    """Reads the output of ``Feature.to_json``.
-
-    Raises:
-        ValueError: the type is unknown.
-        TypeError: a field is unknown or missing.
-    """
+def _feature_from_json(content: dict[str, Any]) -> Feature:
     kinds = {kind.__name__: kind for kind in FEATURE_TYPES}
     if content["type"] not in kinds:
         raise ValueError(f"type {content['type']!r}, expected one of {', '.join(kinds)}")
     kind = kinds[content["type"]]
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name for field in fields(kind)}
     if missing := known - content.keys():
         raise ValueError(f"{content['type']} without {', '.join(sorted(missing))}")
     return kind(**{name: value for name, value in content.items() if name != "type"})

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 #: pandas' name for an unnamed index. Selected or sorted rows have one; it contains no information.
 _UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
@@ -143,7 +140,7 @@ def number_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarr
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)
     ):
         raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers", code="wrong_type", field=column)
-    return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # large integers are rounded
+    return values.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy()  # large integers are rounded
 
 
 def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray | None:
@@ -162,7 +159,7 @@ def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
                 f"{name}: column {column!r} must hold true and false, or 1 and 0", code="wrong_type", field=column
             )
         return numbers == 1
-    return _to_numpy(values, False)
+    return values.fill_null(False).to_numpy()
 
 
 def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray:
@@ -188,7 +185,7 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
             field=column,
         )
     try:
-        return _to_numpy(values.cast(pa.int64()), 0)
+        return values.cast(pa.int64()).to_numpy()
     except pa.ArrowInvalid as error:
         raise RecpoError(
             f"{name}: column {column!r}: {_one_line(error)}; expected milliseconds since 1970",
@@ -204,11 +201,6 @@ def optional_times(table: pa.Table, column: str, missing: int, name: str = "fram
         given = pc.is_valid(table.column(column)).to_numpy()
         times[given] = time_column(table.filter(table.column(column).is_valid()), column, name)
     return times
-
-
-def to_pandas(table: pa.Table) -> pd.DataFrame:
-    """Converts a result to a pandas frame. Ids keep their type (integers stay integers, text stays text)."""
-    return table.to_pandas()
 
 
 def first_values(values: Iterable[Any]) -> str:
@@ -230,10 +222,6 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
         if holds(kind):
             return _plain(pc.cast(column, target(kind)))
     return column
-
-
-def _to_numpy(values: pa.ChunkedArray, fill: object) -> np.ndarray:
-    return values.fill_null(fill).to_numpy()
 
 
 def _one_line(error: Exception) -> str:

@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeInt
+from recpo.base.errors import NonNegativeInt, RecpoError
 from recpo.base.types import FeedbackBatch, SlateTraits
 from recpo.batches.slates import BatchMaker, Layout, Windows, histories_of, logged_slates, padded, preceding
 from recpo.log.prepared import Events, Keys, Prepared

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.errors import validate_range
+from recpo.base.errors import PositiveInt, validate_range, validate_ranges
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Slates, SlateTraits
 from recpo.log.prepared import Events, Keys, Prepared, run_change
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import json
 import os
 import re
 import shutil
@@ -26,9 +27,9 @@ from jsonargparse import ArgumentError
 from recpo import __version__
 from recpo.artifacts.documents import describe_os_error, validate_configuration_files
 from recpo.base.errors import GateClosedError, RecpoError, first_line
-from recpo.cli.output import TerminalOptions, VerbResult, failed as failure, printing, terminal_options
+from recpo.cli.output import TerminalOptions, VerbResult, printing, terminal_options
 from recpo.cli.spelling import check_spelling, index
-from recpo.verbs.tracking import run_tracked, tracked
+from recpo.verbs.tracking import is_first_process, run_tracked, tracked
 
 VERBS = {
     "init": "inspect a log and write configurations for it",
@@ -121,7 +122,7 @@ def _in_words(error: ArgumentError) -> str:
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:
     """Prints the last lines of a verb, or its JSON document; only the first of several training processes prints."""
-    if not _is_first_process():
+    if not is_first_process():
         return
     if terminal.as_json:
         print(result.document(verb))
@@ -130,15 +131,11 @@ def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> N
             print(line)
 
 
-def _is_first_process() -> bool:
-    return not int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
-
-
 def _failed(verb: str, status: int, message: str, terminal: TerminalOptions) -> int:
     if message:
         print(message, file=sys.stderr)
-        if terminal.as_json and _is_first_process():
-            print(failure(verb, status, message))
+        if terminal.as_json and is_first_process():
+            print(json.dumps({"verb": verb, "status": status, "error": message}, ensure_ascii=False))
     return status
 
 

@@ -176,11 +176,6 @@ class VerbResult:
         return [str(one) for one in self.wrote if one is not None]
 
 
-def failed(verb: str, status: int, message: str) -> str:
-    """The JSON document of a verb that ended with an error."""
-    return json.dumps({"verb": verb, "status": status, "error": message}, ensure_ascii=False)
-
-
 def command(verb: str, *words: object) -> str:
     """A command line of recpo."""
     return shlex.join(["recpo", verb, *map(str, words)])

@@ -6,7 +6,7 @@ import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from recpo import __version__
+import recpo
 from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, Vector
@@ -22,39 +22,35 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
-    from recpo.artifacts.semantic_codes import Codes
-    from recpo.log.inspection import Inspection
-    from recpo.log.prepared import Prepared
-    from recpo.rewards.factors import Factors
-    from recpo.serving.bundle import Bundle
     from recpo.serving.histories import ServingCounts
     from recpo.serving.manifest import BundleManifest
     from recpo.serving.refresh import Refreshed
     from recpo.sharding.memory import Needs
-    from recpo.training.run import Run
-    from recpo.verbs.doctor import Doctor, Finding
-    from recpo.verbs.explore import Explore
-    from recpo.verbs.export import Export
-    from recpo.verbs.factorize import Factorize
-    from recpo.verbs.init import Init
-    from recpo.verbs.loop import Loop, LoopResult
-    from recpo.verbs.loop_rounds import Round
-    from recpo.verbs.plan import Plan
-    from recpo.verbs.prepare import Prepare
-    from recpo.verbs.recommend import Recommend
-    from recpo.verbs.serve import Serve
-    from recpo.verbs.simulate import Simulate
-    from recpo.verbs.tokenize import Tokenize
-    from recpo.verbs.train import Train
-    from recpo.worlds.log import ServedDays, Simulation
+    from recpo.verbs import (
+        doctor,
+        explore,
+        export,
+        factorize,
+        init,
+        loop,
+        loop_rounds,
+        plan,
+        prepare,
+        recommend,
+        serve,
+        simulate,
+        tokenize,
+        train,
+    )
+    from recpo.worlds.log import ServedDays
 
 
-def watch_init(verb: Init) -> dict[str, Any]:
+def watch_init(verb: init.Init) -> dict[str, Any]:
     """Prints what was found before anything is asked."""
     return {"on_inspected": _print_found}
 
 
-def show_init(verb: Init, done: Inspection) -> VerbResult:
+def show_init(verb: init.Init, done: recpo.Inspection) -> VerbResult:
     """Prints the files and the commands to run; the first of these is next."""
     purposes = {"prepare": f"the log, with label {done.label.class_name}", "pretrain": "imitates the log"}
     say(*(f"{file}: {(purposes | done.objectives)[step]}" for step, file in done.written.items()))
@@ -71,7 +67,7 @@ def show_init(verb: Init, done: Inspection) -> VerbResult:
     return VerbResult([*done.written.values()], next(iter(done.commands), None), facts)
 
 
-def _print_found(found: Inspection) -> None:
+def _print_found(found: recpo.Inspection) -> None:
     """Prints columns with their evidence, counts, and what to check."""
     counts, preset = found.counts, found.preset
     log = f"{'' if counts.is_whole else 'about '}{counts.events:,} events"
@@ -92,7 +88,7 @@ def _print_found(found: Inspection) -> None:
     say(*(f"check: {doubt}" for doubt in found.doubts), style="yellow")
 
 
-def show_simulate(verb: Simulate, simulated: Simulation) -> VerbResult:
+def show_simulate(verb: simulate.Simulate, simulated: recpo.Simulation) -> VerbResult:
     """Prints what was simulated; the log is prepared next."""
     following = command("prepare", "--log", simulated.root / "log", "--out", "prepared")
     if simulated.served is not None:
@@ -116,7 +112,7 @@ def show_simulate(verb: Simulate, simulated: Simulation) -> VerbResult:
     return VerbResult((simulated.root,), following, sizes)
 
 
-def _print_served(simulated: Simulation, served: ServedDays) -> None:
+def _print_served(simulated: recpo.Simulation, served: ServedDays) -> None:
     for day in served.days:
         print(
             f"{simulated.root}: day {day.day}: {day.exposures:,} exposures in {day.requests:,} requests "
@@ -128,7 +124,7 @@ def _print_served(simulated: Simulation, served: ServedDays) -> None:
         )
 
 
-def show_prepare(verb: Prepare, data: Prepared) -> VerbResult:
+def show_prepare(verb: prepare.Prepare, data: recpo.Prepared) -> VerbResult:
     """Prints what happened to the events; a policy is pre-trained next, or the one of the days before continued."""
     counts = data.manifest["counts"]
     columns = [(column, data.manifest["columns"][column]) for column in LogColumns.ALL]
@@ -169,7 +165,7 @@ def _outcomes(counts: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         yield "empty files skipped", counts["empty_files"]
 
 
-def _feature_rows(data: Prepared) -> Iterator[tuple[str, ...]]:
+def _feature_rows(data: recpo.Prepared) -> Iterator[tuple[str, ...]]:
     for side in SIDES:
         shown = ", ".join(_feature_text(feature) for feature in data.feature_schema.of(side))
         found = data.manifest["feature_tables"].get(side)
@@ -194,7 +190,7 @@ def _by_period(title: str, columns: Sequence[str], counts: Mapping[str, Sequence
     return table(title, ("period", *columns), ((one, *(f"{cell:,}" for cell in counts[one])) for one in order))
 
 
-def show_tokenize(verb: Tokenize, codes: Codes) -> VerbResult:
+def show_tokenize(verb: tokenize.Tokenize, codes: recpo.Codes) -> VerbResult:
     """Prints the report; a policy over these codes is pre-trained next."""
     from recpo.items.tokenization import MANY_MOVED
 
@@ -219,7 +215,7 @@ def show_tokenize(verb: Tokenize, codes: Codes) -> VerbResult:
     return VerbResult((codes.root,), following, {"report": report})
 
 
-def show_factorize(verb: Factorize, factors: Factors) -> VerbResult:
+def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbResult:
     """Prints the errors on the validation period; the reward of MPO comes next."""
     from recpo.log.prepared import Prepared
     from recpo.verbs.factorize import similar_lists
@@ -259,7 +255,7 @@ def _prior(tried: Mapping[str, Any]) -> str:
     return " + ".join(parts) or "-"
 
 
-def show_plan(verb: Plan, needs: Needs) -> VerbResult:
+def show_plan(verb: plan.Plan, needs: Needs) -> VerbResult:
     """Prints the needs; training comes next.
 
     Raises:
@@ -301,14 +297,14 @@ def _bytes(size: float) -> str:
 _EVENTS_SHOWN_FROM = 1 << 16
 
 
-def watch_recommend(verb: Recommend) -> dict[str, object]:
+def watch_recommend(verb: recommend.Recommend) -> dict[str, object]:
     """Lists of the command line go to a file."""
     if verb.out is None:
         raise RecpoError("recommend: name the Parquet file to write with --out", field="out", code="missing_option")
     return {}
 
 
-def show_recommend(verb: Recommend, counts: ServingCounts) -> VerbResult:
+def show_recommend(verb: recommend.Recommend, counts: ServingCounts) -> VerbResult:
     """Prints some lists and what was left out; a bundle is served next, a run exported."""
     import pyarrow.dataset as ds
 
@@ -350,7 +346,7 @@ def lists_table(events: pd.DataFrame, served: pd.DataFrame, users: int) -> Table
     return table("recommendations", ("user", "most recent items", "recommended"), rows, names=3)
 
 
-def show_train(verb: Train, run: Run) -> VerbResult:
+def show_train(verb: train.Train, run: recpo.Run) -> VerbResult:
     """Prints the path of the run; it is evaluated next, or calibrated if it is a reward model."""
     reached = None if run.monitor is None else run.results.get(run.monitor)
     print(f"{run.root}: finished" + ("" if reached is None else f", {run.monitor} {reached:.4f}"))
@@ -362,7 +358,7 @@ def show_train(verb: Train, run: Run) -> VerbResult:
     return VerbResult((run.root,), following, {"monitor": run.monitor, "results": run.results, "advice": run.advice})
 
 
-def show_loop(verb: Loop, done: LoopResult) -> VerbResult:
+def show_loop(verb: loop.Loop, done: recpo.LoopResult) -> VerbResult:
     """Prints what each policy was expected to earn and earned; the last bundle is served next."""
     for one in done.outcomes:
         if one.value is not None and one.earned is not None and one.low is not None and one.high is not None:
@@ -375,12 +371,12 @@ def show_loop(verb: Loop, done: LoopResult) -> VerbResult:
     return VerbResult((done.root, done.report), command("serve", "--bundle", done.bundle.root), facts)
 
 
-def watch_loop(verb: Loop) -> dict[str, Any]:
+def watch_loop(verb: loop.Loop) -> dict[str, Any]:
     """Prints a round as soon as it is complete."""
     return {"on_round": _print_round}
 
 
-def _print_round(one: Round) -> None:
+def _print_round(one: loop_rounds.Round) -> None:
     lists = one.lists
     if (day := one.served) is not None:
         print(
@@ -395,7 +391,7 @@ def _print_round(one: Round) -> None:
     )
 
 
-def show_export(verb: Export, result: Bundle | Refreshed) -> VerbResult:
+def show_export(verb: export.Export, result: recpo.Bundle | Refreshed) -> VerbResult:
     """Prints what the bundle lists; it is served next."""
     from recpo.serving.refresh import Refreshed
 
@@ -431,22 +427,22 @@ def _verified(manifest: BundleManifest) -> str:
     return "every engine gives the policy's lists and scores"
 
 
-def show_serve(verb: Serve, result: None) -> VerbResult:
+def show_serve(verb: serve.Serve, result: None) -> VerbResult:
     """The server has stopped; it has logged what it did."""
     return VerbResult()
 
 
-def watch_explore(verb: Explore) -> dict[str, Any]:
+def watch_explore(verb: explore.Explore) -> dict[str, Any]:
     """Prints the address once the server listens."""
     return {"on_ready": lambda url: print(f"open {url}   (Ctrl-C ends it)", flush=True)}
 
 
-def show_explore(verb: Explore, written: Path | None) -> VerbResult:
+def show_explore(verb: explore.Explore, written: Path | None) -> VerbResult:
     """The file, if one was asked for."""
     return VerbResult((written,))
 
 
-def show_doctor(verb: Doctor, findings: list[Finding]) -> VerbResult:
+def show_doctor(verb: doctor.Doctor, findings: list[doctor.Finding]) -> VerbResult:
     """Prints the table and what to do about libraries that do not work.
 
     Raises:
@@ -456,7 +452,7 @@ def show_doctor(verb: Doctor, findings: list[Finding]) -> VerbResult:
     for one in findings:
         state = "works" if one.works else "BROKEN" if one.part.is_core else "not usable"
         rows.append((one.part.name, one.version or "-", ": ".join(filter(None, [state, one.words]))))
-    title = f"recpo {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    title = f"recpo {recpo.__version__}, Python {platform.python_version()}, {platform.platform()}"
     say(table(title, ("library", "version", "state"), rows, names=3))
     from recpo.verbs.doctor import advice
 

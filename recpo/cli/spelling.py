@@ -19,7 +19,7 @@ from jsonargparse import ArgumentError
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 INDEX: Final = Path(__file__).with_name("options.json")
-"""The options of every verb and class (``recpo.cli.option_index``)."""
+"""The options of every verb and class (``docs/option_index.py``)."""
 PACKAGES: Final = ("recpo", "torch", "lightning")
 """Where the classes of options come from, besides the user's own."""
 _OF_TERMINALS = ("quiet", "json", "track")

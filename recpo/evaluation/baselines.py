@@ -19,8 +19,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member

@@ -20,9 +20,8 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveInt, RecpoError, Seed
 from recpo.base.features import Reads
-from recpo.base.ranges import PositiveInt, Seed
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking

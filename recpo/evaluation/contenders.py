@@ -22,11 +22,10 @@ from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveFloat, RecpoError, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
-from recpo.base.ranges import PositiveFloat, validate_ranges
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation import baselines
 from recpo.evaluation.baselines import BaselineCache, CooccurrenceOptions, by_place, first_allowed

@@ -11,9 +11,9 @@ import torch
 from tqdm import tqdm
 
 from recpo import __version__
+from recpo.base.errors import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.frames import Frame
-from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.held_out import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts

@@ -20,8 +20,7 @@ from torch import Tensor
 from recpo.artifacts.checksums import verify_sealed
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.semantic_codes import CODEBOOKS
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import PositiveInt, validate_ranges
+from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
 
 Normalization = Literal["l2", "standardize", "none"]
 _BLOCK = 1 << 22  # floats of a block of distances

@@ -14,10 +14,9 @@ from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
 from torch import Tensor
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import Vector, of_type, read_features
 from recpo.base.frames import Frame, to_arrow
-from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
 from recpo.items.columns import read_rows, shown
 from recpo.items.residual_kmeans import Codebooks
 from recpo.log.id_map import IdMap

@@ -27,8 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import ClosedUnitInterval, PositiveInt, validate_ranges
+from recpo.base.errors import ClosedUnitInterval, PositiveInt, RecpoError, validate_range, validate_ranges
 
 IntArray = NDArray[np.int64]
 

@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import ClosedUnitInterval, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import is_list
 from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
-from recpo.base.ranges import ClosedUnitInterval, PositiveInt, validate_ranges
 from recpo.items.columns import read_rows
 from recpo.log.id_map import IdMap
 

@@ -10,11 +10,10 @@ import ibis.expr.types as ir
 import pyarrow as pa
 
 from recpo import __version__
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
-from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log import feature_tables, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine

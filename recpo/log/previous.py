@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.artifacts.class_paths import named_class
+from recpo.artifacts.documents import named_class
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
 from recpo.base.features import Feature
@@ -116,7 +116,7 @@ def _kept_features(data: Prepared) -> FeatureColumns:
 def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
     """Fitted features as they were declared, vectors with their widths."""
     return tuple(
-        replace(one, **{name: None for name in one.fitted if name != "width"})  # type: ignore[type-var]
+        replace(one, **{name: None for name in one.fitted if name != "width"})  # type: ignore[arg-type]
         for one in features
     )
 

@@ -21,9 +21,8 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import NonNegativeFloat, PositiveFloat, PositiveInt, RecpoError, validate_range, validate_ranges
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, validate_ranges
 from recpo.log.events import bucket
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns

@@ -15,8 +15,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import ibis
 import ibis.expr.types as ir
 
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.log.events import more_columns, time_order
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT
 from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import AdvantageEstimator, Requirement, TokenAdvantageEstimator
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import ClosedUnitInterval, OpenUnitInterval
+from recpo.base.errors import ClosedUnitInterval, OpenUnitInterval, RecpoError, validate_range
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Requirement
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat
+from recpo.base.errors import NonNegativeFloat, RecpoError
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from recpo.base.contracts import Requirement
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat
+from recpo.base.errors import NonNegativeFloat, PositiveFloat
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps

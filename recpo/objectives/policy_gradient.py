@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Objective, Requirement
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import NonNegativeFloat, PositiveInt
+from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_range
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
     advantage_shares,

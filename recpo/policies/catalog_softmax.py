@@ -11,8 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.base.contracts import DotProductPolicy, StatePolicy
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveFloat, PositiveInt
+from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.kernels import as_float, take_rows
 from recpo.ops.linear_logprob import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.base.feedback import GRADES, HIGHEST
-from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import Histories
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
 from recpo.policies.grade_factors import solve_positive_definite

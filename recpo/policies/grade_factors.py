@@ -14,10 +14,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    validate_range,
+    validate_ranges,
+)
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 from recpo.base.types import Features, Histories
 
 

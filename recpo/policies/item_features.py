@@ -14,9 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
-from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.base.types import Features
 from recpo.ops import kernels
 from recpo.policies.blocks import Linear

@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import PositiveInt
+from recpo.base.errors import PositiveInt, RecpoError, validate_range
 from recpo.policies.blocks import ByteDropout, Linear
 from recpo.policies.encoder import EncoderOptions
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import StatePolicy
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveInt
+from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 from recpo.ops.log_ratios import categorical_kl
 from recpo.policies.catalog_search import validate_list_length

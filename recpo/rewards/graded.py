@@ -27,9 +27,16 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    Seed,
+    validate_ranges,
+)
 from recpo.base.feedback import GRADES
-from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, validate_ranges
 from recpo.log.prepared import Period, Prepared, run_change
 from recpo.rewards.factors import Factors
 

@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from tqdm import tqdm
 
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed, validate_ranges
+from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, validate_range, validate_ranges
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Requirement, RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
-from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
 from recpo.ops.reduce import zero_masked

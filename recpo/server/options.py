@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recpo.artifacts.documents import describe_os_error
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
+from recpo.base.errors import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    validate_range,
+    validate_ranges,
+)
 from recpo.lists.exploration import Exploration
 from recpo.lists.interleaving import Interleaving
 from recpo.lists.reranking import Reranker, RerankOptions

@@ -41,8 +41,14 @@ import pyarrow.compute as pc
 
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import locked_parent, write_json
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
+from recpo.base.errors import (
+    NonNegativeFloat,
+    OpenUnitInterval,
+    PositiveInt,
+    RecpoError,
+    validate_range,
+    validate_ranges,
+)
 from recpo.evaluation.variants import EmpiricalBernstein, PerUser, Slates, read_log, slates
 from recpo.server.bundles import LoadedBundle, Versions, log_kind
 from recpo.server.impressions import JOURNAL, validate_log_directory

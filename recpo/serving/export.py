@@ -29,11 +29,10 @@ from recpo.artifacts.checksums import sha256
 from recpo.artifacts.documents import validate_archive
 from recpo.artifacts.outputs import output_directory, output_file
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
-from recpo.base.ranges import PositiveInt
 from recpo.log.id_map import IdMap
 from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import BLOCK_ROWS, Precision

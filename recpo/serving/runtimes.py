@@ -17,9 +17,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
 from recpo.base.feedback import HIGHEST
-from recpo.base.ranges import PositiveInt, validate_ranges
 from recpo.serving.histories import EncodedHistories, PerUser
 from recpo.serving.manifest import (
     INDEX,

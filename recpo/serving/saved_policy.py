@@ -27,8 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.documents import write_tensors
+from recpo.artifacts.documents import as_configuration, write_tensors
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError

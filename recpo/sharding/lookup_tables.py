@@ -28,8 +28,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, validate_ranges
+from recpo.base.errors import NonNegativeFloat, RecpoError, validate_ranges
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
 from recpo.sharding.blocks import TableBlock, TableOptimizerName, row_blocks, sharded_tensor

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
-from recpo.base.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.types import EventPlaces, Histories
 from recpo.ops.kernels import block_size
 from recpo.policies.blocks import HSTUBlock, SASRecBlock

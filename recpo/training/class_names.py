@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
 
-from recpo.artifacts.class_paths import lies_in, named_class
-from recpo.artifacts.documents import parse_yaml
+from recpo.artifacts.documents import lies_in, named_class, parse_yaml
 from recpo.base.errors import RecpoError
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")

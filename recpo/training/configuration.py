@@ -25,8 +25,7 @@ import recpo.objectives.gae
 import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
-from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.documents import parse_own_yaml, validate_configuration_files
+from recpo.artifacts.documents import as_configuration, parse_own_yaml, validate_configuration_files
 from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.objectives.advantages import TernaryAdvantage

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
 from recpo.artifacts.outputs import output_directory
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
+from recpo.base.errors import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.held_out import HeldOutHistories
 from recpo.evaluation.candidates import begin_of, has_positions
@@ -95,7 +94,10 @@ class Compare(ValueOptions, WritingVerb[Comparison]):
         with nullcontext() if self.out is None else writes(self.out) as target:
             numbers, counts = _shared_numbers(data.item_ids(), bundles)
             served = {name: _ServedBundle(name, one, data, self.split, numbers[name]) for name, one in bundles.items()}
-            evaluated = self._evaluated(data, [one.contender for one in served.values()])
+            options = vars(self.part(ValueOptions))  # value and ranking of the first k
+            options |= {"off_policy": None if self.off_policy is None else replace(self.off_policy, top_k=(self.k,))}
+            options |= {"ks": [self.k], "baselines": False, "segments": False, "device": "cpu"}
+            evaluated = evaluate(data, [one.contender for one in served.values()], **options).document
             old, new = (torch.cat(one.lists) for one in served.values())
             agreed = agreement(old, new, self.k, self.persistence)
             document = comparison_document(evaluated, self.k, agreed)
@@ -110,14 +112,6 @@ class Compare(ValueOptions, WritingVerb[Comparison]):
             if target is not None:
                 Comparison.write_facts(target, document)
         return Comparison(document, None if self.out is None else Path(self.out))
-
-    def _evaluated(self, data: Prepared, contenders: list[Contender]) -> Document:
-        """The evaluation of both bundles: value and ranking of the first k."""
-        options = vars(self.part(ValueOptions))
-        options |= {"off_policy": None if self.off_policy is None else replace(self.off_policy, top_k=(self.k,))}
-        return evaluate(
-            data, contenders, ks=[self.k], baselines=False, segments=False, device="cpu", **options
-        ).document
 
     def _validate(self, name: str, bundle: Bundle, data: Prepared) -> None:
         """Raises if a bundle cannot list k items, or reads feedback levels from other columns."""

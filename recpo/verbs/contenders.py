@@ -7,6 +7,7 @@ policies, for ``export`` and ``tilt``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -179,11 +180,16 @@ def _load_run(name: str, run: Run, options: ModelOptions) -> Loaded:
 
 
 def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:
-    factors.validate_feedback(data.feedback, data.root)
-    factors.validate_items(data.catalog_checksum, data.root)
-    factors.validate_features(data)
+    validate_factors(factors, data)
     facts = {"kind": "factors", "path": where, "facts": str(dict(factors.facts))}
     return Contender(name, "factors", partial(loaded_model, factors, name), facts)
+
+
+def validate_factors(factors: Factors, data: Prepared, sides: Sequence[Side] = ("user",)) -> None:
+    """Raises ``RecpoError`` if factors have other grades, items or features of these ``sides`` than the data."""
+    factors.validate_feedback(data.feedback, data.root)
+    factors.validate_items(data.catalog_checksum, data.root)
+    factors.validate_features(data, sides)
 
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
@@ -275,9 +281,8 @@ def _encoded(histories: Histories, exclude: Tensor, length: int, reads: Reads) -
 
 
 def _arrays(features: Features) -> FeatureArrays:
-    on_cpu = features.map(lambda column: column.cpu())
-    lists, vectors = (tuple(one.numpy() for one in part) for part in (on_cpu.lists, on_cpu.vectors))
-    return FeatureArrays(on_cpu.codes.numpy(), lists, on_cpu.numbers.numpy(), vectors)
+    columns: Any = features.map(operator.methodcaller("numpy", force=True))  # arrays instead of tensors
+    return FeatureArrays(*columns)
 
 
 class ContenderRuntime(Runtime):
@@ -415,9 +420,7 @@ def served_baseline(
         kept = None if cache is None else Path(cache)
         return _of_name(cast(Baseline, str(named)), data, BaselineCache(kept, kept))
     factors = named if isinstance(named, Factors) else Factors.open(named)
-    factors.validate_feedback(data.feedback, data.root)
-    factors.validate_items(data.catalog_checksum, data.root)
-    factors.validate_features(data, ("item", "user"))
+    validate_factors(factors, data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from recpo.artifacts.outputs import directory_of_steps
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
+from recpo.base.errors import PositiveFloat, PositiveInt, Seed
 from recpo.verbs.fit import Decision, fit
 from recpo.verbs.simulate import simulate
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb
@@ -48,19 +48,13 @@ class Demo(WritingVerb[Decision]):
 
     def execute(self) -> Decision:
         """Simulates, then fits."""
-        users, items, events = self.users, self.items, self.events
-        SimulationParameters(users=users, items=items, events=events)  # what would end the first step
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in ("users", "items", "events")}
+        SimulationParameters(**sizes)  # what would end the first step
+        shared: dict[str, Any] = {"seed": self.seed, "progress": self.progress}
         with directory_of_steps(self.out, kind="demo", overwrite=self.overwrite):
-            log = self.out / LOG
-            sizes = f"--users {users} --items {items} --events {events}"
-            self.on_step(f"recpo simulate --out {log} {sizes} --seed {self.seed}")
-            simulate(log, seed=self.seed, progress=self.progress, users=users, items=items, events=events)
-            self.on_step(f"recpo fit {log} --out {self.out / FIT} --minutes {self.minutes:g} --seed {self.seed}")
-            return fit(
-                log,
-                self.out / FIT,
-                minutes=self.minutes,
-                seed=self.seed,
-                progress=self.progress,
-                on_step=self.on_step,
-            )
+            log, out = self.out / LOG, self.out / FIT
+            flags = " ".join(f"--{name} {size}" for name, size in sizes.items())
+            self.on_step(f"recpo simulate --out {log} {flags} --seed {self.seed}")
+            simulate(log, **sizes, **shared)
+            self.on_step(f"recpo fit {log} --out {out} --minutes {self.minutes:g} --seed {self.seed}")
+            return fit(log, out, minutes=self.minutes, on_step=self.on_step, **shared)

@@ -11,8 +11,7 @@ from typing import ClassVar, Final
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.artifacts.semantic_codes import Codes
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeInt, PositiveInt
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
@@ -23,7 +22,7 @@ from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
-from recpo.verbs.contenders import ModelOptions, Named, contenders_of
+from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
@@ -147,9 +146,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         if given is None:
             return None
         model = given if isinstance(given, Factors) else Factors.open(given)
-        model.validate_items(data.catalog_checksum, data.root)
-        model.validate_feedback(data.feedback, data.root)
-        model.validate_features(data)
+        validate_factors(model, data)
         return model
 
 

@@ -95,16 +95,14 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
         if isinstance(self.run, Factors) or is_baseline(self.run):
             self._export_baseline(self.run)
         else:
-            self._export_run(Run.open(self.run, self.trust))
+            run = Run.open(self.run, self.trust)
+            policy = run.policy(self.checkpoint)
+            facts = facts_of(run, policy, self.checkpoint, self._measured(run.root.resolve().name))
+            self._write(policy, run.items, facts, run.root)
         bundle = Bundle.open(Path(self.out))
         if self.compiled is not None:
             write_compiled(bundle.root, self.compiled, overwrite=self.overwrite)
         return bundle
-
-    def _export_run(self, run: Run) -> None:
-        policy = run.policy(self.checkpoint)
-        facts = facts_of(run, policy, self.checkpoint, self._measured(run.root.resolve().name))
-        self._write(policy, run.items, facts, run.root)
 
     def _export_baseline(self, named: Factors | Run | Path | str) -> None:
         if self.prepared is None:

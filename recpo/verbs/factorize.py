@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts.outputs import output_directory
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat
+from recpo.base.errors import NonNegativeFloat, RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.measures import held_out_targets, unseen_auc, unseen_items
 from recpo.evaluation.reading import alike

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo import __version__
-from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.artifact import Artifact, load
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
-from recpo.evaluation.decision import CRITERIA, Choice, choose
+from recpo.evaluation.decision import CRITERIA, Choice, choose, leaderboard
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
@@ -34,10 +36,9 @@ from recpo.training.run import Run
 from recpo.verbs import fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
+from recpo.verbs.factorize import Factorize
 from recpo.verbs.fit_road import Road, RoadOptions
-from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
-from recpo.verbs.load import load
 from recpo.verbs.prepare import Prepare
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
@@ -57,6 +58,10 @@ _TILTED: Final = "tilted"
 _IMPLICIT: Final = "implicit_als"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
+_SEARCH: Final = "the search"
+_MOST_TRIALS: Final = 20
+_STARTUP_TRIALS: Final = 4  # drawn at random before the sampler has a model
+_DIGITS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -252,7 +257,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         wanted, spare = [fit_road.PRETRAIN], [fit_road.GSPO] if road.graded else []
         counts = road.data.feedback_counts["train"]
         if road.graded:
-            road.fit_factors()
+            factors = road.root / fit_road.FACTORS
+            road.step(Factorize(road.data, factors, seed=self.seed, progress=self.progress), factors)
             names.append(fit_road.FACTORS)
             wanted.append(fit_road.MPO)
             if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
@@ -290,12 +296,12 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     def _finish(self, road: Road, choice: Choice, truth: Path | str | None) -> None:
         """Evaluates ``Choice.tested`` on the test period; exports the chosen contender."""
         paths = [road.path_of(name) for name in choice.tested]
-        out, cache = road.root / _EVALUATION, road.root / fit_road.BASELINES
+        out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
+        shared: dict[str, Any] = {"baseline_cache": road.root / fit_road.BASELINES}
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        how |= {"ks": [min(self.k, road.data.num_items)], "baseline_cache": cache}
-        road.step(Evaluate(road.data, paths, out=out, **how), out)
-        bundle, how = road.root / _BUNDLE, {"prepared": road.data, "evaluation": out, "baseline_cache": cache}
-        road.step(Export(road.path_of(choice.name), out=bundle, **how), bundle)
+        ks = [min(self.k, road.data.num_items)]
+        road.step(Evaluate(road.data, paths, out=out, ks=ks, **how, **shared), out)
+        road.step(Export(road.path_of(choice.name), out=bundle, prepared=road.data, evaluation=out, **shared), bundle)
 
     def _facts(self, road: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
@@ -304,7 +310,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
-            rows.append({**_finite(row._asdict()), "temperature": _temperature(road.run_of(row.name)), "test": test})
+            rows.append({**as_json(row), "temperature": _temperature(road.run_of(row.name)), "test": test})
         shipped = road.run_of(choice.name)
         advice = [
             *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
@@ -333,11 +339,6 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "seed": self.seed,
             "steps": road.plan.steps,
         }
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null instead of nan."""
-    return {name: None if isinstance(value, float) and value != value else value for name, value in row.items()}
 
 
 def _temperature(run: Run | None) -> float | None:
@@ -402,7 +403,8 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
         behind = row["behind"]
         apart = Cell("-" if not behind else f"{behind:.4f}", f"± {row['behind_half_width']:.4f}" if behind else "")
         warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
-        cells = [_cell(row["value"], row["half_width"]), apart, Cell("yes" if row["lost"] else ""), warmth]
+        value = _measured({"mean": row["value"], "half_width": row["half_width"]})
+        cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
         cells += [_measured(row["test"].get(name)) for name in tested]
         rows.append(Row(row["name"], cells, _style(row, facts)))
     if facts["oracle"] is not None:
@@ -419,11 +421,127 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
 
 
 def _measured(value: Mapping[str, Any] | None) -> Cell:
-    return Cell("-") if value is None else _cell(value["mean"], value["half_width"])
-
-
-def _cell(value: float | None, half_width: float | None) -> Cell:
-    return Cell("-") if value is None else Cell(f"{value:.4f}", "" if half_width is None else f"± {half_width:.4f}")
+    if value is None or value["mean"] is None:
+        return Cell("-")
+    return Cell(f"{value['mean']:.4f}", "" if value["half_width"] is None else f"± {value['half_width']:.4f}")
 
 
 fit = function_of(Fit)
+
+
+class Dimension(NamedTuple):
+    """An option that is searched on a logarithmic scale between two values, or among choices; and its default."""
+
+    option: str
+    default: float | int
+    low: float = math.nan
+    high: float = math.nan
+    choices: tuple[float | int, ...] = ()
+
+
+#: What is searched of every recipe. Defaults are those of its configuration.
+SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
+    fit_road.PRETRAIN: (
+        Dimension("optimizer.init_args.lr", 0.001, 0.0003, 0.005),
+        Dimension("policy.init_args.dropout", 0.2, choices=(0.0, 0.1, 0.2, 0.35, 0.5)),
+        Dimension("policy.init_args.dim", 64, choices=(32, 64, 128)),
+    ),
+    fit_road.MPO: (
+        Dimension("objective.init_args.temperature", 0.035, 0.0125, 0.1),
+        Dimension("reward.init_args.lower_bound", 1.0, choices=(0.0, 0.5, 1.0, 2.0)),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    fit_road.MPO_MODEL: (
+        Dimension("objective.init_args.temperature", 0.05, 0.02, 0.3),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    fit_road.GSPO: (
+        Dimension("optimizer.init_args.lr", 0.003, 0.001, 0.01),
+        Dimension("objective.init_args.kl_coef", 0.5, 0.1, 1.0),
+    ),
+    fit_road.GBPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+    fit_road.VALUE_DPO_LIKELIHOOD: (
+        Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
+        Dimension("objective.init_args.beta", 0.1, 0.03, 0.5),
+        Dimension("objective.init_args.nll_coef", 0.1, 0.03, 0.5),
+    ),
+    fit_road.VALUE_DPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("objective.init_args.beta", 0.3, 0.03, 1.0),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+}
+
+
+def search(road: Road, reserve: float) -> list[str]:
+    """Trains variants of the leading recipe while the budget lasts; returns their names.
+
+    The sampler is Optuna's tree-structured Parzen estimator with the seed of the fit, so one seed and one number of
+    trials give the same trials. Without Optuna (``pip install recpo[search]``) nothing is searched, which is said.
+
+    Args:
+        road: the steps so far.
+        reserve: seconds to keep for what follows.
+    """
+    leading = _leading_recipe(road)
+    if road.plan.trials == 0 or leading is None:
+        return []
+    try:
+        import optuna
+    except ImportError:
+        road.plan.failed[_SEARCH] = "Optuna is not installed (pip install 'recpo[search]')"
+        road.say(f"no search: {road.plan.failed[_SEARCH]}")
+        return []
+    road.plan.failed.pop(_SEARCH, None)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    log_scale, choice = optuna.distributions.FloatDistribution, optuna.distributions.CategoricalDistribution
+    space: dict[str, Any] = {
+        one.option: choice(one.choices) if one.choices else log_scale(one.low, one.high, log=True)
+        for one in SPACES[leading]
+    }
+    defaults = {one.option: one.default for one in SPACES[leading]}
+    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
+    found: list[str] = []
+    number = 0
+    longest = max(
+        (step["seconds"] for step in road.plan.steps if f"/{leading}" in step["command"].split()[-1]), default=0.0
+    )
+    while number < (_MOST_TRIALS if road.plan.trials is None else road.plan.trials):
+        if road.plan.trials is None and road.left - reserve < 1.2 * longest:
+            break
+        number += 1
+        began, trial = time.monotonic(), study.ask(space)
+        name = f"{leading}-{number}"
+        values = trial.params.items()
+        changed = {key: float(f"{one:.{_DIGITS}g}") if isinstance(one, float) else one for key, one in values}
+        if road.train(name, fit_road.RECIPES[leading], changed):
+            study.tell(trial, _value(road, name))
+            found.append(name)
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        longest = max(longest, time.monotonic() - began)
+    road.plan.trials = number
+    road.save()
+    return found
+
+
+def _leading_recipe(road: Road) -> str | None:
+    """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
+    trained, failed = road.plan.recipes, road.plan.failed
+    for row in leaderboard(road.measured, road.criterion):
+        recipe = row.name.removeprefix("tilted-")
+        if recipe in trained:
+            # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
+            by_reward = recipe == fit_road.PRETRAIN and fit_road.MPO in trained and fit_road.MPO not in failed
+            return fit_road.MPO if by_reward else recipe
+    return None
+
+
+def _value(road: Road, name: str) -> float:
+    value = road.value(name)
+    return value if math.isfinite(value) else 0.0

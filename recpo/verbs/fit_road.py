@@ -24,23 +24,20 @@ from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveFloat, PositiveInt, Seed
+from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
 from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
-from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
-from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
+from recpo.training.run import FINISHED, Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
-from recpo.verbs.factorize import Factorize
 from recpo.verbs.tilt import Tilt
 from recpo.verbs.tracking import run_tracked
-from recpo.verbs.train import train
+from recpo.verbs.train import continued
 from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 
 PLAN: Final = "plan.json"
@@ -245,11 +242,6 @@ class Road:
         """Whether the data have features, or behaviors, beside ids."""
         return bool(self.data.feature_schema.item) or any(self.sides.values())
 
-    def fit_factors(self) -> None:
-        """Fits and selects the reward model."""
-        out, options = self.root / FACTORS, self.options
-        self.step(Factorize(self.data, out, seed=options.seed, progress=options.progress), out)
-
     def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
 
@@ -396,16 +388,11 @@ class Road:
                 self._train(probes / name, self._files(recipe), options, [clock])
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
-        shared = seconds[PRETRAIN]
+        shared, counts = seconds[PRETRAIN], counts_of(self.data)
         return {
-            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes or "gbpo", self.counts).steps
+            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes or "gbpo", counts).steps
             for name in wanted
         }
-
-    @property
-    def counts(self) -> LogCounts:
-        """The size of the log, which the length of training follows from."""
-        return counts_of(self.data)
 
     def _files(self, recipe: Recipe) -> list[Path]:
         """The configurations; where the data have features of the items, pre-training reads them."""
@@ -437,33 +424,21 @@ class Road:
         """The options that follow from the size of the log and the budget."""
         if recipe.sizes is None:
             return {}
-        sizes = sizes_of(recipe.sizes, self.counts)
+        sizes = sizes_of(recipe.sizes, counts_of(self.data))
         share = (self.plan.effort or 1.0) if effort is None else effort
         options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
         if recipe.after is None:
             options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
             options["policy.init_args.attention_length"] = sizes.history_length
-        if recipe.sizes != "mpo":
-            options["data.layout.init_args.history_length"] = sizes.history_length
-        else:
-            options["data.layout.init_args.history_length"] = sizes.max_history
+        longest = sizes.max_history if recipe.sizes == "mpo" else sizes.history_length
+        options["data.layout.init_args.history_length"] = longest
         most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * sizes.steps))
         return options if most is None else {**options, "trainer.max_steps": most}
 
     def _train(
         self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()
     ) -> None:
-        goes_on = checkpoint_path(out, "last").exists()
-        again = not goes_on and (out / RESOLVED).is_file()
-        train(
-            config=list(files),
-            out=out,
-            callbacks=callbacks,
-            resume=goes_on,
-            overwrite=again,
-            progress=self.options.progress,
-            **options,
-        )
+        continued(out, config=list(files), callbacks=callbacks, progress=self.options.progress, **options)
 
 
 class _Clock(Callback):

@@ -14,8 +14,7 @@ from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import MAX_SEED, RecpoError, validate_range
-from recpo.base.ranges import PositiveInt
+from recpo.base.errors import MAX_SEED, PositiveInt, RecpoError, validate_range
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.svg import Figure

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -24,9 +24,8 @@ from jsonargparse import ArgumentError
 from torch import Tensor
 
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import parse_json, read_yaml
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import PositiveInt
+from recpo.artifacts.documents import read_yaml
+from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation
@@ -44,7 +43,7 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.training.configuration import as_arguments, train_parser
-from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
+from recpo.training.run import FINISHED, Run
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
@@ -52,7 +51,7 @@ from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import BEST, WorldOptions, simulate
 from recpo.verbs.tilt import tilt
-from recpo.verbs.train import train
+from recpo.verbs.train import continued
 from recpo.worlds.log import DayReport, Simulation
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.truth import Truth
@@ -223,12 +222,12 @@ class RoundOptions(WorldOptions):
         content["exploration"] = None if self.exploration is None else dataclasses.asdict(self.exploration)
         content["reward"] = dataclasses.asdict(_LOGGED)
         try:
-            text = json.dumps(content, allow_nan=False).encode()
+            text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RecpoError(
                 f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
             ) from error
-        return parse_json(text, "the options of the loop", "use plain values in the recipe")
+        return dict(json.loads(text))
 
 
 def make_round(root: Path, number: int, options: RoundOptions) -> Round:
@@ -339,10 +338,14 @@ def _policy(here: Path, data: Prepared, start: Run | None, seed: int, options: R
     if options.needs_factors and kind_of(fitted) != "factors":
         factorize(data, fitted, seed=seed, progress=options.progress)
     for number, (name, given) in enumerate(zip(options.run_names, options.configs, strict=True)):
-        changed: dict[str, Any] = {"seed": seed, "data.seed": seed}
+        out = here / RUNS / name
+        how: dict[str, Any] = {"seed": seed, "data.seed": seed, "trust": options.trust, "progress": options.progress}
         if number == 0 and start is not None and options.warm_epochs is not None:
-            changed["trainer.max_epochs"] = options.warm_epochs
-        run = _trained(here / RUNS / name, data, _with_factors(given, fitted), run, changed, options)
+            how["trainer.max_epochs"] = options.warm_epochs
+        if (out / FINISHED).is_file():
+            run = Run.open(out, options.trust)
+        else:
+            run = continued(out, data=data, config=_with_factors(given, fitted), init_from=run, **how)
     assert run is not None
     return run if options.tilt is None else _tilted(here / RUNS / "tilted", run, Factors.open(fitted), data, options)
 
@@ -354,26 +357,6 @@ def _tilted(out: Path, run: Run, factors: Factors, data: Prepared, options: Roun
     how: dict[str, Any] = {"temperature": options.tilt, "trust": options.trust, "progress": options.progress}
     found = tilt(run, factors, data, out=out, **how).run
     return run if found is None else found
-
-
-def _trained(
-    out: Path,
-    data: Prepared,
-    config: Mapping[str, Any],
-    start: Run | None,
-    changed: Mapping[str, Any],
-    options: RoundOptions,
-) -> Run:
-    """A finished run, a run that continues from its last checkpoint, or a new run."""
-    if (out / FINISHED).is_file():
-        return Run.open(out, options.trust)
-    goes_on = checkpoint_path(out, "last").exists()
-    how: dict[str, Any] = {
-        "resume": goes_on,
-        "overwrite": not goes_on and (out / RESOLVED).is_file(),
-        "trust": options.trust,
-    }
-    return train(data, config=config, out=out, init_from=start, progress=options.progress, **how, **changed)
 
 
 def _own_part(named: Path | str | Mapping[str, Any]) -> dict[str, Any]:
@@ -467,14 +450,14 @@ def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, s
     """
     (plain,) = contenders_of([bundle], data, ks)
     served = BEST if exploration is None else exploration
-    return replace(plain, name=NEXT, load=partial(_load, plain, bundle, served, min(size, data.num_items)))
 
+    def load() -> Loaded:
+        loaded = plain.load()
+        slates = _Slates(loaded.recommender, bundle, served, min(size, data.num_items))
+        recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
+        return loaded._replace(recommender=recommender)
 
-def _load(plain: Contender, bundle: Bundle, exploration: Exploration, size: int) -> Loaded:
-    loaded = plain.load()
-    slates = _Slates(loaded.recommender, bundle, exploration, size)
-    recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
-    return loaded._replace(recommender=recommender)
+    return replace(plain, name=NEXT, load=load)
 
 
 @dataclass

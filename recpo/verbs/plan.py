@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recpo.artifacts.outputs import write_json
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoError
 from recpo.log.prepared import Prepared
 from recpo.sharding.blocks import Sharding
 from recpo.sharding.memory import Needs, Workload, WorkloadOptions, needs_of

@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
-from recpo.base.ranges import NonNegativeInt, PositiveInt
 from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
@@ -131,8 +130,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
                 field="histories",
                 code="unused_option",
             )
-        with tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False) as bar:
-            counts = self._write(lists, server.reader.columns, Path(self.histories), Path(self.out), bar.update)
+        counts = self._write(lists, server.reader.columns, Path(self.histories), Path(self.out))
         self.write_resolved(Path(self.out).with_suffix(".resolved.yaml"))
         return counts
 
@@ -166,12 +164,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         )
 
     def _write(
-        self,
-        lists: Callable[[Any, Any], recommending.Served],
-        columns: Sequence[str],
-        histories: Path,
-        out: Path,
-        progress: Callable[[int], object],
+        self, lists: Callable[[Any, Any], recommending.Served], columns: Sequence[str], histories: Path, out: Path
     ) -> ServingCounts:
         """Writes the lists of a file in pieces of whole users; the other inputs are in memory."""
         asked: Any = _ids(self.users)
@@ -179,9 +172,10 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         given = [source, histories, self.exclude, self.users, self.prepared]
         inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
         counts, writer = ServingCounts(), None
-        with output_file(out, inputs=inputs) as partial:
+        bar = tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False)
+        with bar, output_file(out, inputs=inputs) as partial:
             try:
-                for block, served in _blocks(_open(histories), asked, histories, columns, progress):
+                for block, served in _blocks(_open(histories), asked, histories, columns, bar.update):
                     answer = lists(block, served)
                     counts += answer.counts
                     writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
@@ -252,7 +246,7 @@ def _blocks(
     asked: pa.Array | None,
     path: Path,
     read: Sequence[str],
-    progress: Callable[[int], object] | None,
+    progress: Callable[[int], object],
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
     """Events of whole users, with the users to serve from them; finally, the requested users without events."""
     served: set[Any] = set()
@@ -276,15 +270,14 @@ def _blocks(
 
 
 def _batches(
-    source: ds.Dataset, path: Path, read: Sequence[str], progress: Callable[[int], object] | None
+    source: ds.Dataset, path: Path, read: Sequence[str], progress: Callable[[int], object]
 ) -> Iterator[pa.Table]:
     columns = [name for name in read if name in source.schema.names]
     try:
         for batch in source.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE):
             if batch.num_rows:
                 yield to_arrow(batch, str(path))
-                if progress is not None:
-                    progress(batch.num_rows)
+                progress(batch.num_rows)
     except (pa.ArrowException, OSError) as error:
         raise RecpoError(f"{path} cannot be read as Parquet: {error}", code="damaged", field="histories") from error
 

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, validate_ranges
+from recpo.base.errors import NonNegativeFloat, RecpoError, validate_ranges
 from recpo.lists.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID

@@ -11,8 +11,7 @@ from typing import ClassVar, Final, Literal
 
 from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
-from recpo.base.errors import RecpoError
-from recpo.base.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from recpo.base.errors import NonNegativeFloat, PositiveFloat, PositiveInt, RecpoError
 from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared
@@ -22,7 +21,7 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.training import tilting
 from recpo.training.run import Run, features_that_differ
-from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline
+from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline, validate_factors
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
@@ -180,9 +179,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
                 code="missing_option",
                 field="prepared",
             )
-        factors.validate_feedback(data.feedback, data.root)
-        factors.validate_items(data.catalog_checksum, data.root)
-        factors.validate_features(data)
+        validate_factors(factors, data)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
         served = served_baseline(named, data, self.baseline_cache)
         own = type(served.policy)

@@ -12,9 +12,8 @@ from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
 from recpo.artifacts.semantic_codes import FILES, Codes
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, Seed
 from recpo.base.frames import ArrowStream, Frame
-from recpo.base.ranges import Seed
 from recpo.items.residual_kmeans import ResidualKMeans
 from recpo.items.sources import (
     CodesFromFile,

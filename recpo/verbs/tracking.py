@@ -109,7 +109,8 @@ class _Current:
     """The run of a verb. After the first failure, it and the runs inside it send nothing more."""
 
     def __init__(self, tracker: Tracker, outer: _Current | None, verb: Verb[Any]) -> None:
-        self._outer, self._lost, self._run = outer, False, None
+        self._outermost: _Current = self if outer is None else outer._outermost
+        self._lost, self._run = False, None
         self._verb, options = verb, _flat(hidden(verb.recorded()))
         out = options.get(verb.output_option)
         self._out = None if out in (None, "None") or "://" in str(out) else os.path.abspath(str(out))
@@ -118,8 +119,8 @@ class _Current:
             facts["recpo.output.path"] = self._out
         name = facts["recpo.verb"] + ("" if self._out is None else f" {os.path.basename(self._out)}")
         try:
-            if outer is None or outer.run is not None:
-                self._run = tracker(name, facts, options, None if outer is None else outer.run)
+            if not self._outermost._lost:
+                self._run = tracker(name, facts, options, None if outer is None else outer._run)
         except Exception as error:
             if outer is None:
                 raise RecpoError(
@@ -132,25 +133,16 @@ class _Current:
         for one in references(options, self._out):
             self.send("read", one)
 
-    @property
-    def run(self) -> TrackedRun | None:
-        """The run of the client; None after a failure."""
-        lost = self._lost or (self._outer is not None and self._outer.run is None)
-        return None if lost else self._run
-
     def send(self, method: str, *values: object) -> None:
         """Calls a method of the run of the client. A failure warns once."""
-        if (run := self.run) is not None:
+        if not self._outermost._lost:
             try:
-                getattr(run, method)(*values)
+                getattr(self._run, method)(*values)
             except Exception as error:  # a result must not be lost because a tracker is down
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        outermost = self
-        while outermost._outer is not None:
-            outermost = outermost._outer
-        outermost._lost = True
+        self._outermost._lost = True
         warnings.warn(f"nothing more is tracked: {_reason(error)}; the work continues", stacklevel=2)
 
     def metrics(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -202,6 +194,11 @@ def tracked(tracker: str) -> Iterator[None]:
         _TRACKER.reset(token)
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of several training processes, or the only one."""
+    return not int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
 def run_tracked(verb: Verb[R]) -> R:
     """Executes a verb, as a run of the tracker if one was chosen.
 
@@ -211,7 +208,7 @@ def run_tracked(verb: Verb[R]) -> R:
     tracker = _TRACKER.get()
     if tracker is None and os.environ.get(VARIABLE):
         tracker = _tracker(os.environ[VARIABLE])
-    if tracker is None or not verb.is_tracked or int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0):
+    if tracker is None or not verb.is_tracked or not is_first_process():
         return verb.execute()
     current = _Current(tracker, _CURRENT.get(), verb)
     token = _CURRENT.set(current)

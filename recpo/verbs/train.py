@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts.class_paths import as_configuration
-from recpo.artifacts.documents import parse_own_yaml
+from recpo.artifacts.documents import as_configuration, parse_own_yaml
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.training.configuration import as_arguments, parse_arguments, resolved, train_parser
 from recpo.training.fit import run_configuration
-from recpo.training.run import Run
+from recpo.training.run import RESOLVED, Run, checkpoint_path
 from recpo.verbs.tracking import metrics_of_training, run_tracked
 from recpo.verbs.verb import Verb
 
@@ -123,3 +122,9 @@ def train(
         outside = "does not conform to restriction" in str(error)
         raise RecpoError(str(error), code="out_of_range" if outside else "wrong_type") from error
     return run_tracked(Train(configuration, callbacks))
+
+
+def continued(out: Path, **options: Any) -> Run:
+    """``train``, which continues a run in ``out`` from its last checkpoint, or replaces one that has none."""
+    goes_on = checkpoint_path(out, "last").exists()
+    return train(out=out, resume=goes_on, overwrite=not goes_on and (out / RESOLVED).is_file(), **options)

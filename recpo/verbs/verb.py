@@ -16,10 +16,9 @@ import yaml
 
 import recpo
 from recpo.artifacts.checksums import Kind
-from recpo.artifacts.class_paths import as_configuration
+from recpo.artifacts.documents import as_configuration
 from recpo.artifacts.outputs import directory_of_steps, output_file
-from recpo.base.errors import Interrupted, RecpoError
-from recpo.base.ranges import validate_ranges
+from recpo.base.errors import Interrupted, RecpoError, validate_ranges
 from recpo.verbs.tracking import run_tracked
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import output_directory, write_json
 from recpo.base.errors import RecpoError
-from recpo.base.frames import to_pandas
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
 from recpo.worlds.preferences import ITEM_TABLE, USER_TABLE, FloatArray, IntArray, Preferences, write_side_information
 from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, SEALED as TRUTH_FILES, Truth
@@ -225,7 +224,7 @@ class Simulation(Artifact):
 
     def to_pandas(self) -> pd.DataFrame:
         """The full log in memory, sorted by user and time."""
-        return to_pandas(pq.read_table(self.log))
+        return pq.read_table(self.log).to_pandas()
 
     def values(self, k: int = 10, users: int = 500) -> dict[str, float]:
         """True expected reward on the last day of random items, of the logging policy and of the best lists.

@@ -23,14 +23,14 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from recpo.base.errors import validate_range
-from recpo.base.ranges import (
+from recpo.base.errors import (
     ClosedUnitInterval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Seed,
+    validate_range,
     validate_ranges,
 )
 

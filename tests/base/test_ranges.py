@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from recpo.base.ranges import NonNegativeFloat, PositiveInt, validate_ranges
+from recpo.base.errors import NonNegativeFloat, PositiveInt, validate_ranges
 from tests.refusals import refused
 
 

@@ -28,7 +28,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of
-from recpo.verbs import fit_search
+from recpo.verbs import fit as fit_verb
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions
 from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
@@ -256,9 +256,9 @@ def test_prepare_yaml_and_the_preparation_in_python_are_the_same(more, tmp_path)
 
 def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: "mpo")
+    monkeypatch.setattr(fit_verb, "_leading_recipe", lambda road: "mpo")
     road = road_of(prepared, tmp_path)
-    assert fit_search.search(road, reserve=0.0) == []
+    assert fit_verb.search(road, reserve=0.0) == []
     assert "recpo[search]" in road.plan.failed["the search"]
 
 

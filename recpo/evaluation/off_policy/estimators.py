@@ -30,8 +30,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recpo.base.errors import RecpoError, validate_range
-from recpo.base.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, Seed, validate_ranges
+from recpo.base.errors import (
+    NonNegativeFloat,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    Seed,
+    validate_range,
+    validate_ranges,
+)
 
 FloatArray = NDArray[np.floating]
 PropensitySource = Literal["logged", "uniform", "estimated"]

@@ -1,7 +1,7 @@
-"""The options of every verb and of every class that an option may name, as ``options.json``.
+"""The options of every verb and of every class that an option may name, as ``recpo/cli/options.json``.
 
 Importing a verb takes seconds, because torch comes with it; help and spelling read this file instead. It is made from
-the real types of the options: ``python -m recpo.cli.option_index`` writes it again, and a test says when it has to be.
+the real types of the options: ``python docs/option_index.py`` writes it again, and a test says when it has to be.
 """
 
 from __future__ import annotations
