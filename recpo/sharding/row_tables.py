@@ -38,7 +38,7 @@ from recpo.ops.sharded_logprob import (
 from recpo.policies import catalog_search, sampling
 from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.policies.sampling import validate_sampling
-from recpo.sharding.blocks import row_blocks
+from recpo.sharding.memory import row_blocks
 
 _ROWS_AT_ONCE = 1 << 18
 

@@ -10,8 +10,7 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.base.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from recpo.log.prepared import Prepared
-from recpo.sharding.blocks import Sharding
-from recpo.sharding.memory import Needs, Workload, WorkloadOptions, needs_of
+from recpo.sharding.memory import Needs, Sharding, Workload, WorkloadOptions, needs_of
 from recpo.verbs.verb import Verb, function_of
 
 
