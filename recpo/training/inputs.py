@@ -20,13 +20,13 @@ from recpo.ops.kl import kl_shaped_rewards
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.sampling import plan_of_candidates, shared_states
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
-from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
 from recpo.training.planning import needed_positions, validate_propensities, with_rewards
 from recpo.training.rollout import (
     Rollout,
     Rollouts,
+    catalog_divergence,
     catalog_metrics,
     items_of,
     roll_out,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction, StatePolicy
-from recpo.base.types import FeedbackBatch, Slates, catalog_slates
+from recpo.base.types import FeedbackBatch, LogProbs, Slates, catalog_slates
 from recpo.objectives.advantages import group_normalized_advantage
 from recpo.objectives.inputs import masked_mean
 from recpo.ops.ranking import is_member
@@ -165,6 +165,17 @@ def catalog_metrics(rollout: Rollout, logp: Tensor) -> dict[str, Tensor]:
     if rollout.monitored is not None:
         metrics["monitor_reward_mean"] = expected(rollout.monitored, contexts & ~rollout.monitored.isnan())
     return metrics
+
+
+@torch.no_grad()
+def catalog_divergence(logp: LogProbs) -> Tensor:
+    """``KL(old || policy)`` in nats, exact over the whole catalog, summed over the contexts; a scalar.
+
+    Args:
+        logp: ``[B, V, 1]`` each, with ``old``.
+    """
+    assert logp.old is not None
+    return zero_masked(logp.old.exp() * (logp.old - logp.policy), logp.mask).sum()
 
 
 def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:
