@@ -173,14 +173,18 @@ class ClippedObjective(PolicyGradientObjective):
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
 
+    @property
+    def clips(self) -> dict[str, float]:
+        """The clip range, as the arguments of a loss."""
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high}
+
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""
-        return zero_masked(loss, ~is_clipped(log_ratio, advantages, self.clip_low, self.clip_high))
+        return zero_masked(loss, ~is_clipped(log_ratio, advantages, **self.clips))
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of the tokens where the surrogate is flat."""
-        clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
-        return {"clip_fraction": masked_mean(clipped, mask)}
+        return {"clip_fraction": masked_mean(is_clipped(log_ratio, advantages, **self.clips), mask)}
 
 
 def ppo_loss(
@@ -278,15 +282,7 @@ class PPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
-        return ppo_loss(
-            logp,
-            logp_old,
-            advantages,
-            mask=mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        return ppo_loss(logp, logp_old, advantages, mask=mask, dual_clip=self.dual_clip, **self.clips)
 
     def penalized(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs

@@ -57,16 +57,12 @@ class FiniteGuard(Callback):
         if not values or torch.stack(list(values.values())).isfinite().all():
             return
         name, value = next((name, value) for name, value in values.items() if not value.isfinite())
-        raise diverged(f"{name} is {float(value)}", trainer.global_step)
-
-
-def diverged(what: str, step: int) -> RecpoError:
-    """The error of a diverged run."""
-    return RecpoError(
-        f"training has diverged: at step {step} {what}. Lower the learning rate (optimizer.init_args.lr), clip "
-        "gradients (trainer.gradient_clip_val), or raise a policy.temperature close to 0; earlier checkpoints are kept",
-        code="diverged",
-    )
+        raise RecpoError(
+            f"training has diverged: at step {trainer.global_step} {name} is {float(value)}. Lower the learning rate "
+            "(optimizer.init_args.lr), clip gradients (trainer.gradient_clip_val), or raise a policy.temperature close "
+            "to 0; earlier checkpoints are kept",
+            code="diverged",
+        )
 
 
 class CollapseGuard(Callback):

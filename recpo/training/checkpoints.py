@@ -25,7 +25,7 @@ from recpo.base.errors import RecpoError
 META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""
 RUN = "run"
-"""Entry of a checkpoint: the run that wrote it (``run_directory.identity``)."""
+"""Entry of a checkpoint: the run that wrote it (``RunDirectory.identity``)."""
 SHAPES = "shapes"
 """Entry of ``meta.pt``: the shape of every tensor, by name, so that no lost file goes unnoticed."""
 _REMEDY = "copy it again, or train again with --overwrite true"
@@ -115,7 +115,7 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
 
     Args:
         checkpoint: the file; for the directory of a sharded run, only missing files are detected.
-        run: the run that must have written it (``run_directory.identity``); None = any.
+        run: the run that must have written it (``RunDirectory.identity``); None = any.
 
     Raises:
         RecpoError: it is damaged, or another run wrote it.

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.train_batches import Phases
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
-from recpo.training import run_directory
 from recpo.training.callbacks import (
     BestCheckpoint,
     CollapseGuard,
@@ -48,6 +48,7 @@ from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
+from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
@@ -88,18 +89,12 @@ def run_configuration(
             code="conflicting_options",
             field="patience",
         )
-    origin = run_directory.origin(text, options, base, trainer.world_size)
-    resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
-
-    def check() -> Path | None:
-        return run_directory.validate(out, text, origin, options, resume=resume, overwrite=overwrite)
-
+    directory, resume = RunDirectory(out, text, options, base, trainer.world_size), bool(configuration.resume)
+    check = partial(directory.validate, resume=resume, overwrite=bool(configuration.overwrite))
     last = check()
     if last is not None:
-        validate_checkpoint(last, run_directory.identity(text, origin))
-    codes = run_directory.codes_of(text)
-    data, policy = options.data.prepared, module.policy
-    with run_directory.opened(out, text, data, policy, codes, origin, resume=resume, check=check) as opened:
+        validate_checkpoint(last, directory.identity)
+    with directory.opened(module.policy, resume=resume, check=check) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # after callbacks that may stop the first step, before callbacks that write its checkpoint
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
@@ -112,7 +107,7 @@ def run_configuration(
                 code="empty",
             )
         if trainer.is_global_zero:
-            run_directory.finish(out, module, options.data.prepared)
+            directory.finish(module)
     trainer.strategy.barrier("run.json")
     return Run.open(out, trust=_named_packages(text))
 

@@ -24,7 +24,7 @@ from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
 from recpo.training.networks import continuations_of
 from recpo.training.options import LearningOptions
-from recpo.training.rollout import context_numbers, items_of
+from recpo.training.rollout import context_numbers, items_of, rewarded
 
 
 class StepPlanner:
@@ -112,11 +112,7 @@ class StepPlanner:
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:
     """The batch with the rewards of its slates. A position with an unknown reward leaves its slate."""
-    slates = batch.slates
-    values = reward(batch, slates).detach()
-    known = slates.mask & ~values.isnan()
-    slates = slates._replace(reward=torch.where(known, values, 0.0), mask=known)
-    return batch._replace(slates=slates, plan=None)
+    return batch._replace(slates=rewarded(batch.slates, reward(batch, batch.slates)), plan=None)
 
 
 def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
