@@ -68,7 +68,9 @@ def run_configuration(
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
-    validate_class_names(parse_own_yaml(text), _named_packages(text), out / RESOLVED)  # or nobody could open the run
+    # training with a class implies trust in it; without its package nobody could open the run
+    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_own_yaml(text)) if "." in one.name})
+    validate_class_names(parse_own_yaml(text), packages, out / RESOLVED)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -109,7 +111,7 @@ def run_configuration(
         if trainer.is_global_zero:
             directory.finish(module)
     trainer.strategy.barrier("run.json")
-    return Run.open(out, trust=_named_packages(text))
+    return Run.open(out, trust=packages)
 
 
 def with_monitor(configuration: Namespace) -> TrainOptions:
@@ -242,15 +244,14 @@ def _quiet_loggers() -> Iterator[None]:
 @contextmanager
 def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
     """Reports in one line what ended a run: a signal, another rank, or a callback without its metric."""
-    again = f"recpo train --config {out}/{RESOLVED} --resume true"
     try:
         yield
     except SIGTERMException as error:
-        raise Interrupted(_kept(out, "SIGTERM", trainer, again), 143) from error
+        raise Interrupted(_kept(out, "SIGTERM", trainer), 143) from error
     except SystemExit as error:  # how Lightning ends a run after Ctrl-C
         if not trainer.interrupted:
             raise
-        raise Interrupted(_kept(out, "SIGINT", trainer, again), 130) from error
+        raise Interrupted(_kept(out, "SIGINT", trainer), 130) from error
     except (MisconfigurationException, ValueError) as error:
         if not isinstance(error, MisconfigurationException) and "val_check_interval" not in str(error):
             raise
@@ -271,13 +272,9 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
         raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})", code="failed") from error
 
 
-def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
+def _kept(out: Path, signal: str, trainer: Trainer) -> str:
     last = out / CHECKPOINTS / "last.ckpt"
     if not last.exists():
         return f"stopped by {signal} at step {trainer.global_step}: no checkpoint was written yet; start again"
+    again = f"recpo train --config {out}/{RESOLVED} --resume true"
     return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; continue with {again}"
-
-
-def _named_packages(text: str) -> list[str]:
-    """Packages that the options of this process name. Training with a class implies trust in it."""
-    return sorted({given.name.partition(".")[0] for given in class_names(parse_own_yaml(text)) if "." in given.name})

@@ -99,12 +99,6 @@ class Snapshot(nn.Module):
         return self.policy.log_prob(batch, needed, states)
 
     @torch.no_grad()
-    def catalog_log_prob(self, batch: FeedbackBatch) -> Tensor:
-        """See ``StatePolicy.catalog_log_prob``."""
-        assert isinstance(self.policy, StatePolicy)
-        return self.policy.catalog_log_prob(batch)
-
-    @torch.no_grad()
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
         assert isinstance(self.policy, StatePolicy)

@@ -149,18 +149,6 @@ class RolloutOptions:
         validate_ranges(self, "rollout.")
         validate_range(self.group_size >= 2, "rollout.group_size", "must be at least 2", self.group_size)
         validate_range(0 < self.top_p <= 1, "rollout.top_p", "must lie in (0, 1]", self.top_p)
-        self._validate_kl_coef()
-        if self.candidates == "beam" and self.resamples:
-            raise RecpoError(
-                "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
-                "or resamples to 0",
-                code="conflicting_options",
-                field="rollout.resamples",
-            )
-        self._validate_catalog()
-
-    def _validate_kl_coef(self) -> None:
-        """Raises if there is a KL penalty without draws to estimate it from, or without advantages to learn it by."""
         if self.kl_coef and self.candidates != "draws":
             raise RecpoError(
                 f"rollout.kl_coef estimates a divergence from draws, and rollout.candidates is {self.candidates}: set "
@@ -175,9 +163,13 @@ class RolloutOptions:
                 code="conflicting_options",
                 field="rollout.preference",
             )
-
-    def _validate_catalog(self) -> None:
-        """Raises if the complete catalog is combined with options for drawing, mixing or sorting."""
+        if self.candidates == "beam" and self.resamples:
+            raise RecpoError(
+                "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
+                "or resamples to 0",
+                code="conflicting_options",
+                field="rollout.resamples",
+            )
         drawing = ("temperature", "top_p", "replacement", "logged_share", "duplicates", "resamples", "preference")
         defaults = {field.name: field.default for field in fields(self)}
         changed = [f"rollout.{name}" for name in drawing if getattr(self, name) != defaults[name]]
