@@ -128,7 +128,11 @@ class PolicyGradientObjective(Objective):
         """Adds the penalties to the token losses ``[B, S, T]``, and measures them."""
         metrics = {}
         if self.kl_coef:
-            divergence = self._divergence(logp, mask, inputs)
+            if self.kl_kind == "full":
+                divergence = zero_masked(required(inputs, "divergence", self), mask)
+            else:
+                reference = zero_masked(required(inputs, "reference", self), mask)
+                divergence = kl_estimate(logp, reference, self.kl_kind)
             loss = loss + self.kl_coef * divergence
             metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
         if self.entropy_coef:
@@ -137,12 +141,6 @@ class PolicyGradientObjective(Objective):
             loss = loss - self.entropy_coef * over_tokens(entropy, loss)
             metrics["entropy"] = masked_mean(entropy.detach(), kept)
         return loss, metrics
-
-    def _divergence(self, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs) -> Tensor:
-        """The divergence from the reference ``[B, S, T]``, exact or estimated from the tokens of the slate."""
-        if self.kl_kind == "full":
-            return zero_masked(required(inputs, "divergence", self), mask)
-        return kl_estimate(logp, zero_masked(required(inputs, "reference", self), mask), self.kl_kind)
 
     @torch.no_grad()
     def _health(

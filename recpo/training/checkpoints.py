@@ -96,7 +96,8 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
                 for name in file.keys():  # noqa: SIM118  it is no dictionary
                     shape = tuple(file.get_slice(name).get_shape())
                     blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
-    holes = sorted(name for name, shape in shapes.items() if _num_elements(blocks[name]) != shape.numel())
+    sizes = {name: sum(prod(block.shape) for block in blocks[name]) for name in shapes}
+    holes = sorted(name for name, shape in shapes.items() if sizes[name] != shape.numel())
     if holes:
         raise RecpoError(
             f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it",
@@ -179,7 +180,3 @@ def _damage(checkpoint: Path) -> Iterator[None]:
             code="damaged",
             field=checkpoint.name,
         ) from error
-
-
-def _num_elements(blocks: list[_Block]) -> int:
-    return sum(prod(block.shape) for block in blocks)

@@ -62,8 +62,9 @@ class Networks:
         """Updates the old policy and the target network for optimizer step ``step``."""
         if self.old is not None and step % snapshot_every == 0:
             self.old.refresh(self.policy, None if self.critic is None else self.critic.state_value)
-        if self.critic is not None and isinstance(self.policy, StatePolicy):
-            self.critic.refresh_target(self.policy, step)
+        critic = self.critic
+        if critic is not None and critic.target is not None and step and step % critic.options.target_every == 0:
+            critic.target.refresh(self.policy, critic.q_value, critic.options.target_rate)
 
 
 class Snapshot(nn.Module):
@@ -179,11 +180,6 @@ class Critic(nn.Module):
         self.q_value = ItemValue(*size) if "q_value" in requires else None
         self.score = ItemScore(*size, num_scores) if "score" in requires else None
         self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
-
-    def refresh_target(self, policy: StatePolicy, step: int) -> None:
-        """Updates the target network if it is due at optimizer step ``step``."""
-        if self.target is not None and step and step % self.options.target_every == 0:
-            self.target.refresh(policy, self.q_value, self.options.target_rate)
 
     def positions(self, states: Tensor, batch: FeedbackBatch) -> Tensor:
         """The states that heads read at every slate position, ``[B, S, d]``, from the policy's ``[B, H + 1, d]``."""
