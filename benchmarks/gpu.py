@@ -46,8 +46,8 @@ from recpo.policies.catalog_search import top_k
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.sharding.blocks import TableOptimizerName
 from recpo.sharding.lookup_tables import TableOptions
+from recpo.sharding.memory import TableOptimizerName
 
 Line = dict[str, object]
 FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50

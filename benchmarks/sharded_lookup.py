@@ -27,8 +27,8 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.policies.item_table import ItemTable, tables_on_meta
-from recpo.sharding.blocks import TableSpec
 from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
+from recpo.sharding.memory import TableSpec
 from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 
 OPTIONS = TableOptions("rowwise_adagrad", lr=0.02)

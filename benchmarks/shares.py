@@ -65,7 +65,7 @@ PARTS = (
     ("rewards", "recpo/rewards/"),
     ("objective", "recpo/objectives/"),
     ("gradients of encoder and tables", "autograd/graph.py:_engine_run_backward"),
-    ("optimizer", "torch/optim/", "training/optimizers.py:", "recpo/training/kl_control"),
+    ("optimizer", "torch/optim/", "training/optimizers.py:", "training/callbacks.py:measure"),
     ("trainer", "lightning/"),
     ("metrics of lists", "ops/ranking.py:", "catalog_ranking.py:", "beyond_accuracy.py:", "segments.py:"),
     ("off-policy values", "evaluation/off_policy/"),

@@ -25,10 +25,10 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.contracts import Objective
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
-from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
+from recpo.objectives.policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.preference import PairVariant, dpo_loss, kto_loss
 from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss

@@ -51,6 +51,7 @@ from .log.shaping import (
 )
 from .log.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
 from .objectives.advantages import (
+    GAEAdvantage as GAEAdvantage,
     GatedAdvantage as GatedAdvantage,
     GradedAdvantage as GradedAdvantage,
     GroupNormalizedAdvantage as GroupNormalizedAdvantage,
@@ -58,8 +59,6 @@ from .objectives.advantages import (
     PrefixGroupAdvantage as PrefixGroupAdvantage,
     TernaryAdvantage as TernaryAdvantage,
 )
-from .objectives.catalog_policy_gradient import CatalogPolicyGradient as CatalogPolicyGradient
-from .objectives.gae import GAEAdvantage as GAEAdvantage
 from .objectives.grpo import (
     ASPO as ASPO,
     CISPO as CISPO,
@@ -73,7 +72,11 @@ from .objectives.grpo import (
 from .objectives.likelihood import Likelihood as Likelihood, WeightedLikelihood as WeightedLikelihood
 from .objectives.listwise_dpo import MarginListwiseDPO as MarginListwiseDPO, SoftmaxDPO as SoftmaxDPO
 from .objectives.mpo import MPO as MPO
-from .objectives.policy_gradient import PPO as PPO, Reinforce as Reinforce
+from .objectives.policy_gradient import (
+    PPO as PPO,
+    CatalogPolicyGradient as CatalogPolicyGradient,
+    Reinforce as Reinforce,
+)
 from .objectives.preference import DPO as DPO, KTO as KTO
 from .objectives.q_learning import QLearning as QLearning
 from .objectives.reward_model import PairwiseReward as PairwiseReward, PointwiseReward as PointwiseReward

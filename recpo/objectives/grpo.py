@@ -53,7 +53,7 @@ class GRPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
-        return ppo_loss(logp, logp_old, advantages, mask=mask, clip_low=self.clip_low, clip_high=self.clip_high)
+        return ppo_loss(logp, logp_old, advantages, mask=mask, **self.clips)
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,7 @@ class GSPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``gspo_loss``."""
-        return gspo_loss(
-            logp, logp_old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high, level=self.level
-        )
+        return gspo_loss(logp, logp_old, advantages, mask, level=self.level, **self.clips)
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """One log-ratio per item, on each of its tokens."""
@@ -206,15 +204,7 @@ class ECPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ecpo_loss``."""
-        return ecpo_loss(
-            logp,
-            logp_old,
-            advantages,
-            mask=mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            delta=self.delta,
-        )
+        return ecpo_loss(logp, logp_old, advantages, mask=mask, delta=self.delta, **self.clips)
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens without gradient, and share of negatives whose ratio was capped early."""
@@ -282,15 +272,7 @@ class ASPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``aspo_loss``."""
-        return aspo_loss(
-            logp,
-            logp_old,
-            advantages,
-            mask=mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        return aspo_loss(logp, logp_old, advantages, mask=mask, dual_clip=self.dual_clip, **self.clips)
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens without gradient, and share of tokens whose weight was capped."""

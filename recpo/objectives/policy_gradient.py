@@ -2,13 +2,15 @@
 
 They differ in four choices: the level of the ratio and its clipping (both in ``token_loss``), the aggregation of token
 losses, and the penalties that are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``. Those of
-groups of candidates are in ``recpo.objectives.grpo``.
+groups of candidates are in ``recpo.objectives.grpo``. ``CatalogPolicyGradient`` is exact: it sums the expected reward
+over the full catalog instead of sampling it.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,10 +34,13 @@ from recpo.ops.log_ratios import (
     is_clipped,
     kl_estimate,
     log1mexp,
-    masked_log_softmax,
     weighted_score,
 )
 from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
+
+MASS_TOLERANCE: Final = 1e-3
+MASS_TOLERANCE_OF_HALVES: Final = 0.1
+"""How far the probabilities of a context may sum from 1: a rounding of float32, or of 8 bits per log-probability."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,11 @@ class PolicyGradientObjective(Objective):
         """Adds the penalties to the token losses ``[B, S, T]``, and measures them."""
         metrics = {}
         if self.kl_coef:
-            divergence = self._divergence(logp, mask, inputs)
+            if self.kl_kind == "full":
+                divergence = zero_masked(required(inputs, "divergence", self), mask)
+            else:
+                reference = zero_masked(required(inputs, "reference", self), mask)
+                divergence = kl_estimate(logp, reference, self.kl_kind)
             loss = loss + self.kl_coef * divergence
             metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
         if self.entropy_coef:
@@ -138,12 +147,6 @@ class PolicyGradientObjective(Objective):
             loss = loss - self.entropy_coef * over_tokens(entropy, loss)
             metrics["entropy"] = masked_mean(entropy.detach(), kept)
         return loss, metrics
-
-    def _divergence(self, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs) -> Tensor:
-        """The divergence from the reference ``[B, S, T]``, exact or estimated from the tokens of the slate."""
-        if self.kl_kind == "full":
-            return zero_masked(required(inputs, "divergence", self), mask)
-        return kl_estimate(logp, zero_masked(required(inputs, "reference", self), mask), self.kl_kind)
 
     @torch.no_grad()
     def _health(
@@ -174,14 +177,18 @@ class ClippedObjective(PolicyGradientObjective):
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
 
+    @property
+    def clips(self) -> dict[str, float]:
+        """The clip range, as the arguments of a loss."""
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high}
+
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The loss where it is not flat."""
-        return zero_masked(loss, ~is_clipped(log_ratio, advantages, self.clip_low, self.clip_high))
+        return zero_masked(loss, ~is_clipped(log_ratio, advantages, **self.clips))
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of the tokens where the surrogate is flat."""
-        clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
-        return {"clip_fraction": masked_mean(clipped, mask)}
+        return {"clip_fraction": masked_mean(is_clipped(log_ratio, advantages, **self.clips), mask)}
 
 
 def ppo_loss(
@@ -246,25 +253,6 @@ def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, cl
     return 0.5 * error
 
 
-def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Entropy of ``softmax(logits)`` in nats, with ``0 log 0 = 0``, so that trie-masked logits give no nan.
-
-    Args:
-        logits: ``[..., C]``; -inf is a class of probability 0.
-        mask: ``[..., C]`` over classes; a masked class equals a removed one.
-
-    Returns:
-        ``[...]``; 0 for a row without classes.
-
-    Raises:
-        RecpoError: shapes that differ.
-    """
-    check_same_shape(logits=logits, mask=mask)
-    kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
-    logp = zero_masked(masked_log_softmax(logits, mask), kept)
-    return -(logp.exp() * logp).sum(-1)
-
-
 @dataclass(frozen=True)
 class PPO(ClippedObjective):
     """Proximal policy optimization (arXiv 1707.06347), dual clip (arXiv 1912.09729), critic and entropy bonus.
@@ -298,15 +286,7 @@ class PPO(ClippedObjective):
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``ppo_loss``."""
-        return ppo_loss(
-            logp,
-            logp_old,
-            advantages,
-            mask=mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        return ppo_loss(logp, logp_old, advantages, mask=mask, dual_clip=self.dual_clip, **self.clips)
 
     def penalized(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
@@ -423,3 +403,123 @@ class Reinforce(PolicyGradientObjective):
         """Share of tokens whose ratio was capped."""
         bound = float("inf") if self.ratio_cap is None else self.ratio_cap
         return {"clip_fraction": masked_mean(guarded_ratio(log_ratio) > bound, mask)}
+
+
+def catalog_policy_gradient_loss(
+    logp: Tensor,
+    rewards: Tensor,
+    *,
+    logp_ref: Tensor | None = None,
+    mask: Tensor | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+) -> Tensor:
+    """``-sum_i pi_i r_i + kl_coef KL(pi || pi_ref) - entropy_coef H(pi)``, per context.
+
+    All three are sums over the catalog: nothing is sampled, so there is no variance for a baseline to lower. Gradient
+    on the logit of item i: ``-pi_i (r_i - sum_j pi_j r_j)``, plus ``kl_coef pi_i (log pi_i - log pi_ref_i - KL)``, plus
+    ``entropy_coef pi_i (log pi_i + H)``. The logit of an item with a small probability hardly changes, however good the
+    item is; ``MPO`` has no such factor.
+
+    Args:
+        logp: ``[..., V]`` of every item, summed over tokens; normalized.
+        rewards: ``[..., V]``; no gradient flows into it.
+        logp_ref: ``[..., V]``; only read with ``kl_coef``; no gradient flows into it.
+        mask: ``[..., V]``, True keeps.
+        kl_coef: weight of the divergence from the reference, at least 0.
+        entropy_coef: weight of the entropy, at least 0.
+
+    Returns:
+        ``[...]``; 0 for a context without any kept item.
+
+    Raises:
+        RecpoError: ``kl_coef`` without a reference, or shapes that differ.
+    """
+    check_same_shape(logp=logp, rewards=rewards, logp_ref=logp_ref, mask=mask)
+    logp, pi = _distribution(logp, mask)
+    loss = -(pi * zero_masked(rewards.detach(), mask)).sum(-1)
+    if kl_coef:
+        if logp_ref is None:
+            raise RecpoError("kl_coef needs logp_ref", code="missing_option", field="logp_ref")
+        loss = loss + kl_coef * (pi * (logp - zero_masked(logp_ref.detach(), mask))).sum(-1)
+    return loss + entropy_coef * (pi * logp).sum(-1) if entropy_coef else loss
+
+
+def _distribution(logp: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and probabilities, both 0 where masked."""
+    logp = zero_masked(logp, mask)
+    return logp, zero_masked(logp.exp(), mask)
+
+
+@dataclass(frozen=True)
+class CatalogPolicyGradient(Objective):
+    """Exact policy gradient over the full catalog, averaged over contexts (``rollout.candidates: catalog``).
+
+    ``-sum_i pi_i r_i + kl_coef KL(pi || pi_ref) - entropy_coef H(pi)``. With ``kl_coef`` its optimum is that of ``MPO``
+    with ``temperature = kl_coef`` and the reference as base; only the path of training differs.
+
+    Attributes:
+        kl_coef: weight of the exact divergence from the reference policy, in units of the reward. 0 = none; then all
+            probability moves to the best item of every context.
+        entropy_coef: weight of the exact entropy; 0 = none.
+    """
+
+    kl_coef: NonNegativeFloat = 0.05
+    entropy_coef: NonNegativeFloat = 0.0
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        compared = {Requirement.REFERENCE} if self.kl_coef else set()
+        return frozenset({Requirement.REWARDS, Requirement.CATALOG} | compared)
+
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """Contexts with any kept item."""
+        return inputs.logp.mask.flatten(1).any(-1).sum()
+
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """See ``Objective``.
+
+        Raises:
+            RecpoError: the probabilities of a context do not sum to 1 (checked on a CPU, as all values are).
+        """
+        validate_log_probs(inputs.logp, self)
+        tokens = inputs.logp.mask.bool()
+        mask = tokens.any(-1)
+        rewards = required(inputs, "rewards", self)
+        logp, reference = zero_masked(inputs.logp.policy, tokens).sum(-1), None
+        if self.kl_coef:
+            reference = zero_masked(required(inputs, "reference", self).detach(), tokens).sum(-1)
+        self._validate_mass(logp.detach(), mask)
+        losses = catalog_policy_gradient_loss(
+            logp, rewards, logp_ref=reference, mask=mask, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef
+        )
+        loss = aggregate(losses, mask.any(-1), count=inputs.denominator)
+        return LossOutput(loss, self._health(logp.detach(), rewards, reference, mask))
+
+    def _validate_mass(self, logp: Tensor, mask: Tensor) -> None:
+        """Raises if the candidates are not the full catalog, or the log-probabilities are not normalized."""
+        # another device would be waited for, and a compiled step does not branch on values
+        if logp.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        off = ((_distribution(logp.float(), mask)[1].sum(-1) - 1.0) * mask.any(-1)).abs()
+        half = logp.dtype in (torch.float16, torch.bfloat16)
+        if (off > (MASS_TOLERANCE_OF_HALVES if half else MASS_TOLERANCE)).any():
+            raise RecpoError(
+                "CatalogPolicyGradient sums over the whole catalog, and the probabilities of a context miss 1 by up to "
+                f"{float(off.max()):.4g}: set rollout.candidates to catalog, with a reward that knows every item "
+                "(unknown rewards leave their items out)",
+                code="bad_value",
+                field="rollout.candidates",
+            )
+
+    @torch.no_grad()
+    def _health(self, logp: Tensor, rewards: Tensor, reference: Tensor | None, mask: Tensor) -> dict[str, Tensor]:
+        contexts, (logp, pi) = mask.any(-1), _distribution(logp, mask)
+        metrics = {
+            "expected_reward": masked_mean((pi * zero_masked(rewards, mask)).sum(-1), contexts),
+            "entropy": masked_mean(-(pi * logp).sum(-1), contexts),
+        }
+        if reference is not None:
+            metrics["kl_reference"] = masked_mean((pi * (logp - reference)).sum(-1), contexts)
+        return metrics

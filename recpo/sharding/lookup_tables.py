@@ -21,7 +21,8 @@ import torch.nn.functional as F  # noqa: N812
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -31,7 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpo.base.errors import NonNegativeFloat, RecpoError, validate_ranges
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.blocks import TableBlock, TableOptimizerName, row_blocks, sharded_tensor
+from recpo.sharding.memory import TableBlock, TableOptimizerName, row_blocks
 from recpo.sharding.row_tables import ShardedTable, copy_rows
 
 
@@ -228,6 +229,42 @@ class LookupTable(ShardedTable):
 
 def _length(ids: Tensor) -> Tensor:
     return torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
+
+
+def sharded_tensor(
+    local: Tensor | None,
+    blocks: Sequence[TableBlock],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> ShardedTensor:
+    """Combines the blocks of all ranks into one tensor that a distributed checkpoint can save and reshard on load.
+
+    Args:
+        local: this rank's block, not copied; None if it has none.
+        blocks: the blocks of all ranks; blocks without rows are skipped.
+        size: shape of the complete tensor: ``[V + 1, d]``, or ``[V + 1]`` for one number per row.
+        dtype: type of the complete tensor.
+        group: the ranks.
+    """
+    blocks = [block for block in blocks if block.num_rows]
+    # torch compares the device with the block's, index included; nothing is allocated on other ranks' devices
+    device = torch.device("cpu") if local is None else local.device
+    metadata = [
+        ShardMetadata(
+            shard_offsets=[block.first_row, block.first_column][: len(size)],
+            shard_sizes=[block.num_rows, block.num_columns][: len(size)],
+            placement=f"rank:{block.rank}/{device}",
+        )
+        for block in blocks
+    ]
+    mine = [
+        Shard(local, shard)
+        for shard, block in zip(metadata, blocks, strict=True)
+        if local is not None and block.rank == dist.get_rank(group)
+    ]
+    of_all = ShardedTensorMetadata(metadata, torch.Size(size), TensorProperties(dtype=dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, of_all, process_group=group)
 
 
 def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from recpo.base.errors import RecpoError
-from recpo.sharding.blocks import (
+from recpo.sharding.memory import (
     BYTES_PER_ID,
     COLUMN_MULTIPLE,
     FLOAT,

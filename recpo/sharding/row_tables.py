@@ -38,7 +38,7 @@ from recpo.ops.sharded_logprob import (
 from recpo.policies import catalog_search, sampling
 from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.policies.sampling import validate_sampling
-from recpo.sharding.blocks import row_blocks
+from recpo.sharding.memory import row_blocks
 
 _ROWS_AT_ONCE = 1 << 18
 
@@ -69,7 +69,8 @@ class ShardedTable(PlacedTable):
             RecpoError: always.
         """
         raise RecpoError(
-            "the vectors of all items need a whole item table on every rank, and this one is sharded",
+            "the vectors of all items need a whole item table on every rank, and this one is sharded: leave "
+            "trainer.strategy out",
             code="unsupported",
         )
 
@@ -87,19 +88,6 @@ class ShardedTable(PlacedTable):
     def log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None = None) -> Tensor:
         """See ``ItemTable.log_prob``."""
         return sharded_logprob(states, self.row_shard(learns=True), targets, state_index)
-
-    def catalog_log_prob(self, states: Tensor) -> Tensor:
-        """Not supported: no rank has the complete table.
-
-        Raises:
-            RecpoError: always.
-        """
-        raise RecpoError(
-            "log-probabilities of the whole catalog need a whole item table on every rank, and this one is sharded: "
-            "set rollout.candidates to draws or beam, or leave trainer.strategy out",
-            code="unsupported",
-            field="rollout.candidates",
-        )
 
     def entropy(self, states: Tensor) -> Tensor:
         """See ``ItemTable.entropy``."""

@@ -25,7 +25,7 @@ from recpo.base.errors import RecpoError
 META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""
 RUN = "run"
-"""Entry of a checkpoint: the run that wrote it (``run_directory.identity``)."""
+"""Entry of a checkpoint: the run that wrote it (``RunDirectory.identity``)."""
 SHAPES = "shapes"
 """Entry of ``meta.pt``: the shape of every tensor, by name, so that no lost file goes unnoticed."""
 _REMEDY = "copy it again, or train again with --overwrite true"
@@ -96,7 +96,8 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
                 for name in file.keys():  # noqa: SIM118  it is no dictionary
                     shape = tuple(file.get_slice(name).get_shape())
                     blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
-    holes = sorted(name for name, shape in shapes.items() if _num_elements(blocks[name]) != shape.numel())
+    sizes = {name: sum(prod(block.shape) for block in blocks[name]) for name in shapes}
+    holes = sorted(name for name, shape in shapes.items() if sizes[name] != shape.numel())
     if holes:
         raise RecpoError(
             f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it",
@@ -115,7 +116,7 @@ def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
 
     Args:
         checkpoint: the file; for the directory of a sharded run, only missing files are detected.
-        run: the run that must have written it (``run_directory.identity``); None = any.
+        run: the run that must have written it (``RunDirectory.identity``); None = any.
 
     Raises:
         RecpoError: it is damaged, or another run wrote it.
@@ -179,7 +180,3 @@ def _damage(checkpoint: Path) -> Iterator[None]:
             code="damaged",
             field=checkpoint.name,
         ) from error
-
-
-def _num_elements(blocks: list[_Block]) -> int:
-    return sum(prod(block.shape) for block in blocks)

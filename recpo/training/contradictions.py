@@ -65,33 +65,28 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
     learned = slates  # the slates that the objective compares: the logged ones, or candidates
     if rollout is not None:
         learned = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
-    validate_policy(policy, objective)
-    validate_requirements(options, learned)
-    validate_advantages(objective, options.advantage)
+    _validate_policy(policy, objective)
+    _validate_requirements(options, learned)
+    _validate_advantages(objective, options.advantage)
     if rollout is not None:
-        validate_rollout(options, rollout, slates)
+        _validate_rollout(options, rollout, slates)
         if rollout.candidates == "catalog":
-            validate_catalog(policy, objective, options.reward)
+            _validate_catalog(policy, objective, options.reward)
         if rollout.kl_coef:
-            validate_penalized_rewards(options)
-    validate_slates(objective, learned, options.reference, 0.0 if rollout else options.anchor_coef)
-    validate_snapshot_reference(objective, options.reference, options.old_policy)
+            _validate_penalized_rewards(options)
+    _validate_slates(options, learned)
     if options.mask_shared_prefix:
         validate_shared_prefix(policy, objective)
     if options.item_coef:
-        validate_item_likelihood(policy, objective)
+        _validate_item_likelihood(policy, objective)
 
 
-def validate_requirements(options: LearningOptions, slates: SlateTraits) -> None:
+def _validate_requirements(options: LearningOptions, slates: SlateTraits) -> None:
     """Raises if the options do not supply what objective, advantage and rewards require.
 
     Feedback of the log is another matter, since only the log says whether it has any (``feedback_warnings``). For a
     single step on the policy's own samples, ratios of 1 to the current policy are correct; that is what ``Reinforce``
     and ``GBPO`` compute. An objective that requires the old policy must be told which one it is.
-
-    Args:
-        options: what the policy learns from.
-        slates: properties of the slates that the objective compares.
     """
     objective, advantage, rollout = options.objective, options.advantage, options.rollout
     if unknown := sorted(objective.requires - set(Requirement)):
@@ -117,7 +112,7 @@ def validate_requirements(options: LearningOptions, slates: SlateTraits) -> None
         raise Requirement.REWARDS.missing(objective if advantage is None else advantage)
 
 
-def validate_policy(policy: Policy, objective: Objective) -> None:
+def _validate_policy(policy: Policy, objective: Objective) -> None:
     """Raises if the policy cannot compute what the objective requires."""
     name = type(objective).__name__
     asked = objective.requires & OF_STATES
@@ -144,7 +139,7 @@ def validate_policy(policy: Policy, objective: Objective) -> None:
         )
 
 
-def validate_advantages(objective: Objective, advantage: AdvantageEstimator | None) -> None:
+def _validate_advantages(objective: Objective, advantage: AdvantageEstimator | None) -> None:
     """Raises if the advantages are not of the kind that the objective reads."""
     name, estimator = type(objective).__name__, type(advantage).__name__
     if isinstance(advantage, TokenAdvantageEstimator) and not objective.reads_token_advantages:
@@ -163,9 +158,9 @@ def validate_advantages(objective: Objective, advantage: AdvantageEstimator | No
         )
 
 
-def validate_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
-    """Raises if the slates of the data are not of the kind that the objective compares."""
-    name, requires = type(objective).__name__, objective.requires
+def _validate_slates(options: LearningOptions, slates: SlateTraits) -> None:
+    """Raises if the slates are not of the kind that the objective compares, or there is no reference for them."""
+    name, requires, reference = type(options.objective).__name__, options.objective.requires, options.reference
     if slates.is_preference_list and Requirement.CHOSEN not in requires:
         raise RecpoError(
             f"objective {name} takes every item of a slate for feedback, but PreferenceListLayout holds sampled "
@@ -187,16 +182,22 @@ def validate_slates(objective: Objective, slates: SlateTraits, reference: str, a
             code="conflicting_options",
             field="reference",
         )
-    if slates.is_preference_list and anchor_coef:
+    if slates.is_preference_list and options.anchor_coef and options.rollout is None:
         raise RecpoError(
             "anchor_coef adds the likelihood of every item of a slate, rejected ones too: set "
             "objective.init_args.nll_coef instead, which adds that of the chosen item",
             code="conflicting_options",
             field="anchor_coef",
         )
+    if reference == "snapshot" and requires & COMPARED and options.old_policy != "snapshot":
+        raise RecpoError(
+            f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {options.old_policy}",
+            code="conflicting_options",
+            field="old_policy",
+        )
 
 
-def validate_item_likelihood(policy: Policy, objective: Objective) -> None:
+def _validate_item_likelihood(policy: Policy, objective: Objective) -> None:
     """Raises if the policy has no codes, or if the objective is not the likelihood of all exposures."""
     if not isinstance(policy, StatePolicy) or policy.num_tokens == 1:
         raise RecpoError(
@@ -214,7 +215,7 @@ def validate_item_likelihood(policy: Policy, objective: Objective) -> None:
         )
 
 
-def validate_rollout(options: LearningOptions, rollout: RolloutOptions, slates: SlateTraits) -> None:
+def _validate_rollout(options: LearningOptions, rollout: RolloutOptions, slates: SlateTraits) -> None:
     """Raises if candidates cannot be drawn, scored or learned from; ``slates`` are those of the log."""
     objective = options.objective
     if not slates.one_request:
@@ -242,7 +243,7 @@ def validate_rollout(options: LearningOptions, rollout: RolloutOptions, slates: 
             code="conflicting_options",
             field="rollout",
         )
-    validate_draws(objective, rollout)
+    _validate_draws(objective, rollout)
     if rollout.preference is not None and Requirement.CHOSEN not in objective.requires:
         raise RecpoError(
             f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
@@ -252,7 +253,7 @@ def validate_rollout(options: LearningOptions, rollout: RolloutOptions, slates: 
         )
 
 
-def validate_penalized_rewards(options: LearningOptions) -> None:
+def _validate_penalized_rewards(options: LearningOptions) -> None:
     """Raises if nothing learns from the KL penalty in the rewards, or if there is no other policy to stay close to."""
     objective, advantage = options.objective, options.advantage
     unweighted = advantage is None or Requirement.ADVANTAGES not in objective.requires
@@ -273,7 +274,7 @@ def validate_penalized_rewards(options: LearningOptions) -> None:
         )
 
 
-def validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
+def _validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
     """Raises if the objective expects draws and gets distinct candidates, or the other way round."""
     wanted, drawn = objective.reads_draws, rollout.candidates == "draws"
     if wanted is None:
@@ -296,7 +297,7 @@ def validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
         )
 
 
-def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunction | None) -> None:
+def _validate_catalog(policy: Policy, objective: Objective, reward: RewardFunction | None) -> None:
     """Raises if the complete catalog cannot be the slate of a context."""
     if not isinstance(policy, StatePolicy) or policy.num_tokens > 1:
         raise RecpoError(
@@ -321,16 +322,6 @@ def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunctio
         )
     if reward is not None and Requirement.RANKS in reward.requires:
         raise Requirement.RANKS.missing(reward, ", and those of the catalog are in the order of the ids")
-
-
-def validate_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
-    """Raises if the snapshot that should be the reference does not exist."""
-    if reference == "snapshot" and objective.requires & COMPARED and old_policy != "snapshot":
-        raise RecpoError(
-            f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {old_policy}",
-            code="conflicting_options",
-            field="old_policy",
-        )
 
 
 def validate_shared_prefix(policy: Policy, objective: Objective) -> None:

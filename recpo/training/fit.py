@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.train_batches import Phases
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
-from recpo.training import run_directory
 from recpo.training.callbacks import (
     BestCheckpoint,
     CollapseGuard,
@@ -48,6 +48,7 @@ from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
+from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
@@ -67,7 +68,9 @@ def run_configuration(
     """
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
-    validate_class_names(parse_own_yaml(text), _named_packages(text), out / RESOLVED)  # or nobody could open the run
+    # training with a class implies trust in it; without its package nobody could open the run
+    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_own_yaml(text)) if "." in one.name})
+    validate_class_names(parse_own_yaml(text), packages, out / RESOLVED)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -88,18 +91,12 @@ def run_configuration(
             code="conflicting_options",
             field="patience",
         )
-    origin = run_directory.origin(text, options, base, trainer.world_size)
-    resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
-
-    def check() -> Path | None:
-        return run_directory.validate(out, text, origin, options, resume=resume, overwrite=overwrite)
-
+    directory, resume = RunDirectory(out, text, options, base, trainer.world_size), bool(configuration.resume)
+    check = partial(directory.validate, resume=resume, overwrite=bool(configuration.overwrite))
     last = check()
     if last is not None:
-        validate_checkpoint(last, run_directory.identity(text, origin))
-    codes = run_directory.codes_of(text)
-    data, policy = options.data.prepared, module.policy
-    with run_directory.opened(out, text, data, policy, codes, origin, resume=resume, check=check) as opened:
+        validate_checkpoint(last, directory.identity)
+    with directory.opened(module.policy, resume=resume, check=check) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # after callbacks that may stop the first step, before callbacks that write its checkpoint
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
@@ -112,9 +109,9 @@ def run_configuration(
                 code="empty",
             )
         if trainer.is_global_zero:
-            run_directory.finish(out, module, options.data.prepared)
+            directory.finish(module)
     trainer.strategy.barrier("run.json")
-    return Run.open(out, trust=_named_packages(text))
+    return Run.open(out, trust=packages)
 
 
 def with_monitor(configuration: Namespace) -> TrainOptions:
@@ -247,15 +244,14 @@ def _quiet_loggers() -> Iterator[None]:
 @contextmanager
 def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
     """Reports in one line what ended a run: a signal, another rank, or a callback without its metric."""
-    again = f"recpo train --config {out}/{RESOLVED} --resume true"
     try:
         yield
     except SIGTERMException as error:
-        raise Interrupted(_kept(out, "SIGTERM", trainer, again), 143) from error
+        raise Interrupted(_kept(out, "SIGTERM", trainer), 143) from error
     except SystemExit as error:  # how Lightning ends a run after Ctrl-C
         if not trainer.interrupted:
             raise
-        raise Interrupted(_kept(out, "SIGINT", trainer, again), 130) from error
+        raise Interrupted(_kept(out, "SIGINT", trainer), 130) from error
     except (MisconfigurationException, ValueError) as error:
         if not isinstance(error, MisconfigurationException) and "val_check_interval" not in str(error):
             raise
@@ -276,13 +272,9 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
         raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})", code="failed") from error
 
 
-def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
+def _kept(out: Path, signal: str, trainer: Trainer) -> str:
     last = out / CHECKPOINTS / "last.ckpt"
     if not last.exists():
         return f"stopped by {signal} at step {trainer.global_step}: no checkpoint was written yet; start again"
+    again = f"recpo train --config {out}/{RESOLVED} --resume true"
     return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; continue with {again}"
-
-
-def _named_packages(text: str) -> list[str]:
-    """Packages that the options of this process name. Training with a class implies trust in it."""
-    return sorted({given.name.partition(".")[0] for given in class_names(parse_own_yaml(text)) if "." in given.name})

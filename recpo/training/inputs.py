@@ -20,13 +20,13 @@ from recpo.ops.linear_logprob import linear_logprob
 from recpo.ops.log_ratios import kl_shaped_rewards
 from recpo.policies.sampling import plan_of_candidates, shared_states
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
-from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
 from recpo.training.planning import needed_positions, validate_propensities, with_rewards
 from recpo.training.rollout import (
     Rollout,
     Rollouts,
+    catalog_divergence,
     catalog_metrics,
     items_of,
     roll_out,
@@ -272,11 +272,15 @@ class InputBuilder:
         rollout = roll_out(old.policy, batch, options.rollout, options.reward, self._reads_snapshot)
         batch = self._with_candidates(batch, rollout.slates)
         values = None if old.head is None else old.state_values(old.encode(batch.histories), batch.slates.visible)
-        reference = (
-            self._catalog_reference(batch, rollout.logp)
-            if self._catalog
-            else self._reference_logp(batch, self._needed(batch, None))
-        )
+        reference = None
+        if not self._catalog:
+            reference = self._reference_logp(batch, self._needed(batch, None))
+        elif self._requires & COMPARED and options.reference == "snapshot":
+            reference = rollout.logp
+        elif self._networks.reference is not None:
+            frozen = self._networks.reference.policy
+            assert isinstance(frozen, StatePolicy)
+            reference = frozen.catalog_log_prob(batch)
         return rollout._replace(reference=reference, values=values)
 
     def _items(self, states: Tensor | None, slates: Slates) -> Tensor | None:
@@ -369,12 +373,6 @@ class InputBuilder:
             assert networks.old is not None
             return networks.old.log_prob(batch, needed)
         return None if networks.reference is None else networks.reference.log_prob(batch, needed)
-
-    def _catalog_reference(self, batch: FeedbackBatch, of_snapshot: Tensor | None) -> Tensor | None:
-        if self._requires & COMPARED and self._options.reference == "snapshot":
-            return of_snapshot
-        reference = self._networks.reference
-        return None if reference is None else reference.catalog_log_prob(batch)
 
     def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor) -> Tensor:
         if self._catalog:

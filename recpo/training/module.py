@@ -16,9 +16,9 @@ from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
+from recpo.training.callbacks import KLControl
 from recpo.training.contradictions import validate_options
 from recpo.training.inputs import InputBuilder, StepInputs
-from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     LinearDecay,
@@ -216,7 +216,7 @@ class PreferenceModule(LightningModule):
             return
         step, length = batch_idx // self.trainer.accumulate_grad_batches, rollout.phase_steps
         if step % length == 0:
-            self._kl.begin_phase()
+            self._kl.stopped = False
         rollouts.begin(self.current_epoch, step // length)
         self.networks.refresh(step, length)
 

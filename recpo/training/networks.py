@@ -66,8 +66,9 @@ class Networks:
         """Updates the old policy and the target network for optimizer step ``step``."""
         if self.old is not None and step % snapshot_every == 0:
             self.old.refresh(self.policy, None if self.critic is None else self.critic.state_value)
-        if self.critic is not None and isinstance(self.policy, StatePolicy):
-            self.critic.refresh_target(self.policy, step)
+        critic = self.critic
+        if critic is not None and critic.target is not None and step and step % critic.options.target_every == 0:
+            critic.target.refresh(self.policy, critic.q_value, critic.options.target_rate)
 
 
 class Snapshot(nn.Module):
@@ -101,12 +102,6 @@ class Snapshot(nn.Module):
             return self.policy.log_prob(batch, needed)
         assert isinstance(self.policy, StatePolicy)
         return self.policy.log_prob(batch, needed, states)
-
-    @torch.no_grad()
-    def catalog_log_prob(self, batch: FeedbackBatch) -> Tensor:
-        """See ``StatePolicy.catalog_log_prob``."""
-        assert isinstance(self.policy, StatePolicy)
-        return self.policy.catalog_log_prob(batch)
 
     @torch.no_grad()
     def encode(self, histories: Histories) -> Tensor:
@@ -190,11 +185,6 @@ class Critic(nn.Module):
         self.score = ItemScore(*size, num_scores) if "score" in requires else None
         self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
 
-    def refresh_target(self, policy: StatePolicy, step: int) -> None:
-        """Updates the target network if it is due at optimizer step ``step``."""
-        if self.target is not None and step and step % self.options.target_every == 0:
-            self.target.refresh(policy, self.q_value, self.options.target_rate)
-
     def positions(self, states: Tensor, batch: FeedbackBatch) -> Tensor:
         """The states that heads read at every slate position, ``[B, S, d]``, from the policy's ``[B, H + 1, d]``."""
         return states_at(states if self.options.shares_encoder else states.detach(), batch.slates.visible)
@@ -228,7 +218,7 @@ class Critic(nn.Module):
         assert self.target.head is not None
         values = self.target.head(next_target, chooser.best_items(next_chooser))
         best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
-        return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
+        return bellman_target(rewards, best, ends, gamma=self.options.gamma)
 
 
 def continuations_of(slates: Slates) -> Continuations:

@@ -181,17 +181,14 @@ def clip_gradients(
         algorithm: "norm" or "value".
         sum_over_ranks: sums a number over the ranks.
     """
-    gradients = local_gradients(module)
     if algorithm == "value":
-        for gradient in gradients:
+        for gradient in local_gradients(module):
             gradient.clamp_(-clip_value, clip_value)
         return
     device = next(module.parameters()).device
     of_blocks = sum_over_ranks(_square_norm(local_gradients(module, of_blocks=True), device))
     norm = (_square_norm(local_gradients(module, of_blocks=False), device) + of_blocks).sqrt()
-    factor = (clip_value / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    scale_gradients(module, (clip_value / (norm + 1e-6)).clamp(max=1.0))
 
 
 def _square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -15,7 +15,18 @@ from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from recpo.base.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.base.errors import RecpoError, validate_range, validate_seed
+from recpo.base.errors import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    Seed,
+    validate_range,
+    validate_ranges,
+)
 from recpo.base.features import Reads
 from recpo.base.types import SamplingOptions
 from recpo.objectives.likelihood import Likelihood
@@ -46,17 +57,17 @@ class CriticOptions:
         target_rate: how far an update moves it toward the online network; 1 = all the way.
     """
 
-    hidden: int = 64
+    hidden: PositiveInt = 64
     shares_encoder: bool = True
     gamma: float = 0.5
     double: bool = True
-    target_every: int = 1
+    target_every: PositiveInt = 1
     target_rate: float = 0.05
 
     def __post_init__(self) -> None:
+        validate_ranges(self, "critic.")
         validate_range(0.0 <= self.gamma < 1.0, "critic.gamma", "must lie in [0, 1)", self.gamma)
         validate_range(0.0 < self.target_rate <= 1.0, "critic.target_rate", "must lie in (0, 1]", self.target_rate)
-        _validate_at_least("critic", self, target_every=1, hidden=1)
 
 
 @dataclass(frozen=True)
@@ -73,16 +84,15 @@ class CollapseLimits:
             ``trainer.num_sanity_val_steps`` -1, the initial policy's value counts too.
     """
 
-    min_valid_share: float | None = 0.5
-    min_unique_share: float | None = 0.2
-    min_entropy: float | None = 0.1
-    max_kl: float | None = 2.0
-    zero_group_steps: int | None = 50
-    min_ndcg_share: float | None = 0.3
+    min_valid_share: NonNegativeFloat | None = 0.5
+    min_unique_share: NonNegativeFloat | None = 0.2
+    min_entropy: NonNegativeFloat | None = 0.1
+    max_kl: NonNegativeFloat | None = 2.0
+    zero_group_steps: NonNegativeInt | None = 50
+    min_ndcg_share: NonNegativeFloat | None = 0.3
 
     def __post_init__(self) -> None:
-        for name, limit in vars(self).items():
-            validate_range((limit or 0) >= 0, f"rollout.collapse.{name}", "must not be negative", limit)
+        validate_ranges(self, "rollout.collapse.")
 
 
 @dataclass(frozen=True)
@@ -122,41 +132,24 @@ class RolloutOptions:
 
     candidates: CandidateSource = "draws"
     group_size: int = 8
-    batches: int = 4
-    epochs: int = 2
-    temperature: float = 1.0
+    batches: PositiveInt = 4
+    epochs: PositiveInt = 2
+    temperature: PositiveFloat = 1.0
     top_p: float = 1.0
     replacement: bool = True
-    logged_share: float = 0.0
+    logged_share: ClosedUnitInterval = 0.0
     duplicates: Literal["keep", "drop"] = "keep"
-    resamples: int = 0
+    resamples: NonNegativeInt = 0
     preference: Preference | None = None
-    kl_coef: float = 0.0
-    max_kl: float | None = None
+    kl_coef: NonNegativeFloat = 0.0
+    max_kl: PositiveFloat | None = None
     monitor_reward: RewardFunction | None = None
     collapse: CollapseLimits = CollapseLimits()
 
     def __post_init__(self) -> None:
-        _validate_at_least("rollout", self, group_size=2, batches=1, epochs=1, resamples=0)
-        validate_range(self.temperature > 0, "rollout.temperature", "must be above 0", self.temperature)
+        validate_ranges(self, "rollout.")
+        validate_range(self.group_size >= 2, "rollout.group_size", "must be at least 2", self.group_size)
         validate_range(0 < self.top_p <= 1, "rollout.top_p", "must lie in (0, 1]", self.top_p)
-        validate_range(0 <= self.logged_share <= 1, "rollout.logged_share", "must lie in [0, 1]", self.logged_share)
-        validate_range(
-            self.max_kl is None or self.max_kl > 0, "rollout.max_kl", "must be above 0, or null", self.max_kl
-        )
-        self._validate_kl_coef()
-        if self.candidates == "beam" and self.resamples:
-            raise RecpoError(
-                "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
-                "or resamples to 0",
-                code="conflicting_options",
-                field="rollout.resamples",
-            )
-        self._validate_catalog()
-
-    def _validate_kl_coef(self) -> None:
-        """Raises if there is a KL penalty without draws to estimate it from, or without advantages to learn it by."""
-        _validate_weight("rollout.kl_coef", self.kl_coef)
         if self.kl_coef and self.candidates != "draws":
             raise RecpoError(
                 f"rollout.kl_coef estimates a divergence from draws, and rollout.candidates is {self.candidates}: set "
@@ -171,9 +164,13 @@ class RolloutOptions:
                 code="conflicting_options",
                 field="rollout.preference",
             )
-
-    def _validate_catalog(self) -> None:
-        """Raises if the complete catalog is combined with options for drawing, mixing or sorting."""
+        if self.candidates == "beam" and self.resamples:
+            raise RecpoError(
+                "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
+                "or resamples to 0",
+                code="conflicting_options",
+                field="rollout.resamples",
+            )
         drawing = ("temperature", "top_p", "replacement", "logged_share", "duplicates", "resamples", "preference")
         defaults = {field.name: field.default for field in fields(self)}
         changed = [f"rollout.{name}" for name in drawing if getattr(self, name) != defaults[name]]
@@ -213,12 +210,11 @@ class KLTarget:
         horizon: number of items over which the coefficient may change by a factor of about e^0.2.
     """
 
-    target: float
-    horizon: int = 10_000
+    target: PositiveFloat
+    horizon: PositiveInt = 10_000
 
     def __post_init__(self) -> None:
-        validate_range(self.target > 0, "adaptive_kl.target", "must be above 0", self.target)
-        validate_range(self.horizon >= 1, "adaptive_kl.horizon", "must be at least 1", self.horizon)
+        validate_ranges(self, "adaptive_kl.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,18 +267,18 @@ class LearningOptions:
     sparse_optimizer: OptimizerFactory = SparseAdam
     lr_scheduler: SchedulerFactory | None = None
     old_policy: OldPolicy = "current"
-    snapshot_every: int = 100
+    snapshot_every: PositiveInt = 100
     reference: ReferencePolicy = "frozen"
     rollout: RolloutOptions | None = None
     adaptive_kl: KLTarget | None = None
     critic: CriticOptions = field(default_factory=CriticOptions)
-    anchor_coef: float = 0.0
-    item_coef: float = 0.0
+    anchor_coef: NonNegativeFloat = 0.0
+    item_coef: NonNegativeFloat = 0.0
     mask_shared_prefix: bool = False
-    validation_k: int = 10
+    validation_k: PositiveInt = 10
     monitor: Monitor | None = None
     validation_reward: RewardFunction | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -290,10 +286,7 @@ class LearningOptions:
         return self.objective.zero_advantage_is_inert and not self.anchor_coef and self.rollout is None
 
     def __post_init__(self) -> None:
-        _validate_at_least("", self, snapshot_every=1, validation_k=1)
-        validate_seed(self.seed)
-        _validate_weight("anchor_coef", self.anchor_coef)
-        _validate_weight("item_coef", self.item_coef)
+        validate_ranges(self)
 
 
 def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
@@ -322,18 +315,7 @@ class WeightAverage:
         decay: share of the average that a step keeps; the average covers about ``1 / (1 - decay)`` steps.
     """
 
-    decay: float = 0.99
+    decay: OpenUnitInterval = 0.99
 
     def __post_init__(self) -> None:
-        validate_range(0.0 < self.decay < 1.0, "weight_averaging.decay", "must lie between 0 and 1", self.decay)
-
-
-def _validate_at_least(group: str, options: object, **least: int) -> None:
-    """Raises ``RecpoError`` if an option is below its minimum."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        validate_range(value >= bound, f"{group}{'.' * bool(group)}{name}", f"must be at least {bound}", value)
-
-
-def _validate_weight(name: str, value: float) -> None:
-    validate_range(0.0 <= value < float("inf"), name, "is a weight of at least 0", value)
+        validate_ranges(self, "weight_averaging.")

@@ -12,13 +12,10 @@ planned is a learned reward together with logged propensities, which are validat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
 from recpo.base.types import BatchPlan, FeedbackBatch, ScoringPlan, Slates
 from recpo.policies.blocks import event_places
@@ -27,14 +24,14 @@ from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
 from recpo.training.networks import continuations_of
 from recpo.training.options import LearningOptions
-from recpo.training.rollout import context_numbers, items_of
+from recpo.training.rollout import context_numbers, items_of, rewarded
 
 
 class StepPlanner:
     """Adds a ``BatchPlan`` to a batch, and the places of the events to its histories.
 
-    What is planned depends on what decides over the positions that are scored: the batch (``_Positions``), the device
-    (``_Candidates``), or a rollout, which draws its own (only the contexts are numbered).
+    What is planned depends on what decides over the positions that are scored: the batch, the device, or a rollout,
+    which draws its own (only the contexts are numbered).
 
     Args:
         policy: the trained policy; the planner, which worker processes get a copy of, does not keep it.
@@ -46,118 +43,68 @@ class StepPlanner:
         encoder = policy.encoder if isinstance(policy, FeaturePolicy) else None
         # events that the policy's blocks read; None = it does not skip padding
         self._readable = None if encoder is None or not encoder.skips_padding else encoder.attention_length
-        is_rewarded = Requirement.REWARDS in all_requirements(options.objective, options.advantage)
+        requires, advantage = all_requirements(options.objective, options.advantage), options.advantage
+        self._of_rollout, self._hard_negatives = options.rollout is not None, min(hard_negatives, policy.num_items)
+        is_rewarded = Requirement.REWARDS in requires
         learned = is_rewarded and (options.reward is None or not options.reward.is_of_log)
-        reads_propensities = options.old_policy == "logged"
-        self._plan: Callable[[FeedbackBatch], FeedbackBatch]
-        if options.rollout is not None:
-            self._plan = _with_contexts
-        elif hard_negatives or learned:
-            self._plan = _Candidates(self._readable, min(hard_negatives, policy.num_items), reads_propensities)
-        else:
-            self._plan = _Positions.of(policy, options, self._readable)
+        self._device_decides = bool(hard_negatives) or learned
+        of_log = not (self._of_rollout or self._device_decides)
+        self._reward = options.reward if of_log and is_rewarded else None
+        # advantages that need state values are not planned: every position is scored
+        self._advantage = advantage if of_log and Requirement.VALUE not in requires else None
+        of_tokens = isinstance(self._advantage, TokenAdvantageEstimator) and policy.num_tokens > 1
+        self._tokens = policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None
+        # a whitened 0 is none
+        self._skips_zeros = options.skips_zero_advantages and not (advantage is not None and advantage.whiten)
+        self._reads_propensities = options.old_policy == "logged"
+        self._continues = Requirement.Q_VALUE in requires
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with its plan."""
         histories = batch.histories
         if self._readable is not None:
             width = min(histories.item_ids.shape[1], self._readable)
-            histories = histories._replace(places=event_places(histories.lengths.clamp_max(width), width))
-        return self._plan(batch._replace(histories=histories))
+            places = event_places(histories.lengths.clamp_max(width), width)
+            batch = batch._replace(histories=histories._replace(places=places))
+        if self._of_rollout:
+            return batch._replace(plan=BatchPlan(contexts=context_numbers(batch)))
+        if not self._device_decides:
+            return self._with_positions(batch)
+        # logged propensities are validated where they are needed
+        return batch._replace(plan=BatchPlan(among=None if self._reads_propensities else self._among(batch)))
 
-
-def _with_contexts(batch: FeedbackBatch) -> FeedbackBatch:
-    return batch._replace(plan=BatchPlan(contexts=context_numbers(batch)))
-
-
-@dataclass(frozen=True)
-class _Positions:
-    """Plans the positions that are scored, where the batch determines them.
-
-    Attributes:
-        readable: events that the policy reads; None = all.
-        reward: of the log; None = not required.
-        advantage: None = not required, or it needs state values, for which every position is scored.
-        tokens: ``[V + 1, T]``, for advantages of tokens; None = not read, or every item is its own token.
-        skips_zeros: whether a position without an advantage is left out.
-        reads_propensities: whether every scored position needs a logged one.
-        continues: whether an objective reads what follows a position.
-    """
-
-    readable: int | None
-    reward: RewardFunction | None
-    advantage: AdvantageEstimator | TokenAdvantageEstimator | None
-    tokens: Tensor | None
-    skips_zeros: bool
-    reads_propensities: bool
-    continues: bool
-
-    @classmethod
-    def of(cls, policy: Policy, options: LearningOptions, readable: int | None) -> _Positions:
-        """What these options require of a plan."""
-        requires = all_requirements(options.objective, options.advantage)
-        advantage = None if Requirement.VALUE in requires else options.advantage
-        of_tokens = isinstance(advantage, TokenAdvantageEstimator) and policy.num_tokens > 1
-        whitens = options.advantage is not None and options.advantage.whiten
-        return cls(
-            readable,
-            reward=options.reward if Requirement.REWARDS in requires else None,
-            advantage=advantage,
-            tokens=policy.tokens(torch.arange(policy.num_items + 1)) if of_tokens else None,
-            skips_zeros=options.skips_zero_advantages and not whitens,  # a whitened 0 is none
-            reads_propensities=options.old_policy == "logged",
-            continues=Requirement.Q_VALUE in requires,
-        )
-
-    def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
-        if self.reward is not None:
-            batch = with_rewards(batch, self.reward)
+    def _with_positions(self, batch: FeedbackBatch) -> FeedbackBatch:
+        """Plans the positions that are scored, where the batch determines them."""
+        if self._reward is not None:
+            batch = with_rewards(batch, self._reward)
         slates, histories = batch.slates, batch.histories
         advantages = self._advantages(batch)
-        needed = needed_positions(batch, advantages if self.skips_zeros else None)
-        if self.reads_propensities:
+        needed = needed_positions(batch, advantages if self._skips_zeros else None)
+        if self._reads_propensities:
             validate_propensities(batch, needed)
-        if self.readable is not None:
-            check_visible(histories, slates, needed, self.readable)
+        if self._readable is not None:
+            check_visible(histories, slates, needed, self._readable)
         scored = plan_of(slates, needed, histories.item_ids.shape[1] + 1)
         scored = scored._replace(most=int(needed.sum(1).max()))
-        continuations = continuations_of(slates) if self.continues else None
+        continuations = continuations_of(slates) if self._continues else None
         return batch._replace(plan=BatchPlan(scored, advantages, continuations=continuations))
 
     def _advantages(self, batch: FeedbackBatch) -> Tensor | None:
-        if isinstance(self.advantage, TokenAdvantageEstimator):
+        if isinstance(self._advantage, TokenAdvantageEstimator):
             items = batch.slates.item_ids
-            tokens = items[..., None] if self.tokens is None else self.tokens[items]
-            return self.advantage.token_advantages(batch, tokens)
-        return None if self.advantage is None else self.advantage(batch)
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """Plans the positions that may be scored, where the device decides: real ones, and those of hard negatives.
-
-    Attributes:
-        readable: events that the policy reads; None = all.
-        hard_negatives: items that the device chooses for a slate.
-        reads_propensities: then nothing is planned, because logged ones are validated where they are needed.
-    """
-
-    readable: int | None
-    hard_negatives: int
-    reads_propensities: bool
-
-    def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
-        among = None if self.reads_propensities else self._among(batch)
-        return batch._replace(plan=BatchPlan(among=among))
+            tokens = items[..., None] if self._tokens is None else self._tokens[items]
+            return self._advantage.token_advantages(batch, tokens)
+        return None if self._advantage is None else self._advantage(batch)
 
     def _among(self, batch: FeedbackBatch) -> ScoringPlan:
+        """The positions that may be scored, where the device decides: real ones, and those of hard negatives."""
         slates, histories = batch.slates, batch.histories
         mask, visible = items_of(slates), slates.visible
-        if self.readable is not None:
-            check_visible(histories, slates, mask, self.readable)
-        if self.hard_negatives:
+        if self._readable is not None:
+            check_visible(histories, slates, mask, self._readable)
+        if self._hard_negatives:
             assert slates.chosen is not None
-            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self.hard_negatives)
+            kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self._hard_negatives)
             mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, histories.lengths[:, None] * kept], 1)
         plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
         return plan._replace(most=int(mask.sum(1).max()), surplus=True)
@@ -165,11 +112,7 @@ class _Candidates:
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:
     """The batch with the rewards of its slates. A position with an unknown reward leaves its slate."""
-    slates = batch.slates
-    values = reward(batch, slates).detach()
-    known = slates.mask & ~values.isnan()
-    slates = slates._replace(reward=torch.where(known, values, 0.0), mask=known)
-    return batch._replace(slates=slates, plan=None)
+    return batch._replace(slates=rewarded(batch.slates, reward(batch, batch.slates)), plan=None)
 
 
 def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction, StatePolicy
-from recpo.base.types import FeedbackBatch, Slates, catalog_slates
+from recpo.base.types import FeedbackBatch, LogProbs, Slates, catalog_slates
 from recpo.objectives.advantages import group_normalized_advantage
 from recpo.objectives.inputs import masked_mean
 from recpo.ops.ranking import is_member
@@ -128,10 +128,13 @@ def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions
     slates = catalog_slates(batch.histories, policy.num_items)
     slates = _without_feedback(slates._replace(mask=contexts.expand_as(slates.mask)))
     monitored = None if options.monitor_reward is None else options.monitor_reward(batch, slates)
-    rewards = reward(batch, slates).detach()
+    return Rollout(rewarded(slates, reward(batch, slates)), None, {}, monitored=monitored)
+
+
+def rewarded(slates: Slates, rewards: Tensor) -> Slates:
+    """Slates with their rewards. A position with an unknown reward leaves its slate."""
     known = slates.mask & ~rewards.isnan()
-    slates = slates._replace(reward=torch.where(known, rewards, 0.0), mask=known)
-    return Rollout(slates, None, {}, monitored=monitored)
+    return slates._replace(reward=torch.where(known, rewards.detach(), 0.0), mask=known)
 
 
 def _without_feedback(slates: Slates) -> Slates:
@@ -167,13 +170,20 @@ def catalog_metrics(rollout: Rollout, logp: Tensor) -> dict[str, Tensor]:
     return metrics
 
 
+@torch.no_grad()
+def catalog_divergence(logp: LogProbs) -> Tensor:
+    """``KL(old || policy)`` in nats, exact over the whole catalog, summed over the contexts; a scalar.
+
+    Args:
+        logp: ``[B, V, 1]`` each, with ``old``.
+    """
+    assert logp.old is not None
+    return zero_masked(logp.old.exp() * (logp.old - logp.policy), logp.mask).sum()
+
+
 def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:
-    """Candidates with rewards. A candidate with an unknown reward leaves its group."""
-    candidates = _drawn(policy, batch, options)
-    slates = candidates.slates
-    rewards = reward(batch, slates).detach()
-    known = slates.mask & ~rewards.isnan()
-    return Candidates(slates._replace(reward=torch.where(known, rewards, 0.0), mask=known), candidates.logp)
+    slates, logp = _drawn(policy, batch, options)
+    return Candidates(rewarded(slates, reward(batch, slates)), logp)
 
 
 def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Candidates:
@@ -193,11 +203,10 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         unscored = (slates.mask if options.candidates == "beam" else slates.is_logged) & (slates.item_ids > 0)
         own = policy.log_prob(batch._replace(slates=slates), unscored)
         logp = torch.where(unscored[..., None], own, logp)
-    candidates = most_probable_first(Candidates(slates, logp))
-    slates = candidates.slates
+    slates, logp = most_probable_first(Candidates(slates, logp))
     if options.duplicates == "drop":
         slates = slates._replace(mask=slates.mask & first_occurrences(slates.item_ids))
-    return Candidates(slates, zero_masked(candidates.logp, (slates.mask & (slates.item_ids > 0))[..., None]))
+    return Candidates(slates, zero_masked(logp, items_of(slates)[..., None]))
 
 
 def _informative(

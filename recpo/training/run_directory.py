@@ -21,7 +21,6 @@ from recpo.artifacts.documents import parse_own_yaml, read_json, read_yaml
 from recpo.artifacts.outputs import PARTIAL, directory_in_place
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.log.prepared import Prepared
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
 from recpo.training.class_names import class_names
@@ -60,42 +59,203 @@ _OF_THE_SAME_STEP = (
 )  # if the size of the optimizer step stays the same
 
 
-def origin(text: str, options: TrainOptions, base: Path | None, world_size: int) -> dict[str, Any]:
-    """The inputs of a run with checksums, and the number of contexts in an optimizer step."""
-    configuration = parse_own_yaml(text)
-    data = options.data.prepared
-    content: dict[str, Any] = {
-        "prepared": {
-            "path": str(data.root),
-            "catalog_checksum": data.catalog_checksum,
-            "manifest_sha256": _sha256_of(data.manifest),
-        },
-        "data": data_facts(data),
-        "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
-    }
-    if base is not None and (base / FINISHED).is_file():
-        content["init_from"] = {
-            "path": str(base),
-            "files_sha256": _sha256_of(read_json(base / FINISHED, REMEDY)["files"]),
-        }
-    runs = sorted(set(_reward_runs(configuration)))
-    if runs:
-        checksums = {path: _checksum_of_reward(path) for path in runs}
-        content["reward_runs"] = {path: checksum for path, checksum in checksums.items() if checksum is not None}
-    return content
-
-
-def identity(text: str, now: dict[str, Any]) -> str:
-    """Checksum of what all parts of a resumed run have in common; its checkpoints contain it.
+class RunDirectory:
+    """The directory that a training writes, and the inputs of the run.
 
     Args:
+        root: the directory.
         text: every option, as YAML.
-        now: the inputs of the run.
+        options: the same options.
+        base: the run of ``init_from``.
+        world_size: number of ranks.
+
+    Attributes:
+        identity: checksum of what all parts of a resumed run have in common; its checkpoints contain it.
     """
-    options = dict(_leaves(parse_own_yaml(text)))
-    ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
-    kept = {key: value for key, value in options.items() if not _is_part_of(key, ignored)}
-    return _sha256_of([kept, now["prepared"]["manifest_sha256"], sorted(now.get("reward_runs", {}).values())])
+
+    def __init__(self, root: Path, text: str, options: TrainOptions, base: Path | None, world_size: int) -> None:
+        self._root, self._text, self._configuration = root, text, parse_own_yaml(text)
+        self._data, self._shards_tables = options.data.prepared, options.trainer.shards_tables
+        batch_size = int(self._configuration["data"]["init_args"]["batch_size"])
+        self._origin: dict[str, Any] = {
+            "prepared": {
+                "path": str(self._data.root),
+                "catalog_checksum": self._data.catalog_checksum,
+                "manifest_sha256": _sha256_of(self._data.manifest),
+            },
+            "data": data_facts(self._data),
+            "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
+        }
+        if base is not None and (base / FINISHED).is_file():
+            files = _sha256_of(read_json(base / FINISHED, REMEDY)["files"])
+            self._origin["init_from"] = {"path": str(base), "files_sha256": files}
+        if runs := sorted(set(_reward_runs(self._configuration))):
+            checksums = {path: _checksum_of_reward(path) for path in runs}
+            known = {path: checksum for path, checksum in checksums.items() if checksum is not None}
+            self._origin["reward_runs"] = known
+        ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
+        kept = {key: value for key, value in _leaves(self._configuration) if not _is_part_of(key, ignored)}
+        rewards = sorted(self._origin.get("reward_runs", {}).values())
+        self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
+
+    def validate(self, *, resume: bool, overwrite: bool) -> Path | None:
+        """Validates the target of a run without changing anything.
+
+        Args:
+            resume: resume from the last checkpoint in it.
+            overwrite: replace it.
+
+        Returns:
+            The checkpoint to resume from; None to start.
+
+        Raises:
+            RecpoError: it exists, is not a run, was created with other options, or is a finished run without its last
+                checkpoint.
+        """
+        out, last = self._root, checkpoint_path(self._root, "last")
+        goes_on = last if resume and last.exists() else None
+        if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return goes_on
+        if not (out / RESOLVED).is_file():
+            raise RecpoError(
+                f"{out} exists and is not a run directory: choose another --out, or remove it yourself",
+                code="wrong_file",
+                field="out",
+            )
+        if not resume:
+            if not overwrite:
+                raise RecpoError(
+                    f"{out} exists already: pass --resume true to continue, --overwrite true to start again",
+                    code="exists",
+                    field="out",
+                )
+            self._validate_no_input()
+            return None
+        if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{out} was begun by another version of recpo and cannot be resumed: train it again",
+                code="old_format",
+                field="out",
+            )
+        self._validate_same()
+        if goes_on is None and (out / FINISHED).is_file():
+            raise RecpoError(
+                f"{out} is a finished run without {last.relative_to(out)}: there is no state to continue from. Copy "
+                "the whole run again, pass --overwrite true to train it from the start, or start another run from its "
+                "policy with --init_from",
+                code="missing_file",
+                field=last.name,
+            )
+        if goes_on is not None and goes_on.is_dir() != self._shards_tables:
+            made = "with ShardedStrategy" if goes_on.is_dir() else "without ShardedStrategy"
+            raise RecpoError(
+                f"{goes_on} was written {made}: resume the run with the trainer.strategy it was started with, or start "
+                "another one from its policy with --init_from",
+                code="mismatch",
+                field="strategy",
+            )
+        return goes_on
+
+    def _validate_same(self) -> None:
+        out, now, then = self._root, self._origin, read_json(self._root / ORIGIN, REMEDY)
+        allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
+        if then["contexts_per_step"] == now["contexts_per_step"]:
+            allowed += _OF_THE_SAME_STEP
+        kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), self._configuration))
+        changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
+        others = [key for key in changed if not _is_part_of(key, allowed)]
+        if others:
+            raise RecpoError(
+                f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
+                f"{out}/{RESOLVED} (recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, "
+                "max_steps and devices may change), or train another run",
+                code="mismatch",
+                field=", ".join(others),
+            )
+        for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
+            before, after = then.get(name), now.get(name)
+            if before and after and before[checksum] != after[checksum]:
+                raise RecpoError(
+                    f"{out} was begun with another {name}: {before['path']} had other content than {after['path']} has "
+                    "now; train another run",
+                    code="mismatch",
+                    field=name,
+                )
+        before, after = (set(origin.get("reward_runs", {}).values()) for origin in (then, now))
+        if before != after:
+            raise RecpoError(
+                f"{out} was begun with another reward model than reward names now; train another run",
+                code="mismatch",
+                field="reward",
+            )
+
+    def _validate_no_input(self) -> None:
+        """Raises if the directory to be replaced contains, or is, an input of the run."""
+        place, prepared = self._root.resolve(), self._configuration["data"]["init_args"]["prepared"]
+        inputs = [self._configuration.get("init_from"), *_reward_runs(self._configuration), self._codes]
+        inputs += [prepared] if "://" not in str(prepared) else []
+        for path in inputs:
+            if path is not None and place in (Path(path).resolve(), *Path(path).resolve().parents):
+                raise RecpoError(
+                    f"{self._root} holds {path}, which the run reads: choose another --out", code="in_use", field="out"
+                )
+
+    @property
+    def _codes(self) -> Path | None:
+        """Directory of the item codes that the policy of the configuration names."""
+        codes = self._configuration["policy"].get("init_args", {}).get("codes")
+        return None if codes is None else Path(codes)
+
+    @contextmanager
+    def opened(self, policy: Policy, *, resume: bool, check: Callable[[], object]) -> Iterator[Callback]:
+        """Creates or reopens the directory. A failure before the first step leaves the previous content in place.
+
+        Other processes that ask for the lock cannot write to it meanwhile. A run that is replaced is kept aside until
+        the first step of the new one is done. If this process is killed before that, the next one restores it.
+
+        Args:
+            policy: the policy.
+            resume: continue in it, if it exists.
+            check: calls ``validate`` again, because another process may have created a run here meanwhile.
+
+        Yields:
+            A callback that must be added to the training.
+
+        Raises:
+            RecpoError: another process trains here, or an error of ``check``.
+        """
+        watch = _FirstStep(self.identity)
+        if _is_other_rank():
+            yield watch
+            return
+        goes_on = resume and (self._root / RESOLVED).is_file()
+
+        def start(directory: Path) -> None:
+            write_start(directory, self._text, self._data, policy, self._codes, self._origin)
+
+        with directory_in_place(self._root, kind="run", start=None if goes_on else start, check=check) as keep:
+            watch.actions.append(keep)
+            if goes_on:
+                watch.actions.append(self._begin_again)
+            yield watch
+
+    def _begin_again(self) -> None:
+        (self._root / FINISHED).unlink(missing_ok=True)
+        write_text(self._root / RESOLVED, self._text)
+
+    def finish(self, module: PreferenceModule) -> None:
+        """Marks the run as finished, unless it already was and nothing was added."""
+        if (self._root / FINISHED).is_file():
+            return
+        best, last = (checkpoint_path(self._root, name) for name in ("best", "last"))
+        if not best.exists() and last.exists():  # nothing was validated
+            partial = best.with_name(best.name + PARTIAL)  # a kill in between must not leave a part of it as the best
+            shutil.rmtree(partial, ignore_errors=True)
+            (shutil.copytree if last.is_dir() else shutil.copy2)(last, partial)
+            os.replace(partial, best)
+        metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
+        results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        mark_finished(self._root, module.policy, self._data, results, module.monitor)
 
 
 def _leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -111,105 +271,6 @@ def _is_part_of(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in names)
 
 
-def validate(
-    out: Path, text: str, now: dict[str, Any], options: TrainOptions, *, resume: bool, overwrite: bool
-) -> Path | None:
-    """Validates the target of a run without changing anything.
-
-    Args:
-        out: the run directory.
-        text: every option, as YAML.
-        now: the inputs of the run.
-        options: the same options.
-        resume: resume from the last checkpoint in ``out``.
-        overwrite: replace ``out``.
-
-    Returns:
-        The checkpoint to resume from; None to start.
-
-    Raises:
-        RecpoError: ``out`` exists, is not a run, was created with other options, or is a finished run without its last
-            checkpoint.
-    """
-    last = checkpoint_path(out, "last")
-    goes_on = last if resume and last.exists() else None
-    if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return goes_on
-    if not (out / RESOLVED).is_file():
-        raise RecpoError(
-            f"{out} exists and is not a run directory: choose another --out, or remove it yourself",
-            code="wrong_file",
-            field="out",
-        )
-    if not resume:
-        if not overwrite:
-            raise RecpoError(
-                f"{out} exists already: pass --resume true to continue, --overwrite true to start again",
-                code="exists",
-                field="out",
-            )
-        _validate_no_input(out, text)
-        return None
-    if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
-        raise RecpoError(
-            f"{out} was begun by another version of recpo and cannot be resumed: train it again",
-            code="old_format",
-            field="out",
-        )
-    _validate_same(out, text, now)
-    if goes_on is None and (out / FINISHED).is_file():
-        raise RecpoError(
-            f"{out} is a finished run without {last.relative_to(out)}: there is no state to continue from. Copy the "
-            "whole run again, pass --overwrite true to train it from the start, or start another run from its policy "
-            "with --init_from",
-            code="missing_file",
-            field=last.name,
-        )
-    if goes_on is not None and goes_on.is_dir() != options.trainer.shards_tables:
-        made = "with ShardedStrategy" if goes_on.is_dir() else "without ShardedStrategy"
-        raise RecpoError(
-            f"{goes_on} was written {made}: resume the run with the trainer.strategy it was started with, or start "
-            "another one from its policy with --init_from",
-            code="mismatch",
-            field="strategy",
-        )
-    return goes_on
-
-
-def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
-    then = read_json(out / ORIGIN, REMEDY)
-    allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
-    if then["contexts_per_step"] == now["contexts_per_step"]:
-        allowed += _OF_THE_SAME_STEP
-    kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), parse_own_yaml(text)))
-    changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
-    others = [key for key in changed if not _is_part_of(key, allowed)]
-    if others:
-        raise RecpoError(
-            f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
-            f"{out}/{RESOLVED} (recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, "
-            "max_steps and devices may change), or train another run",
-            code="mismatch",
-            field=", ".join(others),
-        )
-    for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
-        before, after = then.get(name), now.get(name)
-        if before and after and before[checksum] != after[checksum]:
-            raise RecpoError(
-                f"{out} was begun with another {name}: {before['path']} had other content than {after['path']} has "
-                "now; train another run",
-                code="mismatch",
-                field=name,
-            )
-    before, after = (set(origin.get("reward_runs", {}).values()) for origin in (then, now))
-    if before != after:
-        raise RecpoError(
-            f"{out} was begun with another reward model than reward names now; train another run",
-            code="mismatch",
-            field="reward",
-        )
-
-
 def _plain(configuration: Any) -> Any:
     """With recpo's own classes by their bare names: the module before them depends on how a class was imported."""
     if isinstance(configuration, dict):
@@ -220,71 +281,13 @@ def _plain(configuration: Any) -> Any:
     return configuration.rpartition(".")[2] if own else configuration
 
 
-def _validate_no_input(out: Path, text: str) -> None:
-    """Raises if the directory to be replaced contains, or is, an input of the run."""
-    configuration, place = parse_own_yaml(text), out.resolve()
-    inputs = [configuration.get("init_from"), *_reward_runs(configuration), codes_of(text)]
-    prepared = configuration["data"]["init_args"]["prepared"]
-    inputs += [prepared] if "://" not in str(prepared) else []
-    for path in inputs:
-        if path is not None and place in (Path(path).resolve(), *Path(path).resolve().parents):
-            raise RecpoError(
-                f"{out} holds {path}, which the run reads: choose another --out", code="in_use", field="out"
-            )
-
-
-@contextmanager
-def opened(
-    out: Path,
-    text: str,
-    data: Prepared,
-    policy: Policy,
-    codes: Path | None,
-    now: dict[str, Any],
-    *,
-    resume: bool,
-    check: Callable[[], object],
-) -> Iterator[Callback]:
-    """Creates or reopens the run directory. A failure before the first step leaves the previous content in place.
-
-    Other processes that ask for the lock cannot write to it meanwhile. A run that is replaced is kept aside until the
-    first step of the new one is done. If this process is killed before that, the next one restores it.
-
-    Args:
-        out: the run directory, as ``validate`` accepted it.
-        text: every option, as YAML.
-        data: the training data.
-        policy: the policy.
-        codes: directory of the item codes of its policy.
-        now: the inputs of the run.
-        resume: continue in ``out``, if it exists.
-        check: calls ``validate`` again, because another process may have created a run here meanwhile.
-
-    Yields:
-        A callback that must be added to the training.
-
-    Raises:
-        RecpoError: another process trains here, or an error of ``check``.
-    """
-    watch = _FirstStep(identity(text, now))
-    if _is_other_rank():
-        yield watch
-        return
-    goes_on = resume and (out / RESOLVED).is_file()
-
-    def start(directory: Path) -> None:
-        write_start(directory, text, data, policy, codes, now)
-
-    with directory_in_place(out, kind="run", start=None if goes_on else start, check=check) as keep:
-        watch.actions.append(keep)
-        if goes_on:
-            watch.actions.append(lambda: _commit(out, text))
-        yield watch
-
-
-def _commit(out: Path, text: str) -> None:
-    (out / FINISHED).unlink(missing_ok=True)
-    write_text(out / RESOLVED, text)
+def _reward_runs(configuration: Any) -> Iterator[str]:
+    """Runs and factors that the rewards of a configuration name, at any depth."""
+    options = {"LearnedReward": "run", "FactorReward": "factors"}
+    for given in class_names(configuration):
+        option = options.get(given.name.rpartition(".")[2], "")
+        if option in given.arguments:
+            yield str(given.arguments[option])
 
 
 class _FirstStep(Callback):
@@ -307,40 +310,6 @@ class _FirstStep(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the ``identity`` of the run."""
         checkpoint[RUN] = self._run
-
-
-def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
-    """Marks a run as finished, unless it already was and nothing was added."""
-    if (out / FINISHED).is_file():
-        return
-    best, last = (checkpoint_path(out, name) for name in ("best", "last"))
-    if not best.exists() and last.exists():  # nothing was validated
-        partial = best.with_name(best.name + PARTIAL)  # a kill in between must not leave a part of it as the best one
-        shutil.rmtree(partial, ignore_errors=True)
-        (shutil.copytree if last.is_dir() else shutil.copy2)(last, partial)
-        os.replace(partial, best)
-    metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
-    results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    mark_finished(out, module.policy, data, results, module.monitor)
-
-
-def codes_of(text: str) -> Path | None:
-    """Directory of the item codes that the policy of a configuration names."""
-    codes = parse_own_yaml(text)["policy"].get("init_args", {}).get("codes")
-    return None if codes is None else Path(codes)
-
-
-def _reward_runs(configuration: Any) -> Iterator[str]:
-    """Runs and factors that the rewards of a configuration name, at any depth."""
-    options = {"LearnedReward": "run", "FactorReward": "factors"}
-    for given in class_names(configuration):
-        option = options.get(given.name.rpartition(".")[2], "")
-        if option in given.arguments:
-            yield str(given.arguments[option])
-
-
-def _batch_size(configuration: dict[str, Any]) -> int:
-    return int(configuration["data"]["init_args"]["batch_size"])
 
 
 def _checksum_of_reward(path: str) -> str | None:

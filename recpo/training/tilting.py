@@ -32,8 +32,7 @@ from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
-from recpo.rewards.graded import FactorOptions, chunks
-from recpo.rewards.selection import fit_factors
+from recpo.rewards.graded import chunks
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     CHECKPOINTS,
@@ -196,15 +195,6 @@ def has_grades(data: Prepared) -> bool:
     return any(len(chunk.grade) for chunk in chunks(data, period="valid"))
 
 
-def held_out_factors(data: Prepared) -> Factors:
-    """A factorization of the events of the validation period.
-
-    Raises:
-        RecpoError: they have no grades.
-    """
-    return fit_factors(data, FactorOptions(period="valid", uncertainty=False, lower_bound=0.0))
-
-
 def value_setting(
     data: Prepared, criterion: Criterion, options: OffPolicyOptions, reward: RewardFunction, k: int
 ) -> OffPolicySetting | None:
@@ -221,10 +211,10 @@ def value_setting(
     return off_policy_setting(options, data, reward, [min(k, data.num_items)])
 
 
-#: criteria that are means over users
-_OF_USERS: Final = ("grade", "auc", "auc_mixed", "monitor_reward")
 #: criteria that are ranks of held-out events, by the name of their metric
 _RANKS: Final = {"auc": "AUC_other", "auc_mixed": "AUC_mixed"}
+#: criteria that are means over users, by the name of their metric; the others are off-policy values
+_OF_USERS: Final = _RANKS | {"grade": "grade", "monitor_reward": "monitor_reward"}
 
 
 class _Measured(NamedTuple):
@@ -316,15 +306,11 @@ class TemperatureTrials:
     def _target(self) -> str:
         return POLICY if self.criterion == "policy" else f"top_{self.k}"
 
-    def _metric(self) -> str:
-        return _RANKS.get(self.criterion, self.criterion)
-
     def _value(self, one: _Measured) -> tuple[float, float]:
         """Value by the criterion and half of its interval."""
         if self.criterion in _OF_USERS:
-            found = one.ranking.estimate(self._metric())
+            found = one.ranking.estimate(_OF_USERS[self.criterion])
             return found.mean, found.half_width
-        assert one.off_policy is not None
         return _snips(one.off_policy, self._target())
 
     def _loss(self, one: _Measured, best: _Measured) -> tuple[float, float]:
@@ -332,8 +318,7 @@ class TemperatureTrials:
         if one is best:
             return 0.0, 0.0
         if self.criterion in _OF_USERS:
-            difference = best.ranking.difference(one.ranking, self._metric())
-            return difference.mean, difference.half_width / Z95
+            return _difference(best.ranking, one.ranking, _OF_USERS[self.criterion])
         assert one.off_policy is not None
         assert best.off_policy is not None
         for found in best.off_policy.differences(one.off_policy):
@@ -346,8 +331,7 @@ class TemperatureTrials:
         if self.criterion != "auc_mixed":
             return [(math.nan, math.nan)] * len(found)
         best = max(found, key=lambda one: _or_least(_mean(one.ranking, "AUC_other")))
-        differences = [best.ranking.difference(one.ranking, "AUC_other") for one in found]
-        return [(one.mean, one.half_width / Z95) for one in differences]
+        return [_difference(best.ranking, one.ranking, "AUC_other") for one in found]
 
     def _trial(self, one: _Measured, best: _Measured, auc_loss: float, auc_loss_error: float) -> TiltTrial:
         shown = ("AUC_other", "AUC_mixed", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
@@ -360,7 +344,7 @@ class TemperatureTrials:
             auc_loss,
             auc_loss_error,
             top_k=math.nan if of_list is None else of_list.value,
-            policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
+            policy=_snips(one.off_policy, POLICY)[0],
             grade=means["grade"],
             auc=means["AUC_other"],
             auc_mixed=means["AUC_mixed"],
@@ -380,9 +364,15 @@ def _mean(ranking: RankingResult, metric: str) -> float:
     return ranking.estimate(metric).mean if metric in ranking.per_user else math.nan
 
 
-def _snips(result: OffPolicyResult, target: str) -> tuple[float, float]:
+def _difference(best: RankingResult, other: RankingResult, metric: str) -> tuple[float, float]:
+    """The mean difference of a metric over the users, and its standard error."""
+    found = best.difference(other, metric)
+    return found.mean, found.half_width / Z95
+
+
+def _snips(result: OffPolicyResult | None, target: str) -> tuple[float, float]:
     """The estimate and the half-width of its normal interval; nan if the target has no estimate."""
-    for found in result.estimates:
+    for found in [] if result is None else result.estimates:
         if (found.target, found.estimator) == (target, SNIPS.name):
             ends = found.intervals["normal"]
             return found.value, (ends.high - ends.low) / 2

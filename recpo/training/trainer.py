@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import PositiveInt, RecpoError, validate_range
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.options import LearningOptions, MatmulPrecision, PolicyFactory, WeightAverage
@@ -336,17 +336,14 @@ class TrainOptions(LearningOptions):
     module: type[LightningModule] | None = None
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     weight_averaging: WeightAverage | None = None
-    patience: int | None = None
-    checkpoint_every: int | None = None
+    patience: PositiveInt | None = None
+    checkpoint_every: PositiveInt | None = None
     matmul_precision: MatmulPrecision = "high"
     allocator: bool = True
     progress: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("checkpoint_every", "patience"):
-            value = getattr(self, name)
-            validate_range(value is None or value >= 1, name, "must be at least 1, or null", value)
         self.trainer.validate()
         if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(

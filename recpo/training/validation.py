@@ -184,7 +184,7 @@ def _list_reward(reward: RewardFunction, batch: FeedbackBatch, items: Tensor) ->
     kept = (items > 0) & batch.slates.mask.any(1, keepdim=True)
     rewards = reward(batch, Slates(items * kept, batch.histories.lengths[:, None] * kept, kept)).double()
     per_user = rewards.masked_fill(~kept, torch.nan).nanmean(1)
-    return torch.stack([per_user.nansum(), per_user.isfinite().sum().double()])[None].cpu()
+    return _over_users(per_user)[None].cpu()
 
 
 class ScoreMetrics:
@@ -221,10 +221,10 @@ class ScoreMetrics:
             assert slates.dislike is not None
             targets, known = self._pointwise.targets(slates.grade, slates.dislike, slates.behaviors, slates.positive)
             known = known & slates.mask[..., None]
-            sums.append((-self._pointwise.losses(scores, targets, known).double().sum(), known.sum().double()))
-        per_user = exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"]
-        sums.append((per_user.double().nansum(), per_user.isfinite().sum().double()))
-        self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
+            likelihood = -self._pointwise.losses(scores, targets, known).double().sum()
+            sums.append(torch.stack([likelihood, known.sum().double()]))
+        sums.append(_over_users(exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"].double()))
+        self._sums += torch.stack(sums).cpu()
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The known means over the users of all ranks. Resets the sums."""
@@ -315,16 +315,15 @@ def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutF
     """Raises ``RecpoError`` if the metric cannot be computed."""
     name = type(options.objective).__name__
     scores = "score" in options.objective.requires
-    scored = {"log_likelihood", "AUC_other"} if isinstance(options.objective, PointwiseReward) else {"AUC_other"}
-    known = scored if scores else None
-    if known is not None and monitor not in known:
+    known = {"log_likelihood", "AUC_other"} if isinstance(options.objective, PointwiseReward) else {"AUC_other"}
+    if scores and monitor not in known:
         raise RecpoError(
             f"monitor: {monitor} is a metric of policies, and objective {name} trains a reward model: set monitor to "
             f"{' or '.join(sorted(known))}, or leave it out",
             code="conflicting_options",
             field="monitor",
         )
-    if known is None and monitor == "log_likelihood":
+    if not scores and monitor == "log_likelihood":
         raise RecpoError(
             f"monitor: log_likelihood is a metric of reward models, and objective {name} trains a policy: leave it out",
             code="conflicting_options",

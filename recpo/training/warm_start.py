@@ -6,7 +6,7 @@ those of new items start from the mean of the known ones, or from zero where enc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,27 @@ def growth_of(base: Run, data: Prepared) -> Growth:
     return Growth(len(before), len(now))
 
 
-class GrownRows:
+class LazyRows:
+    """Rows of a table that are computed from a saved one when they are read.
+
+    Args:
+        shape: of the whole table.
+        read: the rows from ``begin`` to ``end``.
+    """
+
+    def __init__(self, shape: torch.Size, read: Callable[[int, int], Tensor]) -> None:
+        self.shape, self._read = shape, read
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        begin, end, _ = rows.indices(self.shape[0])
+        return self._read(begin, max(begin, end))
+
+    def whole(self) -> Tensor:
+        """All of them."""
+        return self[:]
+
+
+def grown_rows(rows: Rows, count: int, total: int, first: int, *, zero: bool = False) -> LazyRows:
     """The rows of a saved table, and one row for all that came after them.
 
     Args:
@@ -79,30 +99,20 @@ class GrownRows:
         first: the first row that stands for an item, of whose rows the new ones are the mean.
         zero: new rows are zero.
     """
+    kept = rows[0:1]
+    new = torch.zeros(kept.shape[1:], dtype=torch.float64)
+    for begin in range(count if zero else first, count, _BLOCK_ROWS):
+        new += rows[begin : min(begin + _BLOCK_ROWS, count)].double().sum(0)
+    new = (new / max(1, count - first)).to(kept.dtype)
 
-    def __init__(self, rows: Rows, count: int, total: int, first: int, *, zero: bool = False) -> None:
-        self._rows, self._count = rows, count
-        kept = rows[0:1]
-        self.shape = torch.Size([total, *kept.shape[1:]])
-        self._new = torch.zeros_like(kept[0]) if zero else self._mean(first).to(kept.dtype)
+    def read(begin: int, end: int) -> Tensor:
+        known = rows[begin : max(begin, min(end, count))]
+        return torch.cat([known, new.expand(max(0, end - max(begin, count)), *new.shape)])
 
-    def _mean(self, first: int) -> Tensor:
-        total = torch.zeros(self.shape[1:], dtype=torch.float64)
-        for begin in range(first, self._count, _BLOCK_ROWS):
-            total += self._rows[begin : min(begin + _BLOCK_ROWS, self._count)].double().sum(0)
-        return total / max(1, self._count - first)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        begin, end, _ = rows.indices(self.shape[0])
-        known = self._rows[begin : max(begin, min(end, self._count))]
-        return torch.cat([known, self._new.expand(max(0, end - max(begin, self._count)), *self.shape[1:])])
-
-    def whole(self) -> Tensor:
-        """All of them."""
-        return self[0 : self.shape[0]]
+    return LazyRows(torch.Size([total, *new.shape]), read)
 
 
-class TrainedRows:
+def trained_rows(rows: Tensor | SavedTensor | LazyRows, trained: Tensor) -> LazyRows:
     """The id rows of a saved table beside features, zero where no training event ever counted them.
 
     Such a row is as it was drawn. From the item's first training event on it counts, and starts as that of a new item.
@@ -111,22 +121,12 @@ class TrainedRows:
         rows: of the table.
         trained: ``[V + 1]`` bool, which items had training events in the earlier run.
     """
-
-    def __init__(self, rows: Tensor | SavedTensor | GrownRows, trained: Tensor) -> None:
-        self._rows, self._trained = rows, trained
-        self.shape = rows.shape
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self._rows[rows] * self._trained[rows][:, None]
-
-    def whole(self) -> Tensor:
-        """All of them."""
-        return self[0 : self.shape[0]]
+    return LazyRows(rows.shape, lambda begin, end: rows[begin:end] * trained[begin:end, None])
 
 
 def grown(
     saved: Mapping[str, Tensor | SavedTensor], own: Mapping[str, Tensor], growth: Growth, *, zero: bool = False
-) -> dict[str, Tensor | SavedTensor | GrownRows]:
+) -> dict[str, Tensor | SavedTensor | LazyRows]:
     """The saved tensors, those with a row per item in the size of the module's own.
 
     A table ``[V + 1, ...]`` keeps its row 0, that of no item; ``[V]`` or ``[1, ...]`` per item grow in the same way.
@@ -138,7 +138,7 @@ def grown(
         growth: of the catalog.
         zero: new rows are zero instead of the mean of the known ones.
     """
-    tensors: dict[str, Tensor | SavedTensor | GrownRows] = dict(saved)
+    tensors: dict[str, Tensor | SavedTensor | LazyRows] = dict(saved)
     if not growth.grows:
         return tensors
     for name, value in saved.items():
@@ -152,9 +152,9 @@ def grown(
         rows, total = value.shape[0], own[name].shape[0]
         extra = rows - growth.before
         if extra in (0, 1) and total == growth.now + extra:
-            tensors[name] = GrownRows(value, rows, total, extra, zero=zero)
+            tensors[name] = grown_rows(value, rows, total, extra, zero=zero)
         elif name.rpartition(".")[0].startswith(("code_table", "decoder")) and rows < total:
-            tensors[name] = GrownRows(value, rows, total, 0)
+            tensors[name] = grown_rows(value, rows, total, 0)
     return tensors
 
 
@@ -173,7 +173,7 @@ class WarmStart:
         self._checkpoint = base.checkpoint()
 
     def load_policy(self, policy: Policy) -> None:
-        """Copies the weights of the policy; see ``grown`` and, beside features, ``TrainedRows``.
+        """Copies the weights of the policy; see ``grown`` and, beside features, ``trained_rows``.
 
         Args:
             policy: knows its features.
@@ -255,7 +255,7 @@ class WarmStart:
             table = name.removesuffix(_TRAINED) + "weight"
             mask = taken[name] if isinstance(taken[name], Tensor) else taken[name].whole()
             if table in own and taken[table].shape == own[table].shape:
-                taken[table] = TrainedRows(taken[table], mask)
+                taken[table] = trained_rows(taken[table], mask)
         return taken
 
     def _validate_codes(self, policy: Policy) -> None:

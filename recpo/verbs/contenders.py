@@ -50,9 +50,8 @@ from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
-from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import FINISHED, RESOLVED, Run
+from recpo.training.run import FINISHED, RESOLVED, Run, training_curves
 from recpo.training.tilting import assign_factors
 from recpo.verbs.verb import compute_device
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoError
 from recpo.log.prepared import Prepared
-from recpo.sharding.blocks import Sharding
-from recpo.sharding.memory import Needs, Workload, WorkloadOptions, needs_of
+from recpo.sharding.memory import Needs, Sharding, Workload, WorkloadOptions, needs_of
 from recpo.verbs.verb import Verb, function_of
 
 

@@ -18,7 +18,9 @@ from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import validate_temperature
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
+from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import LoggedReward, validate_identity
+from recpo.rewards.selection import fit_factors
 from recpo.training import tilting
 from recpo.training.run import Run, features_that_differ
 from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline, validate_factors
@@ -26,6 +28,8 @@ from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
 _TILTED: Final = tuple(name for name in SERVED if name != "factorization")
+#: Factors of the events of the validation period, which grade the lists of every temperature.
+_HELD_OUT: Final = FactorOptions(period="valid", uncertainty=False, lower_bound=0.0)
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             criterion=criterion,
             k=min(self.k, data.num_items),
             setting=tilting.value_setting(data, criterion, self.off_policy, self.reward, self.k),
-            held_out=tilting.held_out_factors(data) if graded or criterion == "grade" else None,
+            held_out=fit_factors(data, _HELD_OUT) if graded or criterion == "grade" else None,
             candidates=candidates_of(data, "valid", None),
             monitor_reward=self.monitor_reward,
             batch_size=self.batch_size,

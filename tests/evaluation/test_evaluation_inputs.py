@@ -11,7 +11,7 @@ import torch
 from recpo.evaluation.beyond_accuracy import ItemFeatures, item_facts
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
-from recpo.training.curves import training_curves
+from recpo.training.run import training_curves
 from tests.refusals import refused
 
 

@@ -11,9 +11,9 @@ from scipy.optimize import brentq
 
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import KTO, MPO, CatalogPolicyGradient, WeightedLikelihood
-from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
+from recpo.objectives.policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.preference import kto_loss
 from tests.refusals import refused
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient, catalog_policy_gradient_loss
 from recpo.objectives.grpo import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, DrGRPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import MPO, dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import PPO, Reinforce
+from recpo.objectives.policy_gradient import PPO, CatalogPolicyGradient, Reinforce, catalog_policy_gradient_loss
 from recpo.objectives.preference import DPO, dpo_loss
 from tests.refusals import refused
 

@@ -14,7 +14,7 @@ from recpo.objectives import DPO, KTO, Likelihood, SoftmaxDPO, WeightedLikelihoo
 from recpo.objectives.advantages import GradedAdvantage, graded_advantage
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import softmax_dpo_loss
-from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss, simpo_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, kto_loss
 from tests.reference import objective_losses as ref
 from tests.refusals import refused
 
@@ -41,7 +41,7 @@ def test_simpo(seed):
     rng = np.random.default_rng(seed)
     chosen, rejected, margin = (*rng.normal(-3, 2, (2, 5)), rng.uniform(0, 2, 5))
     tensors = [torch.tensor(x, requires_grad=True) for x in (chosen, rejected, margin)]
-    loss = simpo_loss(*tensors[:2], beta=0.7, margin=tensors[2])
+    loss = dpo_loss(*tensors[:2], *torch.zeros(2, 5), beta=0.7, margin=tensors[2])
     want = [ref.simpo(c, r, 0.7, m) for c, r, m in zip(chosen, rejected, margin, strict=True)]
     assert loss.tolist() == pytest.approx(want, rel=1e-9)
     gradients = torch.autograd.grad(loss.sum(), tensors, allow_unused=True)
@@ -149,14 +149,13 @@ def test_defaults_of_the_losses_of_pairs_and_lists():
         return pytest.approx(math.log1p(math.exp(-x)))
 
     assert dpo_loss(a, b, c, d).item() == nll(0.1 * (0.2 + 0.4))
-    assert simpo_loss(a, b).item() == nll(2.0 * 0.5 - 1.0)
     assert dmpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
     assert softmax_dpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
     assert DPO() == DPO(beta=0.1, nll_coef=0.0, variant="sigmoid", label_smoothing=0.0, margin=0.0, grade_gap_coef=0.0)
     assert SoftmaxDPO() == SoftmaxDPO(beta=1.0, nll_coef=0.0, grade_gap_coef=0.0)
     with refused("out_of_range", "label_smoothing"):
-        simpo_loss(a, b, label_smoothing=0.5)
-    smoothed = simpo_loss(a, b, margin=0.0, label_smoothing=0.1).item()
+        dpo_loss(a, b, 0 * a, 0 * b, label_smoothing=0.5)
+    smoothed = dpo_loss(a, b, 0 * a, 0 * b, beta=2.0, label_smoothing=0.1).item()
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-1.0)) + 0.1 * math.log1p(math.exp(1.0)))
     smoothed = dmpo_loss(a, b[None], c, d[None], label_smoothing=0.1).item()
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-0.6)) + 0.1 * math.log1p(math.exp(0.6)))

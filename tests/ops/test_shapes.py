@@ -12,13 +12,12 @@ import torch
 import recpo.objectives
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
-from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
-from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists, simpo_loss
+from recpo.objectives.policy_gradient import catalog_policy_gradient_loss, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.ops import log_ratios, reduce
@@ -43,7 +42,6 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"mask": (B, S), "pair_weights": (B, S)},
     },
-    simpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected"), (B,)),
     dmpo_loss: {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"margin": (B, S), "mask": (B, S)},
@@ -56,8 +54,7 @@ SHAPES = {
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
     value_loss: {"values": ITEMS, "values_old": ITEMS, "returns": ITEMS},
-    entropy: {"logits": ITEMS, "mask": ITEMS},
-    bellman_target: {"rewards": ITEMS, "next_q": (B, S, 7), "dones": ITEMS, "next_q_online": (B, S, 7)},
+    bellman_target: {"rewards": ITEMS, "next_q": ITEMS, "dones": ITEMS},
     q_loss: {"q_values": ITEMS, "q_targets": ITEMS},
     pairwise_reward_loss: {"chosen": ITEMS, "rejected": ITEMS, "margin": ITEMS},
     pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
@@ -121,7 +118,7 @@ def test_every_public_function_is_here():
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
     # metrics of objectives, what the objectives themselves check with, and advantages, which have their own tests
-    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages", "gae")}
+    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages")}
     assert public - own - {reduce.check_same_shape, preference_lists, grade_gaps} == SHAPES.keys() | OF_ONE_SHAPE
 
 

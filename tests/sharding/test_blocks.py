@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from recpo.sharding.blocks import TableBlock, row_blocks, sharded_tensor
+from recpo.sharding.lookup_tables import sharded_tensor
+from recpo.sharding.memory import TableBlock, row_blocks
 from tests.sharding.ranks import Ranks
 
 DIM = 8

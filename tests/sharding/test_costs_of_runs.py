@@ -26,8 +26,7 @@ from recpo.log.prepared import Prepared
 from recpo.objectives import GBPO, Likelihood
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.blocks import row_blocks, row_wise_placement
-from recpo.sharding.memory import Workload, softmax_placement
+from recpo.sharding.memory import Workload, row_blocks, row_wise_placement, softmax_placement
 from recpo.sharding.planning import plan_tables
 from recpo.verbs.train import train
 from tests.sharding.tables import as_torchrun

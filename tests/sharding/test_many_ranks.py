@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.ops import sharded_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.sharding.blocks import row_blocks
+from recpo.sharding.memory import row_blocks
 from recpo.sharding.row_tables import RowTable
 from tests.sharding.test_costs_of_runs import DIM, Sent, lookup_bytes, softmax_bytes
 

@@ -18,8 +18,15 @@ from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import DecoderOptions, LazyDecoder, Placement
 from recpo.policies.semantic_search import Trie
-from recpo.sharding.blocks import TableBlock, block_bytes, row_wise_placement
-from recpo.sharding.memory import Workload, _trie_bytes, needs_of, softmax_placement
+from recpo.sharding.memory import (
+    TableBlock,
+    Workload,
+    _trie_bytes,
+    block_bytes,
+    needs_of,
+    row_wise_placement,
+    softmax_placement,
+)
 from recpo.verbs.plan import plan
 from tests.refusals import refused
 

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.base.errors import RecpoError
 from recpo.sharding import planning
-from recpo.sharding.blocks import GIB, Placement, TableBlock, TableSpec, block_bytes, sharding_by_table
+from recpo.sharding.memory import GIB, Placement, TableBlock, TableSpec, block_bytes, sharding_by_table
 from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 from tests.refusals import refused
 

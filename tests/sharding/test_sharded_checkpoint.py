@@ -93,12 +93,12 @@ def whole(value: Any) -> Any:
 
 def save_run(path: Path, kind: str, optimizer: str) -> tuple[Any, Any, Any]:
     """A checkpoint, what it holds, and what two further steps make of it."""
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     net, own = sharded(kind, optimizer=optimizer)
     train(net, own, 2)
     states = own.state_dict()
-    checkpoint.save(
+    strategy.write_checkpoint(
         net.state_dict(), {"optimizer_states": [states], "epoch": 3, "nested": {"a": [1, (2.5, "b")]}}, path
     )
     held = whole(dict(net.state_dict())), whole(states)
@@ -107,12 +107,12 @@ def save_run(path: Path, kind: str, optimizer: str) -> tuple[Any, Any, Any]:
 
 
 def load_run(path: Path, kind: str, optimizer: str, expected: tuple[Any, Any, Any]) -> None:
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     net, own = sharded(kind, seed=1, optimizer=optimizer)
     if kind != "data_parallel":
         net.looked_up.row_shard(learns=False)  # what was made of other weights is not kept
-    rest = checkpoint.load(net.state_dict(), [own], path)
+    rest = strategy.read_checkpoint(net.state_dict(), [own], path)
     net.count.fill_(7)
     own.load_state_dict(rest["optimizer_states"][0])
     assert (rest["epoch"], rest["nested"]) == (3, {"a": [1, (2.5, "b")]})
@@ -189,7 +189,7 @@ def test_ranks_read_their_own_rows_only(two: Ranks, saved: Any, kind: str) -> No
 
 def fail_on_a_full_disk(path: Path, failing: int) -> list[str]:
     """A rank that cannot write; what lies there afterwards."""
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     net, own = sharded("row_wise", seed=9)
     rest = {"optimizer_states": [own.state_dict()]}
@@ -199,9 +199,9 @@ def fail_on_a_full_disk(path: Path, failing: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing:
-            patch.setattr(checkpoint, "write_tensors", full)
+            patch.setattr(strategy, "write_tensors", full)
         with refused("failed", str(path)) as caught:
-            checkpoint.save(net.state_dict(), rest, path)
+            strategy.write_checkpoint(net.state_dict(), rest, path)
         assert f"rank {failing}: [Errno 28]" in str(caught.value)
     dist.barrier()
     return sorted(entry.name for entry in path.parent.iterdir())
@@ -221,15 +221,15 @@ def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_as_it_was(two: Rank
 def test_the_last_checkpoint_stays_until_the_next_one_is_whole(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     path = tmp_path / "last.ckpt"
     net, own = sharded("row_wise")
     rest = {"optimizer_states": [own.state_dict()]}
-    checkpoint.save(net.state_dict(), rest, path)
+    strategy.write_checkpoint(net.state_dict(), rest, path)
     before = net.dense.weight.detach().clone()
     train(net, own, 1)
-    write, seen = checkpoint._write, []
+    write, seen = strategy._write, []
 
     def watched(tensors: Any, working: Path) -> None:
         write(tensors, working)
@@ -238,22 +238,22 @@ def test_the_last_checkpoint_stays_until_the_next_one_is_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_write", watched)
+        patched.setattr(strategy, "_write", watched)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(net.state_dict(), rest, path)
+            strategy.write_checkpoint(net.state_dict(), rest, path)
     assert torch.equal(seen[0], before)
     assert torch.equal(saved_tensors(path)["dense.weight"].whole(), before)  # type: ignore[union-attr]
-    checkpoint.save(net.state_dict(), rest, path)
+    strategy.write_checkpoint(net.state_dict(), rest, path)
     assert torch.equal(saved_tensors(path)["dense.weight"].whole(), net.dense.weight)  # type: ignore[union-attr]
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def refuse(path: Path, rows: int, code: Code) -> None:
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     net, own = sharded("row_wise", rows=rows)
     with refused(code, str(path)):
-        checkpoint.load(net.state_dict(), [own], path)
+        strategy.read_checkpoint(net.state_dict(), [own], path)
 
 
 def copy(path: Path, target: Path) -> Path:
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_names(alone: None, saved:
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused(alone: None, saved: Any, tmp_path: Path) -> None:
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     net, own = sharded("row_wise")
     names = [file.name for file in saved[0].glob("*.safetensors")]
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused(alone: None, saved: Any, tmp_p
         path = copy(saved[0], tmp_path / name / "lost.ckpt")
         (path / name).unlink()
         with refused("damaged", "lost.ckpt"):
-            checkpoint.load(net.state_dict(), [own], path)
+            strategy.read_checkpoint(net.state_dict(), [own], path)
         with refused("damaged", "lost.ckpt"):
             saved_tensors(path)
 
@@ -300,13 +300,13 @@ class Attack:
 
 
 def test_nothing_is_unpickled(alone: None, saved: Any, tmp_path: Path) -> None:
-    from recpo.sharding import checkpoint
+    from recpo.sharding import strategy
 
     path = copy(saved[0], tmp_path / "malicious.ckpt")
     torch.save({"optimizer_states": Attack(tmp_path / "harm")}, path / META)
     net, own = sharded("row_wise")
     with refused("damaged", "meta.pt"):
-        checkpoint.load(net.state_dict(), [own], path)
+        strategy.read_checkpoint(net.state_dict(), [own], path)
     with refused("damaged", "meta.pt"):
         load_weights(Net(), path, "")
     assert not (tmp_path / "harm").exists()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recpo.training.curves import advice, training_curves
+from recpo.training.run import advice, training_curves
 from tests.refusals import refused
 
 

@@ -15,8 +15,7 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
 from recpo.batches.train_batches import Phases
 from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Reinforce, SoftmaxDPO
-from recpo.objectives.advantages import GroupNormalizedAdvantage, LeaveOneOutAdvantage
-from recpo.objectives.gae import GAEAdvantage
+from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage
 from recpo.ops.log_ratios import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.callbacks import CollapseGuard

@@ -12,7 +12,7 @@ from recpo.batches.slates import ImpressionLayout
 from recpo.batches.train_batches import Epochs, TrainBatches
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.run import Run
-from recpo.training.warm_start import GrownRows, WarmStart, growth_of
+from recpo.training.warm_start import WarmStart, grown_rows, growth_of
 from tests.log.test_extension import OPTIONS, between, living_log
 from tests.refusals import refused
 
@@ -34,12 +34,12 @@ def nights(tmp_path_factory):
 
 def test_grown_rows_are_the_saved_ones_and_their_mean():
     rows = torch.randn(6, 3)
-    grown = GrownRows(rows, 6, 9, 1)
+    grown = grown_rows(rows, 6, 9, 1)
     expected = torch.cat([rows, rows[1:].double().mean(0).float().expand(3, -1)])
     torch.testing.assert_close(grown.whole(), expected)
     for part in (slice(0, 4), slice(5, 8), slice(7, 9), slice(2, 2)):
         torch.testing.assert_close(grown[part], expected[part])
-    assert not GrownRows(rows, 6, 9, 1, zero=True)[6:9].any()
+    assert not grown_rows(rows, 6, 9, 1, zero=True)[6:9].any()
 
 
 def test_known_rows_are_copied_and_new_ones_start_from_their_mean(nights):

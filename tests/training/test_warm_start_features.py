@@ -9,7 +9,7 @@ import recpo
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.training.run import hand_over
-from recpo.training.warm_start import TrainedRows, WarmStart, growth_of
+from recpo.training.warm_start import WarmStart, growth_of, trained_rows
 from tests.log.test_extension import OPTIONS, between
 from tests.log.test_extension_features import ENGINE, FEATURES, item_rows, known_on, rich_log, user_rows
 from tests.refusals import refused
@@ -67,7 +67,7 @@ def test_encoders_and_known_rows_are_copied_and_untrained_rows_are_zero(nights):
 
 def test_trained_rows_keep_what_was_trained():
     rows, trained = torch.randn(5, 3), torch.tensor([True, False, True, True, False])
-    kept = TrainedRows(rows, trained)
+    kept = trained_rows(rows, trained)
     torch.testing.assert_close(kept.whole(), rows * trained[:, None])
     torch.testing.assert_close(kept[1:4], rows[1:4] * trained[1:4, None])
 
