@@ -18,9 +18,8 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Vector, of_type, read_features
 from recpo.base.frames import Frame, to_arrow
 from recpo.base.ranges import PositiveFloat, PositiveInt, validate_ranges
-from recpo.items.columns import read_rows, shown
 from recpo.items.residual_kmeans import Codebooks
-from recpo.log.id_map import IdMap
+from recpo.log.id_map import IdMap, read_rows, shown
 from recpo.log.prepared import ITEM_FEATURES, Prepared, run_change
 
 _LARGEST_CODEBOOK = 1 << 20

@@ -10,11 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import Rank, evaluation_batches
+from recpo.batches.datamodule import FeedbackDataModule, ResumableLoader, TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import ResumableLoader, TrainBatches
+from recpo.batches.slates import Rank, SequenceLayout, evaluation_batches
 from recpo.log import writing as publishing
 from recpo.log.engine import EngineOptions, start_engine
 from recpo.log.locations import Location, locate

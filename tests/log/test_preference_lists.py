@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from recpo.base.feedback import FeedbackRule
-from recpo.batches.held_out import Rank
+from recpo.batches.datamodule import TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout, uniform
-from recpo.batches.train_batches import TrainBatches
+from recpo.batches.slates import Rank
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from tests.refusals import refused
 
