@@ -297,7 +297,8 @@ class _ExtensionRun(PrepareRun):
                 Derived.PERIOD: ibis.ifelse(rows[Derived.PERIOD] == EARLIER, TRAIN, rows[Derived.PERIOD]).cast("int8"),
             }
         )
-        labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self.before.table(QUANTILES))
+        rows, method = self.engine.materialize("rows", rows), self.choice.label
+        labeled = method.add(rows, bucket_counts(rows, method.base, kept=self.before.table(QUANTILES)))
         label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
         self.events = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))

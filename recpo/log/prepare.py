@@ -351,7 +351,7 @@ class PrepareRun:
         placed = add_positions(events, time_order(events))
         if not label.reads_events_once:
             placed = engine.materialize("placed", placed)
-        self.events = engine.materialize("shaped", label.add_counted(placed, counts))
+        self.events = engine.materialize("shaped", label.add(placed, counts))
         if not label.reads_events_once:
             engine.drop("placed")
         fitted, described = engine.table(cutoff_table(quantiles)), _described_label(label, self.log)

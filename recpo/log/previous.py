@@ -86,6 +86,13 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         **{name: value for name, value in plain.items() if name not in _OWN_OPTIONS},
     )
     _validate_split(kept, data)
+    if not kept.label.keeps_fitted:
+        raise RecpoError(
+            f"label {type(kept.label).__name__}: what it fits is not kept, so that a directory with it cannot be "
+            "extended; prepare the whole log again, or take another --label",
+            code="unsupported",
+            field="label",
+        )
     return kept
 
 

@@ -95,10 +95,9 @@ def test_the_pipeline_compiles_for_spark():
     counts = bucket_counts(placed, 2.0)
     quantiles = quantile_table(unbound(counts, "counts"))
     fitted = unbound(quantiles, "quantiles")
-    assert compiles(
-        counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *(label.add(placed) for label in LABELS)
-    )
-    shaped = unbound(EveryEvent().add(placed), "shaped")
+    labels = [label.add(placed, bucket_counts(placed, label.base)) for label in LABELS]
+    assert compiles(counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *labels)
+    shaped = unbound(EveryEvent().add(placed, counts), "shaped")
     assert compiles(
         item_table(items, shaped, FeedbackRule()),
         as_histories(recent_events(shaped, items, users, 9)),

@@ -24,7 +24,7 @@ from recpo.log.events import timestamp_ms
 from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
-from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio
+from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, bucket_counts
 from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
@@ -213,7 +213,9 @@ def test_labels_are_the_same_numbers(spark, tmp_path, label):
             "value": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
         }
     )
-    duckdb, spark_found = compared(spark, tmp_path, events, lambda rows: label.add(rows).select("row", "label"))
+    duckdb, spark_found = compared(
+        spark, tmp_path, events, lambda rows: label.add(rows, bucket_counts(rows, label.base)).select("row", "label")
+    )
     assert duckdb == spark_found
 
 
