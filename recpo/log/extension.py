@@ -51,7 +51,7 @@ from recpo.log.schema import (
     user_schema,
 )
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
-from recpo.log.splits import outside_events, past_items, recent_events
+from recpo.log.splits import past_items, recent_events
 from recpo.log.writing import Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
@@ -319,8 +319,9 @@ class _ExtensionRun(PrepareRun):
     def _write_catalog(self) -> dict[str, int]:
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
         (item_ids, user_ids), available = self._id_types(), self._available()
-        fresh = self.engine.table(item_table(self.items, self.events, self.choice.feedback, available))
-        table = _appended(self.data.table(ITEMS), fresh.cast(item_schema(item_ids, available is not None)))
+        fresh = item_table(self.items, self.events, self.choice.feedback, available)
+        table = self.engine.table(_with_kept(fresh, self.before.table(ITEMS)))
+        table = table.cast(item_schema(item_ids, available is not None)).combine_chunks()
         if available is not None:
             self._count_shown_before(table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
@@ -331,7 +332,7 @@ class _ExtensionRun(PrepareRun):
         rows = self.users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
         rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
-        return {"num_items": len(fresh), "num_users": self._write_rows(rows, user_schema(user_ids), USERS)}
+        return {"num_items": len(table), "num_users": self._write_rows(rows, user_schema(user_ids), USERS)}
 
     def _given_times(self) -> ir.Table | None:
         """The times of the new item table; for items that it lacks, the previous times."""
@@ -398,9 +399,6 @@ class _ExtensionRun(PrepareRun):
         kept = self.before.earlier_history(self.items, self.users).left_join(lengths, user).drop(f"{user}_right")
         return appended(fresh, kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - most))
 
-    def _outside(self, events: ir.Table) -> ir.Table:
-        return outside_events(events, self.items, self.users)
-
     def _write_for_extension(self, outside: ir.Table | None) -> list[str]:
         """See ``PrepareRun``. The previous pairs, quantiles and vocabularies are linked."""
         for name in (QUANTILES, *self.before.vocabularies(), *self.train_past):
@@ -450,28 +448,23 @@ def _with_positions(placed: ir.Table) -> ir.Table:
     return name_requests(placed, first).drop(BEFORE)
 
 
-def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
+def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
     """``items.parquet`` of all items: counts are added; a known duration and time of availability are kept.
 
     Args:
-        kept: the previous table, with the first items.
-        fresh: a table of all items, with the counts of the events that became train.
+        fresh: the rows of all items, with the counts of the events that became train.
+        kept: the previous rows, of the first items.
     """
-    more = len(fresh) - len(kept)
-    columns = {name: fresh[name].combine_chunks() for name in fresh.column_names}
-    trained = kept["train_count"].to_numpy() > 0
+    item, duration, available = Derived.ITEM_INDEX, LogColumns.DURATION, Derived.AVAILABLE_FROM
+    rows = fresh.left_join(kept.rename(lambda name: f"kept_{name}"), fresh[item] == kept[item])
+    columns = {name: rows[name] for name in fresh.columns}
     for name in ("train_count", "train_positives"):
-        before = np.append(kept[name].to_numpy(), np.zeros(more, np.int64))
-        columns[name] = pa.array(before + fresh[name].to_numpy())
-    duration = kept[LogColumns.DURATION].combine_chunks()
-    before = pa.concat_arrays([duration, pa.nulls(more, duration.type)])
-    columns[LogColumns.DURATION] = pc.coalesce(before, columns[LogColumns.DURATION])
-    if Derived.AVAILABLE_FROM in columns:  # until an item's first train event, the item table decides
-        before = kept[Derived.AVAILABLE_FROM].combine_chunks()
-        before = pa.concat_arrays([before, pa.nulls(more, before.type)])
-        stays = pa.array(np.append(trained, np.zeros(more, bool)))
-        columns[Derived.AVAILABLE_FROM] = pc.if_else(stays, before, columns[Derived.AVAILABLE_FROM])
-    return pa.table(columns, schema=fresh.schema).combine_chunks()
+        columns[name] += rows[f"kept_{name}"].fill_null(0)
+    columns[duration] = rows[f"kept_{duration}"].coalesce(rows[duration])
+    if available in columns:  # until an item's first train event, the item table decides
+        trained = rows["kept_train_count"] > 0
+        columns[available] = ibis.ifelse(trained, rows[f"kept_{available}"], rows[available])
+    return rows.select(**columns).order_by(item)
 
 
 def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
