@@ -56,6 +56,11 @@ def number(column: ir.Value) -> ir.FloatingColumn:
     return (column.cast("int8") if column.type().is_boolean() else column).cast("float64")
 
 
+def absent(column: ir.Value) -> ir.BooleanColumn:
+    """Whether a value is missing: null, or nan."""
+    return column.isnull() | column.isnan() if column.type().is_floating() else column.isnull()
+
+
 def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
     """Milliseconds since the epoch; null if the value is null, does not parse, or is not a plausible time."""
     if column.type().is_unknown():

@@ -28,6 +28,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
+from recpo.log import schema
 from recpo.log.engine import Engine
 from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
@@ -38,18 +39,7 @@ from recpo.log.locations import Place, locate
 from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
-from recpo.log.schema import (
-    PAST_SCHEMA,
-    PERIODS,
-    RETIRED,
-    TIE_RULE,
-    TRAIN,
-    Derived,
-    Fault,
-    LogColumns,
-    item_schema,
-    user_schema,
-)
+from recpo.log.schema import PERIODS, RETIRED, TIE_RULE, TRAIN, Derived, Fault, LogColumns
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
 from recpo.log.splits import past_items, recent_events
 from recpo.log.writing import Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
@@ -247,11 +237,11 @@ class _ExtensionRun(PrepareRun):
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
         self.boundaries = {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
-        schema = self._held_out_schema()
+        layout = self._held_out_schema()
         unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
-        columns = dict(ibis.Schema.from_pyarrow(schema).items())
-        fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
-        held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
+        columns = dict(ibis.Schema.from_pyarrow(layout).items())
+        fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(layout.names).cast(columns)
+        held = self.before.table(HELD_OUT).select(layout.names).cast(columns)
         current = self.engine.materialize("events", self.choice.split.assign(held.union(fresh), boundaries))
         self.fresh_feedback = self._new_feedback(events)
         return current
@@ -310,7 +300,7 @@ class _ExtensionRun(PrepareRun):
         held_out = self.events.filter(self.events[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
         assert isinstance(self.place.work, Path)
-        write_rows(self.before.pairs(users), PAST_SCHEMA, self.place.work / "pairs.parquet")
+        write_rows(self.before.pairs(users), schema.PAST_SCHEMA, self.place.work / "pairs.parquet")
         return self.engine.read_parquet([self.place.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
 
     def _past(self, period: int) -> ir.Table:
@@ -321,7 +311,7 @@ class _ExtensionRun(PrepareRun):
         (item_ids, user_ids), available = self._id_types(), self._available()
         fresh = item_table(self.items, self.events, self.choice.feedback, available)
         table = self.engine.table(_with_kept(fresh, self.before.table(ITEMS)))
-        table = table.cast(item_schema(item_ids, available is not None)).combine_chunks()
+        table = table.cast(schema.item_schema(item_ids, available is not None)).combine_chunks()
         if available is not None:
             self._count_shown_before(table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
@@ -332,7 +322,7 @@ class _ExtensionRun(PrepareRun):
         rows = self.users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
         rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
-        return {"num_items": len(table), "num_users": self._write_rows(rows, user_schema(user_ids), USERS)}
+        return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(user_ids), USERS)}
 
     def _given_times(self) -> ir.Table | None:
         """The times of the new item table; for items that it lacks, the previous times."""

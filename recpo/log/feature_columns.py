@@ -205,6 +205,27 @@ class EventColumns:
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(
+        cls, preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
+    ) -> EventColumns:
+        """The columns of a preset and of the user's options, which override it.
+
+        Args:
+            preset: name of the preset.
+            features: the user's options.
+            behaviors: name -> column, or flag that is read from values; None = the preset's.
+
+        Raises:
+            RecpoError: the name of a behavior is not allowed.
+        """
+        named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
+        context = features.over(PRESET_FEATURES[preset]).context or ()
+        chosen = {BEHAVIOR + name for name in behaviors or ()}
+        chosen |= {CONTEXT + feature.name for feature in features.context or ()}
+        _validate_behaviors(named, context)
+        return cls(named, context, frozenset(chosen))
+
     def named(self) -> dict[str, str]:
         """Name while the log is prepared -> name in the log."""
         behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
@@ -219,24 +240,3 @@ class EventColumns:
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
         return EventColumns(behaviors, context, self.chosen)
-
-
-def event_columns(
-    preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
-) -> EventColumns:
-    """The columns that are read for every event, from a preset and the user's options, which override it.
-
-    Args:
-        preset: name of the preset.
-        features: the user's options.
-        behaviors: name -> column, or flag that is read from values; None = the preset's.
-
-    Raises:
-        RecpoError: the name of a behavior is not allowed.
-    """
-    named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
-    context = features.over(PRESET_FEATURES[preset]).context or ()
-    chosen = {BEHAVIOR + name for name in behaviors or ()}
-    chosen |= {CONTEXT + feature.name for feature in features.context or ()}
-    _validate_behaviors(named, context)
-    return EventColumns(named, context, frozenset(chosen))

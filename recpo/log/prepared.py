@@ -26,17 +26,7 @@ from recpo.artifacts.checksums import is_inside, sha256
 from recpo.artifacts.documents import describe_os_error, parse_json
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
-from recpo.base.features import (
-    Categories,
-    Category,
-    Feature,
-    FeatureArrays,
-    FeatureSchema,
-    Reads,
-    Side,
-    missing_features,
-    read_features,
-)
+from recpo.base.features import FeatureArrays, FeatureSchema, Reads, Side, missing_features, read_features
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.id_map import IdMap
@@ -321,9 +311,8 @@ class Prepared(Artifact):
 
     def fitted_features(self, side: Side) -> FittedFeatures:
         """Encodes the raw features of further items, users or requests in the same way as this directory."""
-        features = self.feature_schema.of(side)
-        coded = [feature.name for feature in features if isinstance(feature, Category | Categories)]
-        return of_side(features, {name: self.vocabulary(side, name) for name in coded})
+        schema = self.feature_schema
+        return of_side(schema.of(side), {name: self.vocabulary(side, name) for name in schema.coded(side)})
 
     def features_checksum(self, side: Side) -> str:
         """Identifies the features of a side: equal checksums encode equal values in the same way."""
@@ -352,7 +341,9 @@ class Prepared(Artifact):
         names = [name for name in EVENT_SCHEMA.names if name not in left_out]
         names += [Derived.BEHAVIORS] * bool(reads.behaviors and self.behaviors)
         context = self.feature_schema.context if reads.context else ()
-        table = self.table(self._shard_file(split, shard), names + [CONTEXT + feature.name for feature in context])
+        of_context = [CONTEXT + feature.name for feature in context]
+        table = self.table(self._shard_file(split, shard), names + of_context)
+        plain = table.select(of_context).rename_columns([feature.name for feature in context])
         columns = {name: table.column(name).to_numpy() for name in names}
         user, request = columns["user_index"], columns["request"]
         label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
@@ -373,7 +364,7 @@ class Prepared(Artifact):
             offsets=offsets,
             is_random=columns.get("is_random"),
             behaviors=columns[Derived.BEHAVIORS].astype(np.int64) if Derived.BEHAVIORS in columns else None,
-            context=read_features(context, _context_table(table, context)) if context else None,
+            context=read_features(context, plain) if context else None,
             users=self.user_features(user[offsets[:-1]]) if reads.user and self.feature_schema.user else None,
         )
 
@@ -478,12 +469,6 @@ class Prepared(Artifact):
 
     def _shard_file(self, split: Period, shard: int) -> str:
         return str(self.manifest["shards"][split][shard]["file"])
-
-
-def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
-    """The columns of a shard with the features of requests, by name."""
-    columns = [table[CONTEXT + feature.name] for feature in features]
-    return pa.table(columns, names=[feature.name for feature in features])
 
 
 def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:

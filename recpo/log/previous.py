@@ -19,18 +19,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
 from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
-from recpo.log import shaping, splits
+from recpo.log import feature_columns, shaping, splits
 from recpo.log.engine import Engine
 from recpo.log.events import appended, more_columns
-from recpo.log.feature_columns import (
-    BEHAVIOR,
-    CONTEXT,
-    ENCODED,
-    PRESET_BEHAVIORS,
-    PRESET_FEATURES,
-    FeatureColumns,
-    TableSide,
-)
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, FeatureColumns, TableSide
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS, Prepared
@@ -107,7 +99,7 @@ def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
 def _kept_features(data: Prepared) -> FeatureColumns:
     """The features of ``data``, with the columns that they were read from."""
     schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
-    given, unit = config["features"], PRESET_FEATURES[config["preset"]].available_from_unit
+    given, unit = config["features"], feature_columns.PRESET_FEATURES[config["preset"]].available_from_unit
     columns = {side: tables[side]["columns"] if side in tables else {} for side in ("item", "user")}
     sides: dict[str, Any] = {side: _declared(schema.of(side)) for side in columns}  # type: ignore[arg-type]
     return FeatureColumns(
@@ -131,7 +123,7 @@ def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
 def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     """The behaviors of ``data``, in the order of their bits."""
     config = data.manifest["config"]
-    columns = PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
+    columns = feature_columns.PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
     return {name: read_column(columns[name]) for name in data.behaviors}
 
 
