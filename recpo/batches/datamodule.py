@@ -510,7 +510,9 @@ class FeedbackDataModule(LightningDataModule):
             Contents(self.reads, self.step_labels, self.whole_steps, self.planner),
             self._sum_over_ranks,
         )
-        return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
+        trainer = self.trainer
+        current_epoch = None if trainer is None else lambda: int(trainer.current_epoch)
+        return ResumableLoader(batches, self._num_workers, current_epoch)
 
     def every_context(self) -> TrainBatches:
         """Every context of the training period once, on every rank.
@@ -543,10 +545,6 @@ class FeedbackDataModule(LightningDataModule):
         mine = torch.from_numpy(counts).to(strategy.root_device)
         total: np.ndarray = strategy.reduce(mine, reduce_op="sum").cpu().numpy()
         return total
-
-    def _current_epoch(self) -> int:
-        assert self.trainer is not None
-        return int(self.trainer.current_epoch)
 
     def _rank(self) -> Rank:
         trainer = self.trainer

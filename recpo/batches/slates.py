@@ -145,15 +145,13 @@ class SequenceLayout(Layout):
         first = self._first_of_window(user, request_start, user_offsets)
         # Windows are found from the end; each pass finds the n-th window of all users that have one.
         begins, stops = user_offsets[:-1], user_offsets[1:]
-        starts_found, stops_found = [], []
+        starts_found, stops_found = [user_offsets[:0]], [user_offsets[:0]]
         while len(stops):
             slate_start = first[stops - 1]
             starts_found.append(slate_start)
             stops_found.append(stops)
             more = slate_start > begins if not self.last_window_only else np.zeros(len(stops), bool)
             begins, stops = begins[more], slate_start[more]
-        if not starts_found:
-            return Windows(user_offsets[:0], user_offsets[:0], user_offsets[:0], user_offsets[:0])
         slate_start, slate_stop = np.sort(np.concatenate(starts_found)), np.sort(np.concatenate(stops_found))
         history_stop = request_start[slate_stop - 1]
         own_start = user_offsets[np.searchsorted(user_offsets, slate_start, side="right") - 1]

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, unquote
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError, first_line, validate_range
-from recpo.log.locations import Location, Place, readable
+from recpo.log.locations import Location, Place, readable, remove_directory
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -359,7 +360,7 @@ class SparkEngine(Engine):
         """See ``Engine.drop``."""
         for name in names:
             self._session.catalog.dropTempView(name)
-            _remove(self._tables.pop(name))
+            remove_directory(self._tables.pop(name))
 
     def table(self, expression: ir.Table) -> pa.Table:
         """See ``Engine.table``."""
@@ -372,7 +373,7 @@ class SparkEngine(Engine):
         for part in _parts(place):
             with pq.ParquetFile(readable(part)) as parquet:
                 yield from parquet.iter_batches(_BATCH_ROWS)
-        _remove(place)
+        remove_directory(place)
 
     def _run(self, expression: ir.Table) -> DataFrame:
         return self._session.sql(self._connection.compile(expression))
@@ -476,18 +477,11 @@ def _parts(place: Place) -> list[Path] | list[Location]:
     """The files that Spark wrote (part-<number>-...), in the order of their rows. Numbers may differ in length."""
     if isinstance(place, Path):
         return sorted(place.glob("part-*.parquet"), key=_order)
-    return sorted((f for f in place.files() if f.name.startswith("part-") and f.suffix == ".parquet"), key=_order)
+    return sorted((file for file in place.files() if fnmatchcase(file.name, "part-*.parquet")), key=_order)
 
 
 def _order(part: Place) -> tuple[int, str]:
     return int(part.name.split("-")[1]), part.name
-
-
-def _remove(place: Place) -> None:
-    if isinstance(place, Path):
-        shutil.rmtree(place)
-    else:
-        place.delete_directory()
 
 
 def _report(error: BaseException | None) -> None:

@@ -191,12 +191,12 @@ class _ExtensionRun(PrepareRun):
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]
-            if pa.types.is_integer(before) != pa.types.is_integer(now) and column == LogColumns.REQUEST_ID:
+            if pa.types.is_integer(before) == pa.types.is_integer(now):
+                types[column] = wider_type(before, now)
+            elif column == LogColumns.REQUEST_ID:
                 types[column] = pa.string()  # the log of a server; these ids only say which events share a request
-                continue
-            if pa.types.is_integer(before) != pa.types.is_integer(now):
+            else:
                 raise self._other_column_type(column, now, before)
-            types[column] = wider_type(before, now)
         for feature in self.more.context:
             column = CONTEXT + feature.name
             before, now = kept.field(column).type, types[column]
@@ -308,10 +308,10 @@ class _ExtensionRun(PrepareRun):
 
     def _write_catalog(self) -> dict[str, int]:
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
-        (item_ids, user_ids), available = self._id_types(), self._available()
+        available, types = self._available(), self.log.types
         fresh = item_table(self.items, self.events, self.choice.feedback, available)
         table = self.engine.table(_with_kept(fresh, self.before.table(ITEMS)))
-        table = table.cast(schema.item_schema(item_ids, available is not None)).combine_chunks()
+        table = table.cast(schema.item_schema(types, available is not None)).combine_chunks()
         if available is not None:
             self._count_shown_before(table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
@@ -322,7 +322,7 @@ class _ExtensionRun(PrepareRun):
         rows = self.users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
         rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
-        return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(user_ids), USERS)}
+        return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(types), USERS)}
 
     def _given_times(self) -> ir.Table | None:
         """The times of the new item table; for items that it lacks, the previous times."""

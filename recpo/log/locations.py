@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,11 +54,6 @@ class Location:
     def name(self) -> str:
         """The last part of the path."""
         return PurePosixPath(str(self)).name
-
-    @property
-    def suffix(self) -> str:
-        """The file extension, including the dot."""
-        return PurePosixPath(self.name).suffix
 
     @property
     def filesystem(self) -> FileSystem:
@@ -166,6 +162,14 @@ def readable(place: Place) -> Path | pa.NativeFile:
 def writable(place: Place) -> pa.NativeFile:
     """A stream that writes the file ``place``."""
     return pa.OSFile(str(place), "wb") if isinstance(place, Path) else place.open_output()
+
+
+def remove_directory(place: Place) -> None:
+    """Removes a directory and everything in it."""
+    if isinstance(place, Path):
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.delete_directory()
 
 
 @lru_cache(maxsize=64)

@@ -344,12 +344,11 @@ class PrepareRun:
 
     def _write_catalog(self) -> dict[str, int]:
         """Writes the items and the users; returns their numbers."""
-        item_ids, user_ids = self._id_types()
-        available = self._available()
+        available, types = self._available(), self.log.types
         rows = standard_events.item_table(self.items, self.events, self.choice.feedback, available)
         return {
-            "num_items": self._write_rows(rows, schema.item_schema(item_ids, available is not None), ITEMS),
-            "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), schema.user_schema(user_ids), USERS),
+            "num_items": self._write_rows(rows, schema.item_schema(types, available is not None), ITEMS),
+            "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), schema.user_schema(types), USERS),
         }
 
     def _available(self) -> ir.Table | None:
@@ -386,8 +385,7 @@ class PrepareRun:
     def _write_histories(self) -> None:
         """Writes the last events of every user, for serving."""
         self._stage("histories")
-        item_ids, user_ids = self._id_types()
-        columns = schema.history_schema(user_ids, item_ids, self.more.behaviors, self._plain_context())
+        columns = schema.history_schema(self.log.types, self.more.behaviors, self._plain_context())
         self._written(self._write_rows(splits.as_histories(self._histories()), columns, HISTORIES))
         self.place.bar.update()
 
@@ -408,14 +406,8 @@ class PrepareRun:
         return [HELD_OUT, *self.train_past, past]
 
     def _held_out_schema(self) -> pa.Schema:
-        item_ids, user_ids = self._id_types()
-        request_ids = self.log.types.get(LogColumns.REQUEST_ID, pa.int64())
         context = {CONTEXT + name: kind for name, kind in self._plain_context().items()}
-        return schema.held_out_schema(user_ids, item_ids, request_ids, bool(self.more.behaviors), context)
-
-    def _id_types(self) -> tuple[pa.DataType, pa.DataType]:
-        """Types of the external ids of items and users."""
-        return self.log.types[LogColumns.ITEM_ID], self.log.types[LogColumns.USER_ID]
+        return schema.held_out_schema(self.log.types, bool(self.more.behaviors), context)
 
     def _plain_context(self) -> dict[str, pa.DataType]:
         """Types of the plain request features, by name."""

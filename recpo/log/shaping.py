@@ -301,20 +301,14 @@ class NumericColumn(Label):
         return problem, "impossible", fix, outside
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """Linear scaling, or a threshold.
-
-        Raises:
-            RecpoError: there are neither ends nor a threshold.
-        """
+        """Linear scaling, or a threshold. Without either, the checks of the log have refused it before."""
         value = events[Derived.VALUE]
         if self.threshold is not None:
             label = (value >= self.threshold).cast("int8").cast("float64")
-        elif self.low is not None and self.high is not None:
-            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
-            raise RecpoError(
-                "label NumericColumn: low and high, or threshold, must be given", code="missing_option", field="low"
-            )
+            assert self.low is not None
+            assert self.high is not None
+            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         return events.mutate(**{Derived.LABEL: label})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 import uuid
 from collections import deque
@@ -29,7 +28,7 @@ from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
-from recpo.log.locations import Location, Place, locate, writable
+from recpo.log.locations import Location, Place, locate, remove_directory, writable
 from recpo.log.prepared import MANIFEST, Prepared
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
@@ -346,19 +345,13 @@ def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
         work: parent directory; None = ``partial``.
         partial: the directory that is being prepared.
     """
-    name = f"recpo-work-{uuid.uuid4().hex[:12]}"
-    place = partial / ".work" if work is None else work / name
-    if isinstance(place, Location):
-        try:
-            yield place
-        finally:
-            place.delete_directory()
-        return
-    place.mkdir(parents=True)
+    place = partial / ".work" if work is None else work / f"recpo-work-{uuid.uuid4().hex[:12]}"
+    if isinstance(place, Path):
+        place.mkdir(parents=True)
     try:
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        remove_directory(place)
 
 
 Source: TypeAlias = str | Sequence[str] | pa.Table
