@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError, first_line, validate_range
-from recpo.log.locations import Location, Place, readable, remove_directory
+from recpo.log.locations import Location, Place, readable, remove_directory, writable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -222,12 +222,16 @@ class DuckDBEngine(Engine):
         ) from error
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
-        """See ``Engine.read_parquet``. Used columns of files in an object store are first copied into ``work``."""
+        """See ``Engine.read_parquet``.
+
+        Used columns of files in an object store are first copied into ``work``: the log is read several times, and
+        reading it over the network once is enough.
+        """
         first = len(self._given)  # the files of an earlier call keep their names
         paths = [
             self._linked(file, number)
             if isinstance(file, Path)
-            else self._copied(file, columns, self._work / f"copy-{number}.parquet")
+            else copy_columns(file, columns, self._work / f"copy-{number}.parquet")
             for number, file in enumerate(files, first)
         ]
         self._given |= {str(path): str(file) for path, file in zip(paths, files, strict=True)}
@@ -246,16 +250,6 @@ class DuckDBEngine(Engine):
         link = self._work / f"link-{number}.parquet"
         link.symlink_to(path)
         return link
-
-    def _copied(self, file: Location, columns: Sequence[str], copy: Path) -> Path:
-        """Copied because the log is read several times, and reading it over the network once is enough."""
-        with file.open_input() as source, pq.ParquetFile(source, pre_buffer=True) as parquet:
-            chosen = [name for name in parquet.schema_arrow.names if name in set(columns)]
-            schema = pa.schema([parquet.schema_arrow.field(name) for name in chosen])
-            with pq.ParquetWriter(copy, schema) as writer:
-                for batch in parquet.iter_batches(_BATCH_ROWS, columns=chosen):
-                    writer.write_batch(batch)
-        return copy
 
     def file_of(self, value: str) -> str:
         """See ``Engine.file_of``."""
@@ -293,6 +287,17 @@ _SQL: Final = {
     "spark.sql.legacy.parquet.nanosAsLong": "true",
 }
 _REMEDY: Final = f"Spark needs Java {_JAVA} or newer (set JAVA_HOME, or put java on the PATH)"
+
+
+def copy_columns(file: Place, columns: Collection[str], copy: Place) -> Place:
+    """Writes those of ``columns`` that a Parquet file has to the file ``copy``, and returns ``copy``."""
+    with pq.ParquetFile(readable(file), pre_buffer=True) as parquet:
+        chosen = [name for name in parquet.schema_arrow.names if name in columns]
+        schema = pa.schema([parquet.schema_arrow.field(name) for name in chosen])
+        with writable(copy) as sink, pq.ParquetWriter(sink, schema) as writer:
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=chosen):
+                writer.write_batch(batch)
+    return copy
 
 
 class SparkEngine(Engine):

@@ -70,12 +70,8 @@ class FeatureColumns:
 
     def to_json(self) -> dict[str, Any]:
         """The columns as they were given, for the manifest."""
-        sides: dict[str, Any] = dict.fromkeys(SIDES)
-        for side in SIDES:
-            features = self.of(side)
-            if features is not None:
-                sides[side] = [feature.to_json() for feature in features]
-        return {**asdict(self), **sides}
+        given = {side: features for side in SIDES if (features := self.of(side)) is not None}
+        return asdict(self) | {side: [feature.to_json() for feature in features] for side, features in given.items()}
 
 
 def _validate(feature: Feature, side: Side) -> None:
@@ -163,15 +159,13 @@ _KUAIRAND: Final = FeatureColumns(
     context=(Category("tab"), Category("hour", column="hourmin")),
     available_from="upload_dt",
 )
-_MOVIELENS: Final = FeatureColumns(item=(Categories("genres", separator="|"),))
-
 #: Features of well-known logs. A column that a table or log lacks is left out.
 PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
     "plain": FeatureColumns(),
     # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
     "kuairand": _KUAIRAND,
     # movies.csv
-    "movielens": _MOVIELENS,
+    "movielens": FeatureColumns(item=(Categories("genres", separator="|"),)),
     "recbole": FeatureColumns(),
 }
 

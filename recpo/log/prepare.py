@@ -327,7 +327,9 @@ class PrepareRun:
         self.events = engine.materialize("shaped", label.add(placed, counts))
         if not label.reads_events_once:
             engine.drop("placed")
-        fitted, described = engine.table(cutoff_table(quantiles)), _described_label(label, self.log)
+        # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
+        column = self.log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
+        described, fitted = repr(label) + (f" of {column}" if column else ""), engine.table(cutoff_table(quantiles))
         self.feedback = definition(fitted, self.choice.feedback, label.base, self.choice.max_watch_time, described)
 
     def _outside(self, events: ir.Table) -> ir.Table | None:
@@ -456,9 +458,3 @@ def describe(choice: Any) -> dict[str, Any]:
     """A dataclass instance as class path and arguments."""
     kind = type(choice)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
-
-
-def _described_label(label: Label, log: Log) -> str:
-    """The label with its options, and the column that it reads; two logs whose labels mean the same agree in it."""
-    column = log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
-    return repr(label) if column is None else f"{label!r} of {column}"

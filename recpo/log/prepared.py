@@ -400,7 +400,7 @@ class Prepared(Artifact):
         """
         counts, items = np.zeros(len(users), np.int64), [np.zeros(0, np.int64)]
         name = self.manifest["shards"][split][shard]["past"]
-        for table in self._pairs(name, self._compared(name), users[0], users[-1]):
+        for table, _ in self.pairs(name, users, self._compared(name)):
             user = table.column(0).to_numpy()
             place = np.minimum(np.searchsorted(users, user), len(users) - 1)
             wanted = users[place] == user
@@ -417,18 +417,26 @@ class Prepared(Artifact):
         user, is_target = (column.to_numpy() for column in table.columns)
         starts = _run_offsets(user)[:-1]
         users, past = user[starts], np.zeros(len(starts), np.int64)
-        for pairs in self._pairs(entry["past"], readable(past_file), users[0], users[-1]):
+        for pairs, _ in self.pairs(entry["past"], users, readable(past_file)):
             past += np.bincount(np.searchsorted(users, pairs.column(0).to_numpy()), minlength=len(users))
         return np.add.reduceat(is_target.astype(np.int64), starts), past
 
-    def _pairs(self, name: str, source: _Source, first: int, last: int) -> Iterator[pa.Table]:
-        """The row groups of a ``PAST_SCHEMA`` file that contain one of the users ``first`` .. ``last``."""
-        with _decoding(self.root / name):
-            file = pq.ParquetFile(source)
+    def pairs(self, name: str, users: np.ndarray, source: _Source) -> Iterator[tuple[pa.Table, int]]:
+        """The row groups of a ``PAST_SCHEMA`` file that may contain one of ``users``, with their sizes in bytes.
+
+        Args:
+            name: the file.
+            users: ascending user indices.
+            source: what is read of it.
+        """
+        with _decoding(self.root / name), pq.ParquetFile(source) as file:
             for number in range(file.num_row_groups):
-                users = file.metadata.row_group(number).column(0).statistics
-                if users is None or (users.min <= last and users.max >= first):
-                    yield file.read_row_group(number)
+                group = file.metadata.row_group(number)
+                extent = group.column(0).statistics
+                first = 0 if extent is None else int(np.searchsorted(users, extent.min))
+                if extent is None or (first < len(users) and users[first] <= extent.max):
+                    size = sum(group.column(column).total_compressed_size for column in range(2))
+                    yield file.read_row_group(number), size
 
     def train_columns(self, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """Some columns of the training events, each event once, in pieces that contain all events of their users.

@@ -12,7 +12,6 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from recpo.artifacts.class_paths import named_class
 from recpo.base.errors import RecpoError
@@ -301,17 +300,9 @@ class PreviousData:
     def pairs(self, users: np.ndarray) -> Iterator[pa.RecordBatch]:
         """The pairs of ``users``, from the row groups of ``train_past/`` that may contain them."""
         for name in self.train_past():
-            with pq.ParquetFile(self.root / name) as file:
-                for number in range(file.num_row_groups):
-                    group = file.metadata.row_group(number)
-                    extent = group.column(0).statistics
-                    first = 0 if extent is None else int(np.searchsorted(users, extent.min))
-                    if extent is not None and (first == len(users) or users[first] > extent.max):
-                        continue
-                    self.bytes_read += sum(group.column(column).total_compressed_size for column in range(2))
-                    table = file.read_row_group(number)
-                    kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
-                    yield from kept.to_batches()
+            for table, size in self.data.pairs(name, users, self.root / name):
+                self.bytes_read += size
+                yield from table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32()))).to_batches()
 
 
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:

@@ -48,11 +48,6 @@ class Check:
     fix: str
     offends: ir.BooleanColumn
 
-    @property
-    def reason(self) -> str:
-        """Key of this check's count in the manifest."""
-        return f"{self.column}: {self.problem}"
-
 
 def check_rows(
     engine: Engine,
@@ -93,7 +88,7 @@ def check_rows(
             first = examples(engine, raw.filter(check.offends), check.column, log)
             faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, first))
         else:
-            neutralized[check.reason] = count
+            neutralized[f"{check.column}: {check.problem}"] = count
     faults += _scale_faults(engine, raw, log, label)
     if strict:
         faults += _duplicates(engine, raw, log)

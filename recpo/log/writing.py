@@ -29,7 +29,7 @@ from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
 from recpo.log.locations import Location, Place, locate, remove_directory, writable
-from recpo.log.prepared import MANIFEST, Prepared
+from recpo.log.prepared import MANIFEST, Prepared, run_change
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
@@ -103,8 +103,7 @@ def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
         if not batch.num_rows:
             continue
         columns = [column.to_numpy() for column in batch.columns]
-        is_new = np.ones(batch.num_rows, bool)
-        is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        is_new = run_change(*columns)
         is_new[0] = last is None or any(column[0] != before for column, before in zip(columns, last, strict=True))
         last = [column[-1] for column in columns]
         kept = batch.filter(pa.array(is_new))
