@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -405,9 +406,9 @@ class _ExtensionRun(PrepareRun):
         return {
             "read": old["read"] + now["read"],
             "empty_files": old["empty_files"] + now["empty_files"],
-            "neutralized": _sums(old["neutralized"], now["neutralized"]),
+            "neutralized": dict(Counter(old["neutralized"]) + Counter(now["neutralized"])),
             "watch_time_ties": old["watch_time_ties"],
-            "dropped": _sums(lost, self.dropped),
+            "dropped": dict(Counter(lost) + Counter(self.dropped)),
             "splits": periods,
             **({shown: now[shown]} if shown in now else {}),
         }
@@ -455,7 +456,3 @@ def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
         trained = rows["kept_train_count"] > 0
         columns[available] = ibis.ifelse(trained, rows[f"kept_{available}"], rows[available])
     return rows.select(**columns).order_by(item)
-
-
-def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    return {name: before.get(name, 0) + now.get(name, 0) for name in dict.fromkeys([*before, *now])}

@@ -22,7 +22,7 @@ from recpo.base.features import Categories, Category, Feature, Number, Side, Vec
 from recpo.log import csv_files
 from recpo.log.engine import Engine
 from recpo.log.events import absent, timestamp_ms
-from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
+from recpo.log.feature_columns import FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
@@ -435,13 +435,6 @@ def fit_table(engine: Engine, table: FeatureTable, indices: ir.Table, events: ir
     fitted = fit_features(engine, table.side, table.features, engine.materialize("train_rows", placed), columns, root)
     engine.drop("train_rows")
     return fitted
-
-
-def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table, root: Path) -> FittedFeatures:
-    """Fits request features to the events of the train period."""
-    columns = {feature.name: CONTEXT + feature.name for feature in features}
-    train = events.filter(events[Derived.PERIOD] == TRAIN)
-    return fit_features(engine, "context", features, train, columns, root)
 
 
 def write_table(

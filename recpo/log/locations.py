@@ -89,7 +89,8 @@ class Location:
         with _reported(self):
             base = self.path
             found = self.filesystem.get_file_info(FileSelector(base, allow_not_found=True, recursive=True))
-        named = {_below(info.path, base): int(info.size) for info in found if info.type == FileType.File}
+        sizes = {info.path.strip("/"): int(info.size) for info in found if info.type == FileType.File}
+        named = {path.removeprefix(base.strip("/")).strip("/"): size for path, size in sizes.items()}
         return {(self / name).inside: size for name, size in sorted(named.items())}
 
     def open_input(self) -> pa.NativeFile:
@@ -181,10 +182,6 @@ def _store(root: str, process: int) -> tuple[FileSystem, str]:
         raise RecpoError(
             f"{root.partition('?')[0]}: {first_line(error)}", code="failed", field=root.partition("?")[0]
         ) from error
-
-
-def _below(path: str, base: str) -> str:
-    return path.strip("/").removeprefix(base.strip("/")).strip("/")
 
 
 @contextmanager

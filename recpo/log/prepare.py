@@ -379,8 +379,10 @@ class PrepareRun:
             fitted = feature_tables.fit_table(self.engine, table, indices, self.events, self.partial)
             counts = feature_tables.write_table(self.engine, table, indices, fitted, self.partial)
             found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
-        if self.more.context:
-            self.context = feature_tables.fit_context(self.engine, self.more.context, self.events, self.partial)
+        if context := self.more.context:
+            train = self.events.filter(self.events[Derived.PERIOD] == TRAIN)
+            columns = {feature.name: CONTEXT + feature.name for feature in context}
+            self.context = feature_tables.fit_features(self.engine, "context", context, train, columns, self.partial)
             found["context"] = self.context.features
         self.features = FeatureSchema(**found)
 

@@ -76,7 +76,14 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         behaviors=_kept_behaviors(data),
         **{name: value for name, value in plain.items() if name not in _OWN_OPTIONS},
     )
-    _validate_split(kept, data)
+    split = kept.split
+    if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
+        raise RecpoError(
+            f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
+            "roll forward; prepare the whole log again, with such a split",
+            code="unsupported",
+            field="split",
+        )
     if not kept.label.keeps_fitted:
         raise RecpoError(
             f"label {type(kept.label).__name__}: what it fits is not kept, so that a directory with it cannot be "
@@ -164,17 +171,6 @@ def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
             field="extends",
         ) from error
     return own(**entry["init_args"])
-
-
-def _validate_split(kept: Preparation, data: Prepared) -> None:
-    split = kept.split
-    if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
-        raise RecpoError(
-            f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
-            "roll forward; prepare the whole log again, with such a split",
-            code="unsupported",
-            field="split",
-        )
 
 
 EARLIER: Final = -1  # period of context events, which are already in a train shard

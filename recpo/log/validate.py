@@ -120,12 +120,7 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
     return faults
 
 
-def row_checks(
-    raw: ir.Table,
-    mapping: Columns,
-    max_watch_time: float,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
-) -> list[Check]:
+def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float, more: EventColumns) -> list[Check]:
     """All checks that apply to the columns of ``raw``."""
     fix = "an event needs a user, an item and a time: remove these rows or fill the key"
     keys = [column for column in (LogColumns.USER_ID, LogColumns.ITEM_ID) if column in raw.columns]

@@ -268,9 +268,7 @@ _UPLOADS: Final = 8  # parallel uploads, with 4 MB of memory each
 
 
 @contextmanager
-def prepared_directory(
-    target: Place, work: Place | None = None, *, overwrite: bool = False, inputs: Sequence[Place] = ()
-) -> Iterator[Path]:
+def prepared_directory(target: Place, work: Place | None, overwrite: bool, inputs: Sequence[Place]) -> Iterator[Path]:
     """Yields an empty local directory that becomes ``target`` when the block ends without an error.
 
     An object store has no rename, so all files are uploaded, the manifest last: without a manifest, nothing counts as a
@@ -429,13 +427,14 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
         inputs: further inputs besides the sources, which must lie outside of the output.
     """
     given = {what: source for what, source in vars(sources).items() if source is not None}
-    names = {what: _names(source) for what, source in given.items() if not isinstance(source, pa.Table)}
+    files = {what: source for what, source in given.items() if not isinstance(source, pa.Table)}
+    names = {what: [source] if isinstance(source, str) else list(source) for what, source in files.items()}
     found = {what: find_files(listed, what) for what, listed in names.items()}
     work, engine = None if output.work is None else locate(output.work), output.engine
     read = [path for paths in found.values() for path in paths]
     read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
     with (
-        prepared_directory(locate(output.out), work, overwrite=output.overwrite, inputs=read) as directory,
+        prepared_directory(locate(output.out), work, output.overwrite, read) as directory,
         work_directory(work, directory) as temporary,
         start_engine(engine, temporary) as started,
         tqdm(total=stages, desc="prepare", unit="stage", disable=None if output.progress else True) as bar,
@@ -447,10 +446,6 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
                     pq.write_table(source, sink)
         tables: dict[TableSide, Sequence[Place]] = {"item": found.get("items", []), "user": found.get("users", [])}
         yield Workplace(started, engine.writers, directory, temporary, bar, found["log"], tables)
-
-
-def _names(source: str | Sequence[str]) -> list[str]:
-    return [source] if isinstance(source, str) else list(source)
 
 
 def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:
