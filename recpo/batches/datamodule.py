@@ -304,8 +304,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 batch = contexts[begin : begin + self._batch_size]
                 yield _Planned(events, windows.take(batch), batch + first_context[shard])
         if short > 0:
-            events, windows = loaded or self._load(self._shards[0])
-            yield from repeat(_Planned(events, windows.empty(1), np.zeros(1, np.int64)), short)
+            events, _ = loaded or self._load(self._shards[0])
+            nothing = np.zeros(1, np.int64)
+            yield from repeat(_Planned(events, Windows(nothing, nothing, nothing, nothing), nothing), short)
 
     def _replay(self) -> list[tuple[int, int, int | None]]:
         """The older shards of this epoch: shard index, windows, and number of batches to take."""

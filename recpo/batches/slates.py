@@ -54,11 +54,6 @@ class Windows(NamedTuple):
         """Selects the windows ``rows``."""
         return Windows(*(column[rows] for column in self))
 
-    def empty(self, count: int) -> Windows:
-        """``count`` windows without history and without positions."""
-        nothing = np.zeros(count, np.int64)
-        return Windows(nothing, nothing, nothing, nothing)
-
 
 BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
 """Gathers windows of a shard: ``(events, windows, context_ids, epoch) -> batch``. It may cache facts about a shard."""

@@ -126,11 +126,7 @@ class _ColumnFacts:
 
 
 def csv_to_parquet(
-    path: Place,
-    staged: Place,
-    mapping: Mapping[str, str],
-    form: CsvFormat = CsvFormat(),
-    flags: Collection[str] = (),
+    path: Place, staged: Place, mapping: Mapping[str, str], form: CsvFormat, flags: Collection[str]
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes the columns of a CSV file that a mapping names to a Parquet file.
 

@@ -205,7 +205,10 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
     settled, faults = list[Feature](), []
     for feature in features:
         if isinstance(feature, Vector) and feature.width is None:
-            width = _first_width(feature, files)
+            widths = (
+                kinds.first_width(batch.column(0)) for file in files for batch in _batches(file, [feature.source])
+            )
+            width = next((width for width in widths if width is not None), None)
             if not width:
                 problem, fix = "no vector: all are null or empty", "leave the feature out, or set its width"
                 faults.append(Fault(files[0].shown, feature.source, problem, fix, code="wrong_shape"))
@@ -214,14 +217,9 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
     return tuple(settled), faults
 
 
-def _first_width(feature: Vector, files: Sequence[LogFile]) -> int | None:
-    for file in files:
-        with pq.ParquetFile(readable(file.path)) as parquet:
-            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[feature.source]):
-                width = kinds.first_width(batch.column(0))
-                if width is not None:
-                    return width
-    return None
+def _batches(file: LogFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(readable(file.path)) as parquet:
+        yield from parquet.iter_batches(_BATCH_ROWS, columns=columns)
 
 
 def _write_plain(
@@ -271,22 +269,21 @@ def _plain_batches(
     """The first row of every batch, the batch, and its offending rows by column."""
     names = list(dict.fromkeys([*columns.values(), *(feature.source for feature in features)]))
     begin = 0
-    with pq.ParquetFile(readable(file.path)) as parquet:
-        for batch in parquet.iter_batches(_BATCH_ROWS, columns=names):
-            ids = batch.column(columns[ID])
-            made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, kinds.Offense]]()
-            nulls = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
-            if len(nulls):
-                what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * _EXAMPLES)
-                offenses.append((columns[ID], what))
-            for feature in features:
-                values, wrong = kinds.plain_column(feature, batch.column(feature.source))
-                made.append(values)
-                offenses += [(feature.source, one) for one in wrong]
-            if AVAILABLE in columns:
-                made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
-            yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
-            begin += batch.num_rows
+    for batch in _batches(file, names):
+        ids = batch.column(columns[ID])
+        made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, kinds.Offense]]()
+        nulls = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
+        if len(nulls):
+            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * _EXAMPLES)
+            offenses.append((columns[ID], what))
+        for feature in features:
+            values, wrong = kinds.plain_column(feature, batch.column(feature.source))
+            made.append(values)
+            offenses += [(feature.source, one) for one in wrong]
+        if AVAILABLE in columns:
+            made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
+        yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
+        begin += batch.num_rows
 
 
 def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
