@@ -31,7 +31,7 @@ from rich.table import Table
 from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 
 from recpo.artifacts.outputs import write_json
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.measures import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.estimates import estimate
 from recpo.log.feature_columns import FeatureColumns
 from recpo.policies.item_features import ItemFeatureOptions

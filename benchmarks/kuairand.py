@@ -49,7 +49,7 @@ import recpo
 from recpo.base.contracts import RewardFunction
 from recpo.base.features import FeatureArrays, Reads
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import NewItems, Ranking, evaluate_ranking, new_items
 from recpo.evaluation.estimates import estimate, estimate_over_seeds

@@ -31,7 +31,7 @@ import torch
 from scipy.special import stdtrit
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.feature_columns import FeatureColumns
 

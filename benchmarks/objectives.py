@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from verbs import call, configurations
 
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.training.run import Run

@@ -33,7 +33,7 @@ from sklearn.metrics import roc_auc_score
 
 from recpo.base.features import Reads
 from recpo.base.feedback import GRADES
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.log.prepared import Prepared
 from recpo.rewards.graded import FactorOptions, chunks
 from recpo.rewards.prior_features import of_table, of_user_table

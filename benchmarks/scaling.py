@@ -32,9 +32,8 @@ from decoding import generating_policy, random_codes
 
 from recpo.base.contracts import Policy
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.batches.held_out import Rank
-from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import Assign, Epochs, TrainBatches
+from recpo.batches.datamodule import Assign, Epochs, TrainBatches
+from recpo.batches.slates import Rank, SequenceLayout
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy

@@ -16,7 +16,7 @@ import yaml
 
 import recpo.objectives
 from recpo.base.contracts import Objective
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")

@@ -26,8 +26,8 @@ MAY_IMPORT = {
     # of policies it takes the search of the best items of a catalog
     "rewards": SHARED | {"ops", "log", "batches", "policies"},
     "worlds": SHARED,
-    "lists": SHARED | {"log", "items"},
-    "evaluation": SHARED | {"ops", "log", "batches", "items", "rewards", "lists", "worlds"},
+    "lists": SHARED | {"log"},
+    "evaluation": SHARED | {"ops", "log", "batches", "rewards", "lists", "worlds"},
     "training": SHARED | {"ops", "log", "batches", "policies", "objectives", "rewards", "evaluation"},
     "serving": SHARED | {"policies", "log", "training"},
     "sharding": SHARED | {"ops", "policies", "training"},

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from recpo.base.types import FeedbackBatch, LogProbs, ObjectiveInputs
 from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import evaluation_batches
-from recpo.batches.slates import SequenceLayout
+from recpo.batches.slates import SequenceLayout, evaluation_batches
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.callbacks import tune_allocator

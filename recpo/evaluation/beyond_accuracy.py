@@ -26,8 +26,8 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.measures import Measure, Observed
-from recpo.items.columns import read_rows
 from recpo.lists.reranking import ItemAttributes
+from recpo.log.id_map import read_rows
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 

@@ -15,7 +15,7 @@ from recpo.base.errors import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.frames import Frame
 from recpo.base.types import EvaluationBatch, on_device
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.candidates import CandidateTable, candidates_of
 from recpo.evaluation.catalog_ranking import (

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
 from recpo.evaluation.contenders import Contender, Loaded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,10 +17,9 @@ from torch import Tensor
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import Vector, of_type, read_features
 from recpo.base.frames import Frame, to_arrow
-from recpo.items.columns import read_rows, shown
 from recpo.items.residual_kmeans import Codebooks
-from recpo.log.id_map import IdMap
-from recpo.log.prepared import ITEM_FEATURES, Prepared, run_change
+from recpo.log.id_map import IdMap, read_rows, shown
+from recpo.log.prepared import ITEM_FEATURES, Prepared
 
 _LARGEST_CODEBOOK = 1 << 20
 
@@ -199,13 +198,6 @@ class CodesFromFile:
         return rows.values, sizes, {"items_missing": 0, "rows_of_other_items": rows.ignored}
 
 
-class Sequences(NamedTuple):
-    """The events of one shard: user u has ``item_ids[offsets[u] : offsets[u + 1]]``, items 1..V in time order."""
-
-    item_ids: np.ndarray
-    offsets: np.ndarray
-
-
 class Pairs(NamedTuple):
     """How often items are close to each other.
 
@@ -253,7 +245,7 @@ class VectorsFromCooccurrence(VectorSource):
         Another factorization has other axes. With earlier codebooks, a new item therefore gets the mean of the points
         that the codes of its close items represent, weighted by mutual information.
         """
-        pairs = self.count(_sequences(data), data.num_items)
+        pairs = self.count(data.train_columns(["user_index", "item_index"]), data.num_items)
         if earlier is None:
             vectors = self.vectors(pairs, seed)
             return ItemVectors(vectors, _facts(pairs, vectors))
@@ -263,8 +255,13 @@ class VectorsFromCooccurrence(VectorSource):
         raw = points * earlier.codebooks.scale.numpy() + earlier.codebooks.shift.numpy()
         return ItemVectors(raw, _facts(pairs, points[is_new]))
 
-    def count(self, shards: Iterable[Sequences], num_items: int) -> Pairs:
-        """Sums the pairs of all shards. One shard and at most twice ``max_pairs`` pairs are in memory at a time."""
+    def count(self, shards: Iterable[Mapping[str, np.ndarray]], num_items: int) -> Pairs:
+        """Sums the pairs of all shards. One shard and at most twice ``max_pairs`` pairs are in memory at a time.
+
+        Args:
+            shards: ``user_index`` and ``item_index`` of the events of each shard, by user and time.
+            num_items: V.
+        """
         upper, dropped = sparse.csr_matrix((num_items, num_items), dtype=np.float32), 0
         for shard in shards:
             upper = upper + self._pairs(shard, num_items)
@@ -275,8 +272,8 @@ class VectorsFromCooccurrence(VectorSource):
                 dropped += len(weakest)
         return Pairs((upper + upper.T).tocsr(), dropped)
 
-    def _pairs(self, shard: Sequences, num_items: int) -> sparse.csr_matrix:
-        items, user = shard.item_ids - 1, np.repeat(np.arange(len(shard.offsets) - 1), np.diff(shard.offsets))
+    def _pairs(self, shard: Mapping[str, np.ndarray], num_items: int) -> sparse.csr_matrix:
+        user, items = shard["user_index"], shard["item_index"].astype(np.int64) - 1
         total = sparse.csr_matrix((num_items, num_items), dtype=np.float32)
         for distance in range(1, self.window + 1):
             together = (user[distance:] == user[:-distance]) & (items[distance:] != items[:-distance])
@@ -334,12 +331,6 @@ class VectorsFromCooccurrence(VectorSource):
         )
         matrix.eliminate_zeros()
         return matrix
-
-
-def _sequences(data: Prepared) -> Iterator[Sequences]:
-    for columns in data.train_columns(["user_index", "item_index"]):
-        changes = np.flatnonzero(run_change(columns["user_index"]))
-        yield Sequences(columns["item_index"].astype(np.int64), np.append(changes, len(columns["user_index"])))
 
 
 def _facts(pairs: Pairs, vectors: np.ndarray) -> dict[str, Any]:

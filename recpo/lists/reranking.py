@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from recpo.base.errors import ClosedUnitInterval, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import is_list
 from recpo.base.frames import FrameOrPath, id_column, read_frame, require_columns
-from recpo.items.columns import read_rows
-from recpo.log.id_map import IdMap
+from recpo.log.id_map import IdMap, read_rows
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.int64]

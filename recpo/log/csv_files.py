@@ -126,11 +126,7 @@ class _ColumnFacts:
 
 
 def csv_to_parquet(
-    path: Place,
-    staged: Place,
-    mapping: Mapping[str, str],
-    form: CsvFormat = CsvFormat(),
-    flags: Collection[str] = (),
+    path: Place, staged: Place, mapping: Mapping[str, str], form: CsvFormat, flags: Collection[str]
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes the columns of a CSV file that a mapping names to a Parquet file.
 
@@ -156,7 +152,7 @@ def csv_to_parquet(
     row = 0
     for batch in reader.batches():
         for name in facts:
-            facts[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
+            facts[name].add(pc.utf8_trim_whitespace(batch.column(f"c{names.index(name)}")), row)
         row += batch.num_rows
     ragged = sorted(reader.ragged)
     kinds = {name: pa.string() for column, name in used.items() if column in flags}
@@ -208,7 +204,7 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
     for name, column in zip(names, text.columns, strict=True):
         values = column.combine_chunks()
         facts = _ColumnFacts(takes_flags=True)
-        facts.add(_trimmed(values), 0)
+        facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
     return pa.table(columns), len(reader.ragged), size
@@ -238,7 +234,7 @@ def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
         raise RecpoError(str(faults[0]), code="wrong_shape", field=path.name)
     if not pa.types.is_integer(kind):
         return ids
-    ids = _trimmed(ids)
+    ids = pc.utf8_trim_whitespace(ids)
     other = pc.indices_nonzero(pc.invert(pc.fill_null(pc.match_substring_regex(ids, _WHOLE), False)))
     if len(other):
         first = other[0].as_py()
@@ -460,7 +456,7 @@ def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
     """Values that are not of ``kind`` become null: they are missing, or reported as faults already."""
     if pa.types.is_string(kind):
         return text
-    text = _trimmed(text)
+    text = pc.utf8_trim_whitespace(text)
     true, false = pc.is_in(text, _TRUE), pc.is_in(text, _FALSE)
     if pa.types.is_boolean(kind):
         return pc.if_else(pc.or_(true, false), true, pa.scalar(None, pa.bool_()))
@@ -473,11 +469,7 @@ def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _known(text: pa.Array) -> pa.Array:
     """Texts without the words for missing values, which become null."""
-    return pc.if_else(_absent(_trimmed(text)), pa.scalar(None, pa.string()), text)
-
-
-def _trimmed(text: pa.Array) -> pa.Array:
-    return pc.utf8_trim_whitespace(text)
+    return pc.if_else(_absent(pc.utf8_trim_whitespace(text)), pa.scalar(None, pa.string()), text)
 
 
 def _absent(text: pa.Array) -> pa.Array:

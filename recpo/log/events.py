@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import ibis
@@ -24,11 +23,7 @@ LATEST_MS: Final = 4_102_444_800_000
 _DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
-def select_columns(
-    rows: ir.Table,
-    columns: dict[str, str],
-    flags: Mapping[str, FlagColumn] = MappingProxyType({}),
-) -> ir.Table:
+def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
     """The rows of the log under standard names, with unchanged values and the engine's file and row number.
 
     Args:
@@ -54,6 +49,11 @@ def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:
 def number(column: ir.Value) -> ir.FloatingColumn:
     """Any numeric or boolean column as float64."""
     return (column.cast("int8") if column.type().is_boolean() else column).cast("float64")
+
+
+def absent(column: ir.Value) -> ir.BooleanColumn:
+    """Whether a value is missing: null, or nan."""
+    return column.isnull() | column.isnan() if column.type().is_floating() else column.isnull()
 
 
 def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
@@ -94,12 +94,7 @@ def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
     return _plausible(whole * int(factor) if factor >= 1 else (whole // round(1 / factor)).cast("int64"))
 
 
-def standardize(
-    raw: ir.Table,
-    mapping: Columns,
-    max_watch_time: float,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
-) -> ir.Table:
+def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: EventColumns) -> ir.Table:
     """Standard events from raw rows that passed the checks of ``recpo.log.validate``.
 
     Missing and impossible values become null; in dislike and is_random they become False. The event itself is kept,

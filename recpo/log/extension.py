@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.base.feedback import FeedbackDefinition
+from recpo.log import schema
 from recpo.log.engine import Engine
 from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
 from recpo.log.feature_columns import CONTEXT
@@ -38,20 +40,9 @@ from recpo.log.locations import Place, locate
 from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
-from recpo.log.schema import (
-    PAST_SCHEMA,
-    PERIODS,
-    RETIRED,
-    TIE_RULE,
-    TRAIN,
-    Derived,
-    Fault,
-    LogColumns,
-    item_schema,
-    user_schema,
-)
+from recpo.log.schema import PERIODS, RETIRED, TIE_RULE, TRAIN, Derived, Fault, LogColumns
 from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
-from recpo.log.splits import outside_events, past_items, recent_events
+from recpo.log.splits import past_items, recent_events
 from recpo.log.writing import Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
 _OWN_PERIOD = "own_period"
@@ -201,12 +192,12 @@ class _ExtensionRun(PrepareRun):
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]
-            if pa.types.is_integer(before) != pa.types.is_integer(now) and column == LogColumns.REQUEST_ID:
+            if pa.types.is_integer(before) == pa.types.is_integer(now):
+                types[column] = wider_type(before, now)
+            elif column == LogColumns.REQUEST_ID:
                 types[column] = pa.string()  # the log of a server; these ids only say which events share a request
-                continue
-            if pa.types.is_integer(before) != pa.types.is_integer(now):
+            else:
                 raise self._other_column_type(column, now, before)
-            types[column] = wider_type(before, now)
         for feature in self.more.context:
             column = CONTEXT + feature.name
             before, now = kept.field(column).type, types[column]
@@ -247,11 +238,11 @@ class _ExtensionRun(PrepareRun):
             )
         boundaries = self.choice.split.boundaries(kept["first_ms"], ends["last"], True)
         self.boundaries = {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
-        schema = self._held_out_schema()
+        layout = self._held_out_schema()
         unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
-        columns = dict(ibis.Schema.from_pyarrow(schema).items())
-        fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
-        held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
+        columns = dict(ibis.Schema.from_pyarrow(layout).items())
+        fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(layout.names).cast(columns)
+        held = self.before.table(HELD_OUT).select(layout.names).cast(columns)
         current = self.engine.materialize("events", self.choice.split.assign(held.union(fresh), boundaries))
         self.fresh_feedback = self._new_feedback(events)
         return current
@@ -297,7 +288,8 @@ class _ExtensionRun(PrepareRun):
                 Derived.PERIOD: ibis.ifelse(rows[Derived.PERIOD] == EARLIER, TRAIN, rows[Derived.PERIOD]).cast("int8"),
             }
         )
-        labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self.before.table(QUANTILES))
+        rows, method = self.engine.materialize("rows", rows), self.choice.label
+        labeled = method.add(rows, bucket_counts(rows, method.base, kept=self.before.table(QUANTILES)))
         label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
         self.events = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
@@ -309,7 +301,7 @@ class _ExtensionRun(PrepareRun):
         held_out = self.events.filter(self.events[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
         assert isinstance(self.place.work, Path)
-        write_rows(self.before.pairs(users), PAST_SCHEMA, self.place.work / "pairs.parquet")
+        write_rows(self.before.pairs(users), schema.PAST_SCHEMA, self.place.work / "pairs.parquet")
         return self.engine.read_parquet([self.place.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
 
     def _past(self, period: int) -> ir.Table:
@@ -317,9 +309,10 @@ class _ExtensionRun(PrepareRun):
 
     def _write_catalog(self) -> dict[str, int]:
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
-        (item_ids, user_ids), available = self._id_types(), self._available()
-        fresh = self.engine.table(item_table(self.items, self.events, self.choice.feedback, available))
-        table = _appended(self.data.table(ITEMS), fresh.cast(item_schema(item_ids, available is not None)))
+        available, types = self._available(), self.log.types
+        fresh = item_table(self.items, self.events, self.choice.feedback, available)
+        table = self.engine.table(_with_kept(fresh, self.before.table(ITEMS)))
+        table = table.cast(schema.item_schema(types, available is not None)).combine_chunks()
         if available is not None:
             self._count_shown_before(table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
@@ -330,7 +323,7 @@ class _ExtensionRun(PrepareRun):
         rows = self.users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
         rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
-        return {"num_items": len(fresh), "num_users": self._write_rows(rows, user_schema(user_ids), USERS)}
+        return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(types), USERS)}
 
     def _given_times(self) -> ir.Table | None:
         """The times of the new item table; for items that it lacks, the previous times."""
@@ -397,9 +390,6 @@ class _ExtensionRun(PrepareRun):
         kept = self.before.earlier_history(self.items, self.users).left_join(lengths, user).drop(f"{user}_right")
         return appended(fresh, kept.filter(kept[Derived.POSITION] >= kept.length.fill_null(0) - most))
 
-    def _outside(self, events: ir.Table) -> ir.Table:
-        return outside_events(events, self.items, self.users)
-
     def _write_for_extension(self, outside: ir.Table | None) -> list[str]:
         """See ``PrepareRun``. The previous pairs, quantiles and vocabularies are linked."""
         for name in (QUANTILES, *self.before.vocabularies(), *self.train_past):
@@ -416,9 +406,9 @@ class _ExtensionRun(PrepareRun):
         return {
             "read": old["read"] + now["read"],
             "empty_files": old["empty_files"] + now["empty_files"],
-            "neutralized": _sums(old["neutralized"], now["neutralized"]),
+            "neutralized": dict(Counter(old["neutralized"]) + Counter(now["neutralized"])),
             "watch_time_ties": old["watch_time_ties"],
-            "dropped": _sums(lost, self.dropped),
+            "dropped": dict(Counter(lost) + Counter(self.dropped)),
             "splits": periods,
             **({shown: now[shown]} if shown in now else {}),
         }
@@ -449,29 +439,20 @@ def _with_positions(placed: ir.Table) -> ir.Table:
     return name_requests(placed, first).drop(BEFORE)
 
 
-def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
+def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
     """``items.parquet`` of all items: counts are added; a known duration and time of availability are kept.
 
     Args:
-        kept: the previous table, with the first items.
-        fresh: a table of all items, with the counts of the events that became train.
+        fresh: the rows of all items, with the counts of the events that became train.
+        kept: the previous rows, of the first items.
     """
-    more = len(fresh) - len(kept)
-    columns = {name: fresh[name].combine_chunks() for name in fresh.column_names}
-    trained = kept["train_count"].to_numpy() > 0
+    item, duration, available = Derived.ITEM_INDEX, LogColumns.DURATION, Derived.AVAILABLE_FROM
+    rows = fresh.left_join(kept.rename(lambda name: f"kept_{name}"), fresh[item] == kept[item])
+    columns = {name: rows[name] for name in fresh.columns}
     for name in ("train_count", "train_positives"):
-        before = np.append(kept[name].to_numpy(), np.zeros(more, np.int64))
-        columns[name] = pa.array(before + fresh[name].to_numpy())
-    duration = kept[LogColumns.DURATION].combine_chunks()
-    before = pa.concat_arrays([duration, pa.nulls(more, duration.type)])
-    columns[LogColumns.DURATION] = pc.coalesce(before, columns[LogColumns.DURATION])
-    if Derived.AVAILABLE_FROM in columns:  # until an item's first train event, the item table decides
-        before = kept[Derived.AVAILABLE_FROM].combine_chunks()
-        before = pa.concat_arrays([before, pa.nulls(more, before.type)])
-        stays = pa.array(np.append(trained, np.zeros(more, bool)))
-        columns[Derived.AVAILABLE_FROM] = pc.if_else(stays, before, columns[Derived.AVAILABLE_FROM])
-    return pa.table(columns, schema=fresh.schema).combine_chunks()
-
-
-def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    return {name: before.get(name, 0) + now.get(name, 0) for name in dict.fromkeys([*before, *now])}
+        columns[name] += rows[f"kept_{name}"].fill_null(0)
+    columns[duration] = rows[f"kept_{duration}"].coalesce(rows[duration])
+    if available in columns:  # until an item's first train event, the item table decides
+        trained = rows["kept_train_count"] > 0
+        columns[available] = ibis.ifelse(trained, rows[f"kept_{available}"], rows[available])
+    return rows.select(**columns).order_by(item)

@@ -70,12 +70,8 @@ class FeatureColumns:
 
     def to_json(self) -> dict[str, Any]:
         """The columns as they were given, for the manifest."""
-        sides: dict[str, Any] = dict.fromkeys(SIDES)
-        for side in SIDES:
-            features = self.of(side)
-            if features is not None:
-                sides[side] = [feature.to_json() for feature in features]
-        return {**asdict(self), **sides}
+        given = {side: features for side in SIDES if (features := self.of(side)) is not None}
+        return asdict(self) | {side: [feature.to_json() for feature in features] for side, features in given.items()}
 
 
 def _validate(feature: Feature, side: Side) -> None:
@@ -163,15 +159,13 @@ _KUAIRAND: Final = FeatureColumns(
     context=(Category("tab"), Category("hour", column="hourmin")),
     available_from="upload_dt",
 )
-_MOVIELENS: Final = FeatureColumns(item=(Categories("genres", separator="|"),))
-
 #: Features of well-known logs. A column that a table or log lacks is left out.
 PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
     "plain": FeatureColumns(),
     # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
     "kuairand": _KUAIRAND,
     # movies.csv
-    "movielens": _MOVIELENS,
+    "movielens": FeatureColumns(item=(Categories("genres", separator="|"),)),
     "recbole": FeatureColumns(),
 }
 
@@ -205,6 +199,27 @@ class EventColumns:
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(
+        cls, preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
+    ) -> EventColumns:
+        """The columns of a preset and of the user's options, which override it.
+
+        Args:
+            preset: name of the preset.
+            features: the user's options.
+            behaviors: name -> column, or flag that is read from values; None = the preset's.
+
+        Raises:
+            RecpoError: the name of a behavior is not allowed.
+        """
+        named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
+        context = features.over(PRESET_FEATURES[preset]).context or ()
+        chosen = {BEHAVIOR + name for name in behaviors or ()}
+        chosen |= {CONTEXT + feature.name for feature in features.context or ()}
+        _validate_behaviors(named, context)
+        return cls(named, context, frozenset(chosen))
+
     def named(self) -> dict[str, str]:
         """Name while the log is prepared -> name in the log."""
         behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
@@ -219,24 +234,3 @@ class EventColumns:
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
         return EventColumns(behaviors, context, self.chosen)
-
-
-def event_columns(
-    preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
-) -> EventColumns:
-    """The columns that are read for every event, from a preset and the user's options, which override it.
-
-    Args:
-        preset: name of the preset.
-        features: the user's options.
-        behaviors: name -> column, or flag that is read from values; None = the preset's.
-
-    Raises:
-        RecpoError: the name of a behavior is not allowed.
-    """
-    named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
-    context = features.over(PRESET_FEATURES[preset]).context or ()
-    chosen = {BEHAVIOR + name for name in behaviors or ()}
-    chosen |= {CONTEXT + feature.name for feature in features.context or ()}
-    _validate_behaviors(named, context)
-    return EventColumns(named, context, frozenset(chosen))

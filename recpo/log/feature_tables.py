@@ -15,28 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpo.base import features as kinds
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, Moments, Vocabulary, scaled, vocabulary_file
-from recpo.base.features import (
-    Categories,
-    Category,
-    Feature,
-    Number,
-    Offense,
-    Side,
-    Vector,
-    expected_type,
-    first_width,
-    inferred_feature,
-    is_text,
-    of_type,
-    plain_column,
-    plain_type,
-)
+from recpo.base.features import Categories, Category, Feature, Number, Side, Vector, is_text, of_type
 from recpo.log import csv_files
 from recpo.log.engine import Engine
-from recpo.log.events import timestamp_ms
-from recpo.log.feature_columns import CONTEXT, FEATURE, FeatureColumns, TableSide
+from recpo.log.events import absent, timestamp_ms
+from recpo.log.feature_columns import FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
@@ -174,7 +160,7 @@ def _settled(
     free = [field for field in schema if field.name not in taken]
     found = dict[str, Feature]()
     for field in free:
-        feature = inferred_feature(field.name, field.type)
+        feature = kinds.inferred_feature(field.name, field.type)
         if feature is not None:
             found.setdefault(feature.name, feature)
     used = {feature.source for feature in found.values()}
@@ -199,7 +185,7 @@ def _faults(
 
     def expected(column: str, kind: pa.DataType) -> str | None:
         if column in by_column:
-            return expected_type(by_column[column], kind)
+            return kinds.expected_type(by_column[column], kind)
         return (
             None if column == "available_from" or pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
         )
@@ -219,7 +205,10 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
     settled, faults = list[Feature](), []
     for feature in features:
         if isinstance(feature, Vector) and feature.width is None:
-            width = _first_width(feature, files)
+            widths = (
+                kinds.first_width(batch.column(0)) for file in files for batch in _batches(file, [feature.source])
+            )
+            width = next((width for width in widths if width is not None), None)
             if not width:
                 problem, fix = "no vector: all are null or empty", "leave the feature out, or set its width"
                 faults.append(Fault(files[0].shown, feature.source, problem, fix, code="wrong_shape"))
@@ -228,14 +217,9 @@ def _with_widths(features: Sequence[Feature], files: Sequence[LogFile]) -> tuple
     return tuple(settled), faults
 
 
-def _first_width(feature: Vector, files: Sequence[LogFile]) -> int | None:
-    for file in files:
-        with pq.ParquetFile(readable(file.path)) as parquet:
-            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[feature.source]):
-                width = first_width(batch.column(0))
-                if width is not None:
-                    return width
-    return None
+def _batches(file: LogFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(readable(file.path)) as parquet:
+        yield from parquet.iter_batches(_BATCH_ROWS, columns=columns)
 
 
 def _write_plain(
@@ -272,7 +256,7 @@ def _write_plain(
 def _plain_schema(columns: dict[str, str], features: Sequence[Feature], schema: pa.Schema) -> pa.Schema:
     kind = schema.field(columns[ID]).type
     own = [(ID, pa.string() if is_text(kind) else pa.int64())]
-    own += [(f"f{place}", plain_type(one, schema.field(one.source).type)) for place, one in enumerate(features)]
+    own += [(f"f{place}", kinds.plain_type(one, schema.field(one.source).type)) for place, one in enumerate(features)]
     if AVAILABLE in columns:
         kind = schema.field(columns[AVAILABLE]).type
         own.append((AVAILABLE, pa.string() if is_text(kind) else kind))
@@ -281,26 +265,25 @@ def _plain_schema(columns: dict[str, str], features: Sequence[Feature], schema: 
 
 def _plain_batches(
     file: LogFile, columns: dict[str, str], features: Sequence[Feature], schema: pa.Schema
-) -> Iterator[tuple[int, pa.RecordBatch, list[tuple[str, Offense]]]]:
+) -> Iterator[tuple[int, pa.RecordBatch, list[tuple[str, kinds.Offense]]]]:
     """The first row of every batch, the batch, and its offending rows by column."""
     names = list(dict.fromkeys([*columns.values(), *(feature.source for feature in features)]))
     begin = 0
-    with pq.ParquetFile(readable(file.path)) as parquet:
-        for batch in parquet.iter_batches(_BATCH_ROWS, columns=names):
-            ids = batch.column(columns[ID])
-            made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, Offense]]()
-            absent = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
-            if len(absent):
-                what = Offense("null key", "every row needs an id: remove these rows", absent, [None] * _EXAMPLES)
-                offenses.append((columns[ID], what))
-            for feature in features:
-                values, wrong = plain_column(feature, batch.column(feature.source))
-                made.append(values)
-                offenses += [(feature.source, one) for one in wrong]
-            if AVAILABLE in columns:
-                made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
-            yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
-            begin += batch.num_rows
+    for batch in _batches(file, names):
+        ids = batch.column(columns[ID])
+        made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, kinds.Offense]]()
+        nulls = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
+        if len(nulls):
+            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * _EXAMPLES)
+            offenses.append((columns[ID], what))
+        for feature in features:
+            values, wrong = kinds.plain_column(feature, batch.column(feature.source))
+            made.append(values)
+            offenses += [(feature.source, one) for one in wrong]
+        if AVAILABLE in columns:
+            made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
+        yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
+        begin += batch.num_rows
 
 
 def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
@@ -317,8 +300,7 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
     faults = _counted(engine, copies(known, [ID]), ID, table, "an id that an earlier row has", fix)
     if table.has_available:
         time = rows[AVAILABLE]
-        absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
-        wrong = rows.filter(timestamp_ms(time, unit).isnull() & ~absent)
+        wrong = rows.filter(timestamp_ms(time, unit).isnull() & ~absent(time))
         fix = "write ISO times, or numbers in --features.available_from_unit; null = always"
         faults += _counted(engine, wrong, AVAILABLE, table, "unparseable or impossible time", fix)
     return faults
@@ -450,13 +432,6 @@ def fit_table(engine: Engine, table: FeatureTable, indices: ir.Table, events: ir
     fitted = fit_features(engine, table.side, table.features, engine.materialize("train_rows", placed), columns, root)
     engine.drop("train_rows")
     return fitted
-
-
-def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table, root: Path) -> FittedFeatures:
-    """Fits request features to the events of the train period."""
-    columns = {feature.name: CONTEXT + feature.name for feature in features}
-    train = events.filter(events[Derived.PERIOD] == TRAIN)
-    return fit_features(engine, "context", features, train, columns, root)
 
 
 def write_table(

@@ -22,9 +22,9 @@ from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.log import csv_files
 from recpo.log.csv_files import CsvFormat
-from recpo.log.engine import Engine
+from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
-from recpo.log.locations import Location, Place, locate, readable, writable
+from recpo.log.locations import Location, Place, locate, readable
 from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
@@ -252,7 +252,7 @@ def _open_file(
     if confused:
         return file, rows, None, faults + confused
     if not _readable_by_engines(schema.names):
-        file = LogFile(_copy_columns(path, used, staged), path.name)
+        file = LogFile(copy_columns(path, used, staged), path.name)
     if names is not None:  # includes unused columns, for messages
         schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
     return file, rows, schema, faults
@@ -276,15 +276,6 @@ def _readable_by_engines(names: Sequence[str]) -> bool:
     """Engines ignore case in column names, and add their own columns to what they read."""
     lower = [name.lower() for name in names]
     return len(set(lower)) == len(lower) and not _RESERVED & set(lower)
-
-
-def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
-    with pq.ParquetFile(readable(path)) as parquet:
-        schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
-        with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
-            for group in range(parquet.num_row_groups):
-                writer.write_table(parquet.read_row_group(group, columns=list(columns)).select(columns))
-    return staged
 
 
 def unreadable(path: Place, error: Exception) -> Fault:

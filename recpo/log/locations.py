@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,11 +56,6 @@ class Location:
         return PurePosixPath(str(self)).name
 
     @property
-    def suffix(self) -> str:
-        """The file extension, including the dot."""
-        return PurePosixPath(self.name).suffix
-
-    @property
     def filesystem(self) -> FileSystem:
         """The store. Every process has its own client, because clients do not survive a fork."""
         return _store(self.root, os.getpid())[0]
@@ -93,7 +89,8 @@ class Location:
         with _reported(self):
             base = self.path
             found = self.filesystem.get_file_info(FileSelector(base, allow_not_found=True, recursive=True))
-        named = {_below(info.path, base): int(info.size) for info in found if info.type == FileType.File}
+        sizes = {info.path.strip("/"): int(info.size) for info in found if info.type == FileType.File}
+        named = {path.removeprefix(base.strip("/")).strip("/"): size for path, size in sizes.items()}
         return {(self / name).inside: size for name, size in sorted(named.items())}
 
     def open_input(self) -> pa.NativeFile:
@@ -168,6 +165,14 @@ def writable(place: Place) -> pa.NativeFile:
     return pa.OSFile(str(place), "wb") if isinstance(place, Path) else place.open_output()
 
 
+def remove_directory(place: Place) -> None:
+    """Removes a directory and everything in it."""
+    if isinstance(place, Path):
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.delete_directory()
+
+
 @lru_cache(maxsize=64)
 def _store(root: str, process: int) -> tuple[FileSystem, str]:
     scheme = root.partition("://")[0]
@@ -177,10 +182,6 @@ def _store(root: str, process: int) -> tuple[FileSystem, str]:
         raise RecpoError(
             f"{root.partition('?')[0]}: {first_line(error)}", code="failed", field=root.partition("?")[0]
         ) from error
-
-
-def _below(path: str, base: str) -> str:
-    return path.strip("/").removeprefix(base.strip("/")).strip("/")
 
 
 @contextmanager

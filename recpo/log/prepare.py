@@ -14,23 +14,10 @@ from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoE
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
-from recpo.log import feature_tables, splits, writing
+from recpo.log import events as standard_events, feature_tables, schema, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine
-from recpo.log.events import (
-    CatalogScope,
-    add_positions,
-    available_from,
-    count_dropped,
-    item_indices,
-    item_table,
-    place_events,
-    select_columns,
-    standardize,
-    time_order,
-    timestamp_ms,
-    user_indices,
-)
+from recpo.log.events import CatalogScope
 from recpo.log.feature_columns import (
     CONTEXT,
     PRESET_FEATURES,
@@ -38,30 +25,12 @@ from recpo.log.feature_columns import (
     FeatureColumns,
     TableSide,
     behaviors_to_json,
-    event_columns,
 )
 from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
-from recpo.log.schema import (
-    PAST_SCHEMA,
-    PERIODS,
-    PRESETS,
-    QUANTILE_SCHEMA,
-    TRAIN,
-    Columns,
-    Derived,
-    Fault,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-    held_out_schema,
-    history_schema,
-    item_schema,
-    user_schema,
-    validate_no_faults,
-)
+from recpo.log.schema import PERIODS, PRESETS, TRAIN, Columns, Derived, Fault, FlagColumn, LogColumns, PresetName
 from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
 from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
@@ -126,7 +95,7 @@ class Preparation:
     @property
     def more(self) -> EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        return event_columns(self.preset, self.features, self.behaviors)
+        return EventColumns.of(self.preset, self.features, self.behaviors)
 
     @property
     def table_columns(self) -> FeatureColumns:
@@ -220,17 +189,21 @@ class PrepareRun:
         self._write_histories()
         later = self._write_for_extension(outside)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
-        manifest = {
+        features = [name for side, name in FEATURE_FILES.items() if self.features.of(side)]
+        features += [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
+        manifest: dict[str, Any] = {
             "recpo_version": __version__,
             "max_context": self.choice.max_context,
             "boundaries": self.boundaries,
             "shards": shards,
-            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
+            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *features),
             **self._facts(shards),
-            **self._feature_entries(),
-            **sizes,
         }
-        return writing.write_manifest(self.partial, manifest, self.checksums)
+        if self.features or self.tables:
+            manifest |= {"features": self.features.to_json(), "feature_tables": self.feature_tables}
+        if self.more.behaviors:
+            manifest["behaviors"] = list(self.more.behaviors)
+        return writing.write_manifest(self.partial, manifest | sizes, self.checksums)
 
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
@@ -272,18 +245,18 @@ class PrepareRun:
         if log.files and log.columns:
             used = list(dict.fromkeys(log.columns.values()))
             rows = self.engine.read_parquet([file.path for file in log.files], used)
-            raw = select_columns(rows, log.columns, log.flags)
+            raw = standard_events.select_columns(rows, log.columns, log.flags)
             read, neutralized, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
             faults = [*faults, *row_faults, *self._unmatched_flags(rows, raw)]
-        validate_no_faults(faults, self._file_warnings())
+        schema.validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.count(distinct)
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
-        return standardize(distinct, mapping, choice.max_watch_time, self.more)
+        return standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
 
     def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
         return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings()]
@@ -325,19 +298,19 @@ class PrepareRun:
         self.items = engine.materialize("items", self._items(events))
         known = events.semi_join(self.items, LogColumns.ITEM_ID)
         self.users = engine.materialize("users", self._users(known))
-        self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
+        self.dropped |= standard_events.count_dropped(engine, events, known, "item outside the catalog")
         if self.choice.min_user_events:
             active = known.semi_join(self.users, LogColumns.USER_ID)
-            self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
-        return place_events(events, self.items, self.users)
+            self.dropped |= standard_events.count_dropped(engine, known, active, "user below min_user_events")
+        return standard_events.place_events(events, self.items, self.users)
 
     def _items(self, events: ir.Table) -> ir.Table:
         listed = self.tables["item"].rows(self.engine)[ID] if self.choice.catalog == "items" else None
-        return item_indices(events, self.choice.catalog, self.choice.min_item_events, listed)
+        return standard_events.item_indices(events, self.choice.catalog, self.choice.min_item_events, listed)
 
     def _users(self, events: ir.Table) -> ir.Table:
         """The users of the events of kept items."""
-        return user_indices(events, self.choice.min_user_events)
+        return standard_events.user_indices(events, self.choice.min_user_events)
 
     def _label(self, events: ir.Table) -> None:
         """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
@@ -345,15 +318,17 @@ class PrepareRun:
         engine, label = self.engine, self.choice.label
         counts = engine.materialize("counts", bucket_counts(events, label.base))
         quantiles = quantile_table(counts)
-        self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, QUANTILES)
+        self._write_rows(quantiles.order_by(quantiles.columns[:2]), schema.QUANTILE_SCHEMA, QUANTILES)
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
-        placed = add_positions(events, time_order(events))
+        placed = standard_events.add_positions(events, standard_events.time_order(events))
         if not label.reads_events_once:
             placed = engine.materialize("placed", placed)
-        self.events = engine.materialize("shaped", label.add_counted(placed, counts))
+        self.events = engine.materialize("shaped", label.add(placed, counts))
         if not label.reads_events_once:
             engine.drop("placed")
-        fitted, described = engine.table(cutoff_table(quantiles)), _described_label(label, self.log)
+        # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
+        column = self.log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
+        described, fitted = repr(label) + (f" of {column}" if column else ""), engine.table(cutoff_table(quantiles))
         self.feedback = definition(fitted, self.choice.feedback, label.base, self.choice.max_watch_time, described)
 
     def _outside(self, events: ir.Table) -> ir.Table | None:
@@ -370,19 +345,18 @@ class PrepareRun:
 
     def _write_catalog(self) -> dict[str, int]:
         """Writes the items and the users; returns their numbers."""
-        item_ids, user_ids = self._id_types()
-        available = self._available()
-        rows = item_table(self.items, self.events, self.choice.feedback, available)
+        available, types = self._available(), self.log.types
+        rows = standard_events.item_table(self.items, self.events, self.choice.feedback, available)
         return {
-            "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), ITEMS),
-            "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), user_schema(user_ids), USERS),
+            "num_items": self._write_rows(rows, schema.item_schema(types, available is not None), ITEMS),
+            "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), schema.user_schema(types), USERS),
         }
 
     def _available(self) -> ir.Table | None:
         given = self._given_times()
         if given is None:
             return None
-        found = self.engine.materialize("available", available_from(self.items, self.events, given))
+        found = self.engine.materialize("available", standard_events.available_from(self.items, self.events, given))
         self.counts["shown_before_available_from"] = self.engine.count(found.filter(found["earlier"]))
         return found
 
@@ -392,9 +366,8 @@ class PrepareRun:
         if table is None or not table.has_available:
             return None
         rows, unit = table.rows(self.engine), self.choice.table_columns.available_from_unit
-        return rows.select(
-            rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
-        )
+        time = standard_events.timestamp_ms(rows[AVAILABLE], unit)
+        return rows.select(rows[ID].name(LogColumns.ITEM_ID), time.name(Derived.AVAILABLE_FROM))
 
     def _write_features(self) -> None:
         """Fits and writes the features of the tables, and fits those of requests."""
@@ -405,30 +378,18 @@ class PrepareRun:
             fitted = feature_tables.fit_table(self.engine, table, indices, self.events, self.partial)
             counts = feature_tables.write_table(self.engine, table, indices, fitted, self.partial)
             found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
-        if self.more.context:
-            self.context = feature_tables.fit_context(self.engine, self.more.context, self.events, self.partial)
+        if context := self.more.context:
+            train = self.events.filter(self.events[Derived.PERIOD] == TRAIN)
+            columns = {feature.name: CONTEXT + feature.name for feature in context}
+            self.context = feature_tables.fit_features(self.engine, "context", context, train, columns, self.partial)
             found["context"] = self.context.features
         self.features = FeatureSchema(**found)
-
-    def _feature_files(self) -> list[str]:
-        files = [name for side, name in FEATURE_FILES.items() if self.features.of(side)]
-        return files + [vocabulary_file(side, name) for side in SIDES for name in self.features.coded(side)]
-
-    def _feature_entries(self) -> dict[str, Any]:
-        """The entries of the manifest about features and behaviors; empty if there are none."""
-        entries: dict[str, Any] = {}
-        if self.features or self.tables:
-            entries |= {"features": self.features.to_json(), "feature_tables": self.feature_tables}
-        if self.more.behaviors:
-            entries["behaviors"] = list(self.more.behaviors)
-        return entries
 
     def _write_histories(self) -> None:
         """Writes the last events of every user, for serving."""
         self._stage("histories")
-        item_ids, user_ids = self._id_types()
-        schema = history_schema(user_ids, item_ids, self.more.behaviors, self._plain_context())
-        self._written(self._write_rows(splits.as_histories(self._histories()), schema, HISTORIES))
+        columns = schema.history_schema(self.log.types, self.more.behaviors, self._plain_context())
+        self._written(self._write_rows(splits.as_histories(self._histories()), columns, HISTORIES))
         self.place.bar.update()
 
     def _histories(self) -> ir.Table:
@@ -442,27 +403,21 @@ class PrepareRun:
         (self.partial / TRAIN_PAST).mkdir(exist_ok=True)
         past = f"{TRAIN_PAST}/{len(self.train_past):05d}.parquet"
         pairs = writing.without_repeats(self.engine.stream(splits.train_items(self.events)))
-        writing.write_rows(pairs, PAST_SCHEMA, self.partial / past)
+        writing.write_rows(pairs, schema.PAST_SCHEMA, self.partial / past)
         rows = splits.held_out_events(outside, self.events, self.items, self.users)
         self._write_rows(rows, self._held_out_schema(), HELD_OUT)
         return [HELD_OUT, *self.train_past, past]
 
     def _held_out_schema(self) -> pa.Schema:
-        item_ids, user_ids = self._id_types()
-        request_ids = self.log.types.get(LogColumns.REQUEST_ID, pa.int64())
         context = {CONTEXT + name: kind for name, kind in self._plain_context().items()}
-        return held_out_schema(user_ids, item_ids, request_ids, bool(self.more.behaviors), context)
-
-    def _id_types(self) -> tuple[pa.DataType, pa.DataType]:
-        """Types of the external ids of items and users."""
-        return self.log.types[LogColumns.ITEM_ID], self.log.types[LogColumns.USER_ID]
+        return schema.held_out_schema(self.log.types, bool(self.more.behaviors), context)
 
     def _plain_context(self) -> dict[str, pa.DataType]:
         """Types of the plain request features, by name."""
         return {one.name: plain_type(one, self.log.types[CONTEXT + one.name]) for one in self.more.context}
 
-    def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
-        return writing.write_rows(self.engine.stream(rows), schema, self.partial / file)
+    def _write_rows(self, rows: ir.Table, columns: pa.Schema, file: str) -> int:
+        return writing.write_rows(self.engine.stream(rows), columns, self.partial / file)
 
     def _write_period(self, period: int) -> list[dict[str, Any]]:
         """Writes the shards of a period, and for held-out periods the items that users had before."""
@@ -504,9 +459,3 @@ def describe(choice: Any) -> dict[str, Any]:
     """A dataclass instance as class path and arguments."""
     kind = type(choice)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
-
-
-def _described_label(label: Label, log: Log) -> str:
-    """The label with its options, and the column that it reads; two logs whose labels mean the same agree in it."""
-    column = log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
-    return repr(label) if column is None else f"{label!r} of {column}"

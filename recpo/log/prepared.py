@@ -26,17 +26,7 @@ from recpo.artifacts.checksums import is_inside, sha256
 from recpo.artifacts.documents import describe_os_error, parse_json
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
-from recpo.base.features import (
-    Categories,
-    Category,
-    Feature,
-    FeatureArrays,
-    FeatureSchema,
-    Reads,
-    Side,
-    missing_features,
-    read_features,
-)
+from recpo.base.features import FeatureArrays, FeatureSchema, Reads, Side, missing_features, read_features
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.id_map import IdMap
@@ -321,9 +311,8 @@ class Prepared(Artifact):
 
     def fitted_features(self, side: Side) -> FittedFeatures:
         """Encodes the raw features of further items, users or requests in the same way as this directory."""
-        features = self.feature_schema.of(side)
-        coded = [feature.name for feature in features if isinstance(feature, Category | Categories)]
-        return of_side(features, {name: self.vocabulary(side, name) for name in coded})
+        schema = self.feature_schema
+        return of_side(schema.of(side), {name: self.vocabulary(side, name) for name in schema.coded(side)})
 
     def features_checksum(self, side: Side) -> str:
         """Identifies the features of a side: equal checksums encode equal values in the same way."""
@@ -352,7 +341,9 @@ class Prepared(Artifact):
         names = [name for name in EVENT_SCHEMA.names if name not in left_out]
         names += [Derived.BEHAVIORS] * bool(reads.behaviors and self.behaviors)
         context = self.feature_schema.context if reads.context else ()
-        table = self.table(self._shard_file(split, shard), names + [CONTEXT + feature.name for feature in context])
+        of_context = [CONTEXT + feature.name for feature in context]
+        table = self.table(self._shard_file(split, shard), names + of_context)
+        plain = table.select(of_context).rename_columns([feature.name for feature in context])
         columns = {name: table.column(name).to_numpy() for name in names}
         user, request = columns["user_index"], columns["request"]
         label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
@@ -373,7 +364,7 @@ class Prepared(Artifact):
             offsets=offsets,
             is_random=columns.get("is_random"),
             behaviors=columns[Derived.BEHAVIORS].astype(np.int64) if Derived.BEHAVIORS in columns else None,
-            context=read_features(context, _context_table(table, context)) if context else None,
+            context=read_features(context, plain) if context else None,
             users=self.user_features(user[offsets[:-1]]) if reads.user and self.feature_schema.user else None,
         )
 
@@ -409,7 +400,7 @@ class Prepared(Artifact):
         """
         counts, items = np.zeros(len(users), np.int64), [np.zeros(0, np.int64)]
         name = self.manifest["shards"][split][shard]["past"]
-        for table in self._pairs(name, self._compared(name), users[0], users[-1]):
+        for table, _ in self.pairs(name, users, self._compared(name)):
             user = table.column(0).to_numpy()
             place = np.minimum(np.searchsorted(users, user), len(users) - 1)
             wanted = users[place] == user
@@ -426,18 +417,26 @@ class Prepared(Artifact):
         user, is_target = (column.to_numpy() for column in table.columns)
         starts = _run_offsets(user)[:-1]
         users, past = user[starts], np.zeros(len(starts), np.int64)
-        for pairs in self._pairs(entry["past"], readable(past_file), users[0], users[-1]):
+        for pairs, _ in self.pairs(entry["past"], users, readable(past_file)):
             past += np.bincount(np.searchsorted(users, pairs.column(0).to_numpy()), minlength=len(users))
         return np.add.reduceat(is_target.astype(np.int64), starts), past
 
-    def _pairs(self, name: str, source: _Source, first: int, last: int) -> Iterator[pa.Table]:
-        """The row groups of a ``PAST_SCHEMA`` file that contain one of the users ``first`` .. ``last``."""
-        with _decoding(self.root / name):
-            file = pq.ParquetFile(source)
+    def pairs(self, name: str, users: np.ndarray, source: _Source) -> Iterator[tuple[pa.Table, int]]:
+        """The row groups of a ``PAST_SCHEMA`` file that may contain one of ``users``, with their sizes in bytes.
+
+        Args:
+            name: the file.
+            users: ascending user indices.
+            source: what is read of it.
+        """
+        with _decoding(self.root / name), pq.ParquetFile(source) as file:
             for number in range(file.num_row_groups):
-                users = file.metadata.row_group(number).column(0).statistics
-                if users is None or (users.min <= last and users.max >= first):
-                    yield file.read_row_group(number)
+                group = file.metadata.row_group(number)
+                extent = group.column(0).statistics
+                first = 0 if extent is None else int(np.searchsorted(users, extent.min))
+                if extent is None or (first < len(users) and users[first] <= extent.max):
+                    size = sum(group.column(column).total_compressed_size for column in range(2))
+                    yield file.read_row_group(number), size
 
     def train_columns(self, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """Some columns of the training events, each event once, in pieces that contain all events of their users.
@@ -478,12 +477,6 @@ class Prepared(Artifact):
 
     def _shard_file(self, split: Period, shard: int) -> str:
         return str(self.manifest["shards"][split][shard]["file"])
-
-
-def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
-    """The columns of a shard with the features of requests, by name."""
-    columns = [table[CONTEXT + feature.name] for feature in features]
-    return pa.table(columns, names=[feature.name for feature in features])
 
 
 def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:

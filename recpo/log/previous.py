@@ -12,25 +12,16 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from recpo.artifacts.documents import named_class
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import stored_type
 from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
-from recpo.log import shaping, splits
+from recpo.log import feature_columns, shaping, splits
 from recpo.log.engine import Engine
 from recpo.log.events import appended, more_columns
-from recpo.log.feature_columns import (
-    BEHAVIOR,
-    CONTEXT,
-    ENCODED,
-    PRESET_BEHAVIORS,
-    PRESET_FEATURES,
-    FeatureColumns,
-    TableSide,
-)
+from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, FeatureColumns, TableSide
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS, Prepared
@@ -85,7 +76,21 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         behaviors=_kept_behaviors(data),
         **{name: value for name, value in plain.items() if name not in _OWN_OPTIONS},
     )
-    _validate_split(kept, data)
+    split = kept.split
+    if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
+        raise RecpoError(
+            f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
+            "roll forward; prepare the whole log again, with such a split",
+            code="unsupported",
+            field="split",
+        )
+    if not kept.label.keeps_fitted:
+        raise RecpoError(
+            f"label {type(kept.label).__name__}: what it fits is not kept, so that a directory with it cannot be "
+            "extended; prepare the whole log again, or take another --label",
+            code="unsupported",
+            field="label",
+        )
     return kept
 
 
@@ -100,7 +105,7 @@ def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
 def _kept_features(data: Prepared) -> FeatureColumns:
     """The features of ``data``, with the columns that they were read from."""
     schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
-    given, unit = config["features"], PRESET_FEATURES[config["preset"]].available_from_unit
+    given, unit = config["features"], feature_columns.PRESET_FEATURES[config["preset"]].available_from_unit
     columns = {side: tables[side]["columns"] if side in tables else {} for side in ("item", "user")}
     sides: dict[str, Any] = {side: _declared(schema.of(side)) for side in columns}  # type: ignore[arg-type]
     return FeatureColumns(
@@ -124,7 +129,7 @@ def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
 def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     """The behaviors of ``data``, in the order of their bits."""
     config = data.manifest["config"]
-    columns = PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
+    columns = feature_columns.PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
     return {name: read_column(columns[name]) for name in data.behaviors}
 
 
@@ -166,17 +171,6 @@ def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
             field="extends",
         ) from error
     return own(**entry["init_args"])
-
-
-def _validate_split(kept: Preparation, data: Prepared) -> None:
-    split = kept.split
-    if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
-        raise RecpoError(
-            f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
-            "roll forward; prepare the whole log again, with such a split",
-            code="unsupported",
-            field="split",
-        )
 
 
 EARLIER: Final = -1  # period of context events, which are already in a train shard
@@ -302,17 +296,9 @@ class PreviousData:
     def pairs(self, users: np.ndarray) -> Iterator[pa.RecordBatch]:
         """The pairs of ``users``, from the row groups of ``train_past/`` that may contain them."""
         for name in self.train_past():
-            with pq.ParquetFile(self.root / name) as file:
-                for number in range(file.num_row_groups):
-                    group = file.metadata.row_group(number)
-                    extent = group.column(0).statistics
-                    first = 0 if extent is None else int(np.searchsorted(users, extent.min))
-                    if extent is not None and (first == len(users) or users[first] > extent.max):
-                        continue
-                    self.bytes_read += sum(group.column(column).total_compressed_size for column in range(2))
-                    table = file.read_row_group(number)
-                    kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
-                    yield from kept.to_batches()
+            for table, size in self.data.pairs(name, users, self.root / name):
+                self.bytes_read += size
+                yield from table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32()))).to_batches()
 
 
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:

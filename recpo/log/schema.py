@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -130,12 +129,12 @@ QUANTILE_SCHEMA: Final = pa.schema(
 PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
 
 
-def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
-    """Layout of ``items.parquet``, with the type of the external ids."""
+def item_schema(types: Mapping[str, pa.DataType], has_available: bool) -> pa.Schema:
+    """Layout of ``items.parquet``, with the type of the external ids in the log."""
     return pa.schema(
         [
             (Derived.ITEM_INDEX, pa.int32()),
-            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.ITEM_ID, types[LogColumns.ITEM_ID]),
             ("train_count", pa.int64()),
             ("train_positives", pa.int64()),
             (LogColumns.DURATION, pa.float32()),
@@ -152,17 +151,14 @@ ALWAYS: Final = -(2**63)
 NEVER: Final = 2**63 - 1
 
 
-def user_schema(user_id: pa.DataType) -> pa.Schema:
-    """Layout of ``users.parquet``, with the type of the external ids; ``train_count`` counts events."""
-    return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id), ("train_count", pa.int64())])
+def user_schema(types: Mapping[str, pa.DataType]) -> pa.Schema:
+    """Layout of ``users.parquet``, with the type of the external ids in the log; ``train_count`` counts events."""
+    user_id = (LogColumns.USER_ID, types[LogColumns.USER_ID])
+    return pa.schema([(Derived.USER_INDEX, pa.int32()), user_id, ("train_count", pa.int64())])
 
 
 def held_out_schema(
-    user_id: pa.DataType,
-    item_id: pa.DataType,
-    request_id: pa.DataType,
-    has_behaviors: bool = False,
-    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+    types: Mapping[str, pa.DataType], has_behaviors: bool, context: Mapping[str, pa.DataType]
 ) -> pa.Schema:
     """Layout of ``held_out.parquet``: the standard events of the held-out periods, which an extension reads again.
 
@@ -170,16 +166,14 @@ def held_out_schema(
     ``request`` are known if ``is_placed``, that is, for events that are in the shards.
 
     Args:
-        user_id: type of the user ids.
-        item_id: type of the item ids.
-        request_id: type of the request ids.
+        types: types of the ids in the log, which may lack those of requests.
         has_behaviors: there is a column of bit sets.
         context: columns of request features and the types of their plain values.
     """
     return pa.schema(
         [
-            (LogColumns.USER_ID, user_id),
-            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.USER_ID, types[LogColumns.USER_ID]),
+            (LogColumns.ITEM_ID, types[LogColumns.ITEM_ID]),
             (LogColumns.TIMESTAMP, pa.int64()),
             (Derived.WATCH_MS, pa.int64()),
             (Derived.DURATION_MS, pa.int64()),
@@ -187,7 +181,7 @@ def held_out_schema(
             (Derived.VALUE, pa.float64()),
             (LogColumns.PROPENSITY, pa.float64()),
             (LogColumns.IS_RANDOM, pa.bool_()),
-            (LogColumns.REQUEST_ID, request_id),
+            (LogColumns.REQUEST_ID, types.get(LogColumns.REQUEST_ID, pa.int64())),
             (Derived.LABEL, pa.float64()),
             (Derived.REQUEST, pa.int64()),
             (Derived.IS_PLACED, pa.bool_()),
@@ -198,23 +192,19 @@ def held_out_schema(
 
 
 def history_schema(
-    user_id: pa.DataType,
-    item_id: pa.DataType,
-    behaviors: Iterable[str] = (),
-    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+    types: Mapping[str, pa.DataType], behaviors: Iterable[str], context: Mapping[str, pa.DataType]
 ) -> pa.Schema:
     """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown.
 
     Args:
-        user_id: type of the user ids.
-        item_id: type of the item ids.
+        types: types of the ids in the log.
         behaviors: names of behaviors, one flag each.
         context: names of request features and the types of their values.
     """
     return pa.schema(
         [
-            (LogColumns.USER_ID, user_id),
-            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.USER_ID, types[LogColumns.USER_ID]),
+            (LogColumns.ITEM_ID, types[LogColumns.ITEM_ID]),
             (LogColumns.TIMESTAMP, pa.int64()),
             (LogColumns.WATCH_TIME, pa.float64()),
             (LogColumns.DURATION, pa.float64()),

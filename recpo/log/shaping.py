@@ -43,7 +43,7 @@ class Label(ABC):
 
     Attributes:
         needs: standard columns that the log must have.
-        reads_events_once: ``add_counted`` refers to its events once, so that they need not be materialized for it.
+        reads_events_once: ``add`` refers to its events once, so that they need not be materialized for it.
         keeps_fitted: what it fits is kept, so that a directory with it can be extended.
         base: base of the duration buckets.
     """
@@ -58,40 +58,13 @@ class Label(ABC):
         validate_range(self.base > 1, "base", "of the duration buckets must be greater than 1", self.base)
 
     @abstractmethod
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Adds ``label``: float64 in [0, 1], null = unknown.
 
         Args:
             events: standard events with ``user_index`` and ``period``.
+            counts: their ``bucket_counts`` with ``base``; in an extension, those of the users before.
         """
-
-    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``base``.
-
-        Args:
-            events: standard events with ``user_index`` and ``period``.
-            counts: their ``bucket_counts``.
-        """
-        return self.add(events)
-
-    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """Like ``add``, but with values that were fitted to all users before instead of values from these events.
-
-        Args:
-            events: standard events with ``user_index`` and ``period``, including the recent past of their users.
-            fitted: the kept ``quantile_table``.
-
-        Raises:
-            RecpoError: the fitted values of this label are not kept.
-        """
-        if not self.keeps_fitted:
-            raise RecpoError(
-                f"label {type(self).__name__}: what it fits is not kept, so that a directory with it cannot be "
-                "extended; prepare the whole log again, or take another --label",
-                code="unsupported",
-                field="label",
-            )
-        return self.add(events)
 
     def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
         """Problem, severity, remedy and offending rows of values in the log's ``label``; None = it reads any number."""
@@ -131,16 +104,8 @@ class WatchQuantiles(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
 
-    def add(self, events: ir.Table) -> ir.Table:
-        """The user's rank, smoothed; or the bucket's rank if the user has too few watch times; or null."""
-        return self.add_counted(events, bucket_counts(events, self.base))
-
-    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """Uses the kept table for the bucket's ranks, and the train events among ``events`` for the user's own."""
-        return self.add_counted(events, bucket_counts(events, self.base, kept=fitted))
-
-    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """The bucket's shares are those of ``counts``."""
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """The user's rank, smoothed; or the rank of ``counts`` if the user has too few watch times; or null."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
         table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
@@ -180,7 +145,7 @@ class WatchRatio(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
 
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Nothing is fitted."""
         ratio = events[Derived.WATCH_MS].cast("float64") / (events[Derived.DURATION_MS].cast("float64") * self.cap)
         return _with_label(events, events, ibis.ifelse(ratio > 1.0, 1.0, ratio))
@@ -208,7 +173,7 @@ class D2Q(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     keeps_fitted: ClassVar[bool] = False
 
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Groups are quantiles of the train durations. A later, unknown duration is placed by its value."""
         durations = _train_counts(events, [Derived.DURATION_MS])
         in_order = ibis.cumulative_window(order_by=Derived.DURATION_MS)
@@ -245,7 +210,7 @@ class WatchTimeGain(Label):
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     keeps_fitted: ClassVar[bool] = False
 
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Moments are sums of integers, so they do not depend on the order of summation."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         fitted = keyed.filter(_is_fitted(keyed) == 1, keyed.bucket.notnull())
@@ -269,7 +234,7 @@ class EveryEvent(Label):
 
     reads_events_once: ClassVar[bool] = True
 
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """A constant column; Spark takes the literal 1.0 for a decimal number."""
         return events.mutate(**{Derived.LABEL: ibis.literal(1).cast("float64")})
 
@@ -289,7 +254,7 @@ class BinaryColumn(Label):
         fix = "map another column to label, or choose another label such as NumericColumn"
         return "a value that BinaryColumn cannot read", "fatal", fix, (value != 0) & (value != 1) & ~value.isnan()
 
-    def add(self, events: ir.Table) -> ir.Table:
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """The column itself."""
         return events.mutate(**{Derived.LABEL: events[Derived.VALUE]})
 
@@ -344,21 +309,15 @@ class NumericColumn(Label):
         outside = ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
         return problem, "impossible", fix, outside
 
-    def add(self, events: ir.Table) -> ir.Table:
-        """Linear scaling, or a threshold.
-
-        Raises:
-            RecpoError: there are neither ends nor a threshold.
-        """
+    def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """Linear scaling, or a threshold. Without either, the checks of the log have refused it before."""
         value = events[Derived.VALUE]
         if self.threshold is not None:
             label = (value >= self.threshold).cast("int8").cast("float64")
-        elif self.low is not None and self.high is not None:
-            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
-            raise RecpoError(
-                "label NumericColumn: low and high, or threshold, must be given", code="missing_option", field="low"
-            )
+            assert self.low is not None
+            assert self.high is not None
+            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         return events.mutate(**{Derived.LABEL: label})
 
 

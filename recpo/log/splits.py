@@ -87,7 +87,8 @@ class TemporalSplit(Split):
                 field="time_unit",
             )
         zone = _zone(self.timezone)
-        test = self._start("test_start", zone) or _midnight(_moment(last_ms, zone), self.test_days - 1)
+        midnight = _moment(last_ms, zone).replace(hour=0, minute=0, second=0, microsecond=0)
+        test = self._start("test_start", zone) or midnight - timedelta(days=self.test_days - 1)
         valid = self._start("valid_start", zone) or test - timedelta(days=self.valid_days)
         first, last = _moment(first_ms, zone), _moment(last_ms, zone)
         if not first < valid < test <= last:
@@ -300,7 +301,3 @@ def _moment(milliseconds: int, zone: tzinfo) -> datetime:
 
 def _milliseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // _MILLISECOND
-
-
-def _midnight(moment: datetime, days_earlier: int) -> datetime:
-    return moment.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=days_earlier)

@@ -17,7 +17,7 @@ from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.csv_files import row_in_file
 from recpo.log.engine import Engine
-from recpo.log.events import length_ms, number, timestamp_ms
+from recpo.log.events import absent, length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
 from recpo.log.schema import Columns, Example, Fault, LogColumns
@@ -47,11 +47,6 @@ class Check:
     severity: Severity
     fix: str
     offends: ir.BooleanColumn
-
-    @property
-    def reason(self) -> str:
-        """Key of this check's count in the manifest."""
-        return f"{self.column}: {self.problem}"
 
 
 def check_rows(
@@ -93,7 +88,7 @@ def check_rows(
             first = examples(engine, raw.filter(check.offends), check.column, log)
             faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, first))
         else:
-            neutralized[check.reason] = count
+            neutralized[f"{check.column}: {check.problem}"] = count
     faults += _scale_faults(engine, raw, log, label)
     if strict:
         faults += _duplicates(engine, raw, log)
@@ -125,12 +120,7 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
     return faults
 
 
-def row_checks(
-    raw: ir.Table,
-    mapping: Columns,
-    max_watch_time: float,
-    more: EventColumns = EventColumns(),  # noqa: B008  frozen
-) -> list[Check]:
+def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float, more: EventColumns) -> list[Check]:
     """All checks that apply to the columns of ``raw``."""
     fix = "an event needs a user, an item and a time: remove these rows or fill the key"
     keys = [column for column in (LogColumns.USER_ID, LogColumns.ITEM_ID) if column in raw.columns]
@@ -148,8 +138,7 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
     if LogColumns.TIMESTAMP not in raw.columns:
         return
     time, unit = raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"
-    absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
-    useless = timestamp_ms(time, unit).isnull() & ~absent
+    useless = timestamp_ms(time, unit).isnull() & ~absent(time)
     if unit == "order":
         fix = "time_unit order takes whole numbers"
     elif time.type().is_string():
@@ -157,7 +146,7 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
     else:
         fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
     missing = "an event needs a user, an item and a time: remove these rows or fill the time"
-    yield Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent)
+    yield Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent(time))
     yield Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless)
 
 
@@ -166,7 +155,7 @@ def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> It
         watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
         unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
         known = ~watch.isnan()
-        yield Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan())
+        yield Check(LogColumns.WATCH_TIME, "missing", "missing", unit, absent(watch))
         yield Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0))
         problem = f"infinite or longer than max_watch_time = {max_watch_time:g} s"
         too_long = known & (watch > max_watch_time * 1000)
@@ -174,8 +163,7 @@ def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> It
     if LogColumns.DURATION in raw.columns:
         duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
         unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
-        missing = duration.isnull() | duration.isnan()
-        yield Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0))
+        yield Check(LogColumns.DURATION, "missing or zero", "missing", unit, absent(duration) | (duration == 0))
         yield Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf())
 
 
@@ -184,22 +172,19 @@ def _flag_checks(raw: ir.Table) -> Iterator[Check]:
     for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
-            absent = value.isnull() | value.isnan()
-            yield Check(column, "missing, taken as false", "missing", fix, absent)
-            yield Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1))
+            yield Check(column, "missing, taken as false", "missing", fix, absent(value))
+            yield Check(column, "neither 0 nor 1", "fatal", fix, ~absent(value) & (value != 0) & (value != 1))
 
 
 def _number_checks(raw: ir.Table) -> Iterator[Check]:
     if LogColumns.LABEL in raw.columns:
         label = number(raw[LogColumns.LABEL])
-        absent = label.isnull() | label.isnan()
-        yield Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent)
+        yield Check(LogColumns.LABEL, "missing", "missing", "an event without a label is neutral", absent(label))
         yield Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf())
     if LogColumns.PROPENSITY in raw.columns:
         value, fix = number(raw[LogColumns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
-        absent = value.isnull() | value.isnan()
-        yield Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent)
-        outside = ~absent & ((value <= 0) | (value > 1))
+        yield Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent(value))
+        outside = ~absent(value) & ((value <= 0) | (value > 1))
         yield Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, outside)
 
 
@@ -208,16 +193,13 @@ def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> Iterator[Check
         column = CONTEXT + feature.name
         if column not in raw.columns:
             continue
-        value, fix = raw[column], "missing values are read as unknown"
-        absent = value.isnull()
-        if value.type().is_floating():
-            absent |= value.isnan()
-            if isinstance(feature, Number):
-                yield Check(column, "infinite", "impossible", "a number is finite", value.isinf())
-            else:
-                whole = ~absent & ((value != value.floor()) | value.isinf())
-                yield Check(column, "a number that is not whole", "fatal", "declare it a Number", whole)
-        yield Check(column, "missing", "missing", fix, absent)
+        value = raw[column]
+        if value.type().is_floating() and isinstance(feature, Number):
+            yield Check(column, "infinite", "impossible", "a number is finite", value.isinf())
+        elif value.type().is_floating():
+            partial = ~absent(value) & ((value != value.floor()) | value.isinf())
+            yield Check(column, "a number that is not whole", "fatal", "declare it a Number", partial)
+        yield Check(column, "missing", "missing", "missing values are read as unknown", absent(value))
 
 
 def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:

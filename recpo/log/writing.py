@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 import uuid
 from collections import deque
@@ -29,8 +28,8 @@ from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
 from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
-from recpo.log.locations import Location, Place, locate, writable
-from recpo.log.prepared import MANIFEST, Prepared
+from recpo.log.locations import Location, Place, locate, remove_directory, writable
+from recpo.log.prepared import MANIFEST, Prepared, run_change
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
@@ -104,8 +103,7 @@ def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
         if not batch.num_rows:
             continue
         columns = [column.to_numpy() for column in batch.columns]
-        is_new = np.ones(batch.num_rows, bool)
-        is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        is_new = run_change(*columns)
         is_new[0] = last is None or any(column[0] != before for column, before in zip(columns, last, strict=True))
         last = [column[-1] for column in columns]
         kept = batch.filter(pa.array(is_new))
@@ -270,9 +268,7 @@ _UPLOADS: Final = 8  # parallel uploads, with 4 MB of memory each
 
 
 @contextmanager
-def prepared_directory(
-    target: Place, work: Place | None = None, *, overwrite: bool = False, inputs: Sequence[Place] = ()
-) -> Iterator[Path]:
+def prepared_directory(target: Place, work: Place | None, overwrite: bool, inputs: Sequence[Place]) -> Iterator[Path]:
     """Yields an empty local directory that becomes ``target`` when the block ends without an error.
 
     An object store has no rename, so all files are uploaded, the manifest last: without a manifest, nothing counts as a
@@ -346,19 +342,13 @@ def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
         work: parent directory; None = ``partial``.
         partial: the directory that is being prepared.
     """
-    name = f"recpo-work-{uuid.uuid4().hex[:12]}"
-    place = partial / ".work" if work is None else work / name
-    if isinstance(place, Location):
-        try:
-            yield place
-        finally:
-            place.delete_directory()
-        return
-    place.mkdir(parents=True)
+    place = partial / ".work" if work is None else work / f"recpo-work-{uuid.uuid4().hex[:12]}"
+    if isinstance(place, Path):
+        place.mkdir(parents=True)
     try:
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        remove_directory(place)
 
 
 Source: TypeAlias = str | Sequence[str] | pa.Table
@@ -437,13 +427,14 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
         inputs: further inputs besides the sources, which must lie outside of the output.
     """
     given = {what: source for what, source in vars(sources).items() if source is not None}
-    names = {what: _names(source) for what, source in given.items() if not isinstance(source, pa.Table)}
+    files = {what: source for what, source in given.items() if not isinstance(source, pa.Table)}
+    names = {what: [source] if isinstance(source, str) else list(source) for what, source in files.items()}
     found = {what: find_files(listed, what) for what, listed in names.items()}
     work, engine = None if output.work is None else locate(output.work), output.engine
     read = [path for paths in found.values() for path in paths]
     read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
     with (
-        prepared_directory(locate(output.out), work, overwrite=output.overwrite, inputs=read) as directory,
+        prepared_directory(locate(output.out), work, output.overwrite, read) as directory,
         work_directory(work, directory) as temporary,
         start_engine(engine, temporary) as started,
         tqdm(total=stages, desc="prepare", unit="stage", disable=None if output.progress else True) as bar,
@@ -455,10 +446,6 @@ def workplace(sources: Sources, output: Output, stages: int, inputs: Sequence[Pl
                     pq.write_table(source, sink)
         tables: dict[TableSide, Sequence[Place]] = {"item": found.get("items", []), "user": found.get("users", [])}
         yield Workplace(started, engine.writers, directory, temporary, bar, found["log"], tables)
-
-
-def _names(source: str | Sequence[str]) -> list[str]:
-    return [source] if isinstance(source, str) else list(source)
 
 
 def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads, Side
 from recpo.base.types import EvaluationBatch
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from recpo.artifacts.documents import describe_os_error, parse_own_yaml
 from recpo.base.contracts import Policy
 from recpo.base.errors import Interrupted, RecpoError
-from recpo.batches.train_batches import Phases
+from recpo.batches.datamodule import Phases
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
 from recpo.training.callbacks import (

@@ -20,7 +20,7 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import DotProductPolicy, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import Slates, on_device
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
 from recpo.evaluation.estimates import Z95

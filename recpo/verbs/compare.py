@@ -18,7 +18,7 @@ from recpo.artifacts.checksums import sha256
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
-from recpo.batches.held_out import HeldOutHistories
+from recpo.batches.slates import HeldOutHistories
 from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
 from recpo.evaluation.contenders import Contender, Loaded

@@ -13,7 +13,7 @@ import recpo
 from recpo.base.contracts import RewardFunction
 from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Slates
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.calibration import greedy_lists
 from recpo.evaluation.true_rewards import TrueReward

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.contenders import Lists
 from recpo.log.id_map import IdMap

@@ -14,7 +14,7 @@ import torch
 
 import recpo
 from recpo.artifacts.checksums import sha256
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 from recpo.serving.bundle import Bundle

@@ -17,7 +17,7 @@ import torch
 
 import recpo
 from recpo.artifacts.outputs import write_json
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward

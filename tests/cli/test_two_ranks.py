@@ -6,9 +6,8 @@ Here, processes that are there already run the verb. In test_sharded_cli.py, the
 import pytest
 import torch
 
-from recpo.batches.held_out import Rank
-from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import Epochs, TrainBatches
+from recpo.batches.datamodule import Epochs, TrainBatches
+from recpo.batches.slates import Rank, SequenceLayout
 from recpo.cli.main import main
 from recpo.log.prepared import Prepared
 from recpo.training.run import checkpoint_path

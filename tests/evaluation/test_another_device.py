@@ -13,7 +13,7 @@ import torch
 from torch.optim import Adam
 
 from recpo.artifacts.semantic_codes import Codes
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, Contender, Loaded, baseline
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.evaluation.measures import Recommender

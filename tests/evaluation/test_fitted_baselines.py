@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation import baselines
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.measures import exposure_auc, held_out_targets

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.document import headroom, share
 from recpo.evaluation.true_rewards import true_rewards

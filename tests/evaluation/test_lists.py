@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import recpo
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.contenders import Lists, read_lists
 from recpo.log.prepared import Prepared

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.explorer.survey import ORDERS, Survey, calibration, coverage, moved_items, neighbors, overlaps
 from recpo.verbs.contenders import contenders_of

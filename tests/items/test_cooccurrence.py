@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recpo.items.sources import Sequences, VectorsFromCooccurrence
+from recpo.items.sources import VectorsFromCooccurrence
 from tests.reference.code_loops import near_pairs, positive_information
 from tests.refusals import refused
 
@@ -16,7 +16,7 @@ def log(users=40, items=15, seed=0):
 def shards(sequences, number=1):
     parts = [sequences[start::number] for start in range(number)]
     return [
-        Sequences(np.concatenate([np.array(s) for s in part]), np.cumsum([0] + [len(s) for s in part]))
+        {"user_index": np.repeat(np.arange(len(part)), list(map(len, part))), "item_index": np.concatenate(part)}
         for part in parts
     ]
 

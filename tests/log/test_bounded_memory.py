@@ -8,9 +8,8 @@ import pytest
 
 from recpo.base.feedback import FeedbackDefinition
 from recpo.batches.datamodule import TrainBatches
-from recpo.batches.held_out import HeldOutBatches, Rank
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import SequenceLayout
+from recpo.batches.slates import HeldOutBatches, Rank, SequenceLayout
 from recpo.log.prepared import Prepared
 from recpo.log.schema import EVENT_SCHEMA
 from recpo.log.writing import Encoding, write_manifest, write_parquet, write_past, write_shards

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from recpo.base.feedback import FeedbackDefinition
-from recpo.batches import held_out
-from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import HeldOutBatches, Rank
-from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
+from recpo.batches import slates
+from recpo.batches.datamodule import Contents, Epochs, FeedbackDataModule, Phases, ResumableLoader, TrainBatches
+from recpo.batches.slates import HeldOutBatches, ImpressionLayout, Rank, SequenceLayout
 from recpo.log.prepared import Prepared
 from recpo.log.schema import PAST_SCHEMA
 from recpo.log.writing import write_manifest
@@ -284,7 +282,7 @@ def test_every_item_of_a_users_past_is_excluded_however_long_ago(shards):
 def test_the_most_active_user_limits_the_size_of_a_batch(shards, monkeypatch, world_size):
     ordinary = [b.user_ids.tolist() for b in HeldOutBatches(shards, "valid", 6, 4, Rank())]
     assert [len(users) for users in ordinary] == [4, 4, 3]
-    monkeypatch.setattr(held_out, "MOST_PLACES", 40)
+    monkeypatch.setattr(slates, "MOST_PLACES", 40)
     ranks = [list(HeldOutBatches(shards, "valid", 6, 4, Rank(rank, world_size))) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     counted = [b for batches in ranks for b in batches if b.feedback.slates.mask.any()]

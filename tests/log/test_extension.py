@@ -12,9 +12,8 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
 import recpo
-from recpo.batches.held_out import HeldOutBatches, Rank
-from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.batches.train_batches import TrainBatches
+from recpo.batches.datamodule import TrainBatches
+from recpo.batches.slates import HeldOutBatches, ImpressionLayout, Rank, SequenceLayout
 from recpo.log.schema import LogColumns
 from recpo.log.shaping import D2Q, NumericColumn, WatchQuantiles
 from recpo.log.splits import LeaveLastOut, TemporalSplit

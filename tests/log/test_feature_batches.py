@@ -7,10 +7,9 @@ import torch
 
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.datamodule import Contents, TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import ImpressionLayout, SequenceLayout
-from recpo.batches.train_batches import Contents, TrainBatches
+from recpo.batches.slates import HeldOutBatches, ImpressionLayout, Rank, SequenceLayout
 from recpo.evaluation.measures import BehaviorRates, Observed
 from recpo.rewards.rewards import LoggedReward, WeightedSum
 from tests.log.test_features import prepare, rich_log

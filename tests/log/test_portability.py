@@ -15,6 +15,7 @@ from recpo.log.events import (
     time_order,
     user_indices,
 )
+from recpo.log.feature_columns import EventColumns
 from recpo.log.schema import PRESETS, FlagColumn, LogColumns
 from recpo.log.shaping import (
     D2Q,
@@ -57,9 +58,9 @@ def log(time):
 @pytest.mark.parametrize("time", ["int64", "string", "timestamp"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checks_and_standard_columns_compile_for_spark(time):
-    raw = select_columns(log(time), {column: column for column in LogColumns.ALL})
-    assert "SELECT" in ibis.to_sql(standardize(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
-    for check in row_checks(raw, PRESETS["plain"], 86_400.0):
+    raw = select_columns(log(time), {column: column for column in LogColumns.ALL}, {})
+    assert "SELECT" in ibis.to_sql(standardize(raw, PRESETS["plain"], 86_400.0, EventColumns()), dialect="pyspark")
+    for check in row_checks(raw, PRESETS["plain"], 86_400.0, EventColumns()):
         assert "SELECT" in ibis.to_sql(raw.aggregate(count=check.offends.sum()), dialect="pyspark"), check.reason
 
 
@@ -80,7 +81,7 @@ def unbound(table, name):
 
 
 def test_the_pipeline_compiles_for_spark():
-    events = unbound(standardize(log("int64"), PRESETS["plain"], 86_400.0), "standard")
+    events = unbound(standardize(log("int64"), PRESETS["plain"], 86_400.0, EventColumns()), "standard")
     split = TemporalSplit()
     boundaries = split.boundaries(1_700_000_000_000, 1_700_000_000_000 + 9 * DAY_MS, True)
     assert compiles(split.assign(events, boundaries), LeaveLastOut().assign(events, {}))
@@ -95,10 +96,9 @@ def test_the_pipeline_compiles_for_spark():
     counts = bucket_counts(placed, 2.0)
     quantiles = quantile_table(unbound(counts, "counts"))
     fitted = unbound(quantiles, "quantiles")
-    assert compiles(
-        counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *(label.add(placed) for label in LABELS)
-    )
-    shaped = unbound(EveryEvent().add(placed), "shaped")
+    labels = [label.add(placed, bucket_counts(placed, label.base)) for label in LABELS]
+    assert compiles(counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *labels)
+    shaped = unbound(EveryEvent().add(placed, counts), "shaped")
     assert compiles(
         item_table(items, shaped, FeedbackRule()),
         as_histories(recent_events(shaped, items, users, 9)),

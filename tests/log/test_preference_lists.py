@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from recpo.base.feedback import FeedbackRule
-from recpo.batches.held_out import Rank
+from recpo.batches.datamodule import TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout, uniform
-from recpo.batches.train_batches import TrainBatches
+from recpo.batches.slates import Rank, Windows
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from tests.refusals import refused
 
@@ -178,7 +178,7 @@ def test_hard_negatives_bring_along_what_must_not_be_one(events):
 
 def test_an_empty_window_is_an_empty_slate(events):
     layout = layout_of(uniform=2, in_batch=1)
-    windows = layout.scoring_windows(events.keys).empty(1)
+    windows = Windows(*[np.zeros(1, np.int64)] * 4)
     batch = layout.batch_maker(catalog(NUM_ITEMS), 0)(events, windows, np.zeros(1, np.int64), 0)
     assert not batch.slates.mask.any()
     assert (batch.slates.item_ids == 0).all()

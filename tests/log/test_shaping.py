@@ -60,7 +60,8 @@ def table(user, watch_ms, duration_ms, period, dislike=None, label=None):
 
 
 def labeled(engine, method, *columns, **more):
-    result = engine.table(method.add(table(*columns, **more)).order_by("row"))
+    events = table(*columns, **more)
+    result = engine.table(method.add(events, bucket_counts(events, method.base)).order_by("row"))
     return result["label"].to_numpy(zero_copy_only=False).astype(float)
 
 

@@ -8,11 +8,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from recpo.base.feedback import FeedbackDefinition
-from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import Rank
+from recpo.batches.datamodule import Contents, Epochs, FeedbackDataModule, Phases, ResumableLoader, TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import SequenceLayout
-from recpo.batches.train_batches import Contents, Epochs, Phases, ResumableLoader, TrainBatches
+from recpo.batches.slates import Rank, SequenceLayout
 from recpo.log.prepared import Prepared
 from recpo.log.writing import write_manifest
 from tests.refusals import refused

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from recpo.base.feedback import FeedbackRule
-from recpo.batches.held_out import evaluation_batch
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import ImpressionLayout, SequenceLayout, feedback_batch
+from recpo.batches.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from tests.refusals import refused
 

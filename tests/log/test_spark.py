@@ -24,7 +24,7 @@ from recpo.log.events import timestamp_ms
 from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
-from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio
+from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, bucket_counts
 from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
@@ -44,7 +44,7 @@ DUCKDB = EngineOptions(memory_limit="512MB")
 def java():
     """Java that compiles little: its processes, one of which serves the whole module, end before that would pay."""
     pytest.importorskip("pyspark", reason="pyspark is not installed")
-    from recpo.log.spark_engine import _has_java
+    from recpo.log.engine import _has_java
 
     if not _has_java():
         pytest.skip("Spark needs Java, and there is none")
@@ -58,7 +58,7 @@ def java():
 @pytest.fixture(scope="module")
 def spark(java, tmp_path_factory):
     """One session for the module: every preparation finds it running and leaves it running."""
-    from recpo.log.spark_engine import _session
+    from recpo.log.engine import _session
 
     session, _ = _session(tmp_path_factory.mktemp("spark"), SPARK)
     yield session
@@ -213,7 +213,9 @@ def test_labels_are_the_same_numbers(spark, tmp_path, label):
             "value": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
         }
     )
-    duckdb, spark_found = compared(spark, tmp_path, events, lambda rows: label.add(rows).select("row", "label"))
+    duckdb, spark_found = compared(
+        spark, tmp_path, events, lambda rows: label.add(rows, bucket_counts(rows, label.base)).select("row", "label")
+    )
     assert duckdb == spark_found
 
 
@@ -308,7 +310,7 @@ def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):
 
 def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
     pytest.importorskip("pyspark")
-    from recpo.log.spark_engine import _settings
+    from recpo.log.engine import _settings
 
     def memory(limit, master="local[*]"):
         settings = _settings(tmp_path, EngineOptions(engine="spark", memory_limit=limit, spark_master=master))
@@ -326,7 +328,7 @@ def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
 
 
 def test_parts_are_read_in_the_order_of_their_numbers(tmp_path):
-    from recpo.log.spark_engine import _parts
+    from recpo.log.engine import _parts
 
     for number in ("00002", "00010", "100000", "99999"):
         (tmp_path / f"part-{number}-6f1c-c000.snappy.parquet").touch()

@@ -8,7 +8,7 @@ import torch
 
 import recpo
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, baseline
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import PopularityPolicy, distinct_positives

@@ -11,7 +11,7 @@ import torch
 import recpo
 from recpo.base.contracts import RewardFunction
 from recpo.base.types import Histories, Slates
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors, posterior_variance
 from recpo.rewards.graded import FactorOptions

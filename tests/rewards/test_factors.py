@@ -10,7 +10,7 @@ import torch
 from recpo.artifacts.checksums import kind_of
 from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.ops.kernels import column_blocks
 from recpo.policies import catalog_search
 from recpo.rewards.factors import MANIFEST, Factors

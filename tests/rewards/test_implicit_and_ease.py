@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recpo.base.types import Histories, Recommendations
-from recpo.batches.held_out import HeldOutBatches, Rank
+from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.rewards import graded, implicit as positives
 from recpo.rewards.implicit import (
     EASE,

@@ -12,7 +12,7 @@ import torch
 
 import recpo
 from recpo.base.feature_encoding import PolicyFeatures
-from recpo.batches.held_out import HeldOutHistories, evaluation_batches
+from recpo.batches.slates import HeldOutHistories, evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.comparison import gate
 from recpo.evaluation.contenders import Contender, Loaded

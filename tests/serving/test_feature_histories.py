@@ -6,7 +6,7 @@ import pytest
 
 from recpo.base.feature_encoding import PolicyFeatures, by_source, decoded
 from recpo.base.features import Reads
-from recpo.batches.held_out import HeldOutBatches, HeldOutHistories, Rank
+from recpo.batches.slates import HeldOutBatches, HeldOutHistories, Rank
 from recpo.serving.histories import HistoryReader
 from tests.log.test_features import item_rows, prepare, rich_log, user_rows
 from tests.refusals import refused

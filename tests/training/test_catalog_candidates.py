@@ -10,9 +10,8 @@ from torch.optim import Adam
 
 from recpo.base.contracts import Objective, RewardFunction, StatePolicy
 from recpo.base.types import LogProbs, LossOutput, catalog_slates
-from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.datamodule import FeedbackDataModule, Phases
 from recpo.batches.slates import ImpressionLayout
-from recpo.batches.train_batches import Phases
 from recpo.objectives import GRPO, MPO, CatalogPolicyGradient
 from recpo.objectives.advantages import GroupNormalizedAdvantage
 from recpo.policies.blocks import HSTUBlock

@@ -10,7 +10,7 @@ import torch
 import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.base.types import Slates
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.log.id_map import IdMap

@@ -15,9 +15,8 @@ from torch.optim import Adam
 
 import recpo.objectives
 from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import evaluation_batches
 from recpo.batches.preference_lists import PreferenceListLayout
-from recpo.batches.slates import ImpressionLayout, SequenceLayout
+from recpo.batches.slates import ImpressionLayout, SequenceLayout, evaluation_batches
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.objectives import (

@@ -11,9 +11,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import SGD, Adam
 
 from recpo.base.contracts import RewardFunction
-from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.datamodule import FeedbackDataModule, Phases
 from recpo.batches.slates import ImpressionLayout
-from recpo.batches.train_batches import Phases
 from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Reinforce, SoftmaxDPO
 from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage
 from recpo.ops.log_ratios import is_clipped

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import recpo
-from recpo.batches.datamodule import FeedbackDataModule
-from recpo.batches.held_out import Rank
-from recpo.batches.slates import ImpressionLayout
-from recpo.batches.train_batches import Epochs, TrainBatches
+from recpo.batches.datamodule import Epochs, FeedbackDataModule, TrainBatches
+from recpo.batches.slates import ImpressionLayout, Rank
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.run import Run
 from recpo.training.warm_start import WarmStart, grown_rows, growth_of

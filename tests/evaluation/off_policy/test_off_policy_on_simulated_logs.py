@@ -9,7 +9,7 @@ from scipy.stats import kendalltau
 
 from recpo.base.contracts import RewardFunction
 from recpo.base.types import Recommendations, Slates
-from recpo.batches.held_out import evaluation_batches
+from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting

@@ -5,8 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.items.columns import read_rows
-from recpo.log.id_map import IdMap
+from recpo.log.id_map import IdMap, read_rows
 from tests.refusals import refused
 
 ITEMS = IdMap(pa.array([10, 20, 30]))
