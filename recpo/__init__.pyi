@@ -51,7 +51,6 @@ from .log.shaping import (
 )
 from .log.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
 from .objectives.advantages import (
-    GAEAdvantage as GAEAdvantage,
     GatedAdvantage as GatedAdvantage,
     GradedAdvantage as GradedAdvantage,
     GroupNormalizedAdvantage as GroupNormalizedAdvantage,
@@ -59,6 +58,7 @@ from .objectives.advantages import (
     PrefixGroupAdvantage as PrefixGroupAdvantage,
     TernaryAdvantage as TernaryAdvantage,
 )
+from .objectives.gae import GAEAdvantage as GAEAdvantage
 from .objectives.grpo import (
     ASPO as ASPO,
     CISPO as CISPO,

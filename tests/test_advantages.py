@@ -12,20 +12,19 @@ from hypothesis import given, strategies as st
 from recpo.base.contracts import AdvantageEstimator
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.objectives import advantages
+from recpo.objectives import advantages, gae
 from recpo.objectives.advantages import (
-    GAEAdvantage,
     GatedAdvantage,
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
     TernaryAdvantage,
-    generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
     whitened_advantage,
 )
+from recpo.objectives.gae import GAEAdvantage, generalized_advantage_estimate
 from tests.refusals import refused
 
 
@@ -180,10 +179,17 @@ def test_gae_estimator_ends_a_session_with_its_last_kept_position():
     assert GAEAdvantage(gamma=0.5, lam=1.0)(feedback(reward=rewards, mask=mask), values).equal(advantage)
 
 
-def test_nothing_follows_the_end_of_a_session():
+def test_termination_and_truncation_differ():
     rewards, values = torch.ones(1, 3), torch.zeros(1, 3)
-    ended, _ = generalized_advantage_estimate(rewards, values, torch.tensor([[0, 1, 0]]), 0.0, gamma=0.5, lam=1.0)
+    flag, bootstrap = torch.tensor([[0, 1, 0]]), torch.full((1, 3), 10.0)
+    ended, _ = generalized_advantage_estimate(rewards, values, flag, 0.0, gamma=0.5, lam=1.0)
+    cut, _ = generalized_advantage_estimate(
+        rewards, values, None, 0.0, gamma=0.5, lam=1.0, truncations=flag, bootstrap_values=bootstrap
+    )
     assert ended.tolist() == [[1.5, 1.0, 1.0]]
+    assert cut.tolist() == [[4.0, 6.0, 1.0]]
+    with refused("missing_option", "bootstrap_values"):
+        generalized_advantage_estimate(rewards, values, None, 0.0, truncations=flag)
 
 
 def test_estimators_say_what_they_lack():
@@ -259,7 +265,8 @@ def test_no_gradient_flows_into_rewards_and_values():
         assert not result.requires_grad
     assert not group_normalized_advantage(rewards).requires_grad
     assert not leave_one_out_advantage(rewards).requires_grad
-    for result in generalized_advantage_estimate(rewards, values, None, values[:, 0]):
+    cut = {"truncations": torch.ones(2, 3), "bootstrap_values": values}
+    for result in generalized_advantage_estimate(rewards, values, None, values[:, 0], **cut):
         assert not result.requires_grad
     batch = feedback(reward=rewards, ends_session=torch.zeros(2, 3).bool())
     for result in GAEAdvantage().advantages_and_returns(batch, values):
@@ -351,8 +358,9 @@ def test_whitening_keeps_the_zeros_of_groups_that_are_centered():
 def test_whitening_is_an_option_of_every_estimator():
     estimators = [
         cls
-        for cls in vars(advantages).values()
-        if isinstance(cls, type) and issubclass(cls, AdvantageEstimator) and cls.__module__ == advantages.__name__
+        for module in (advantages, gae)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, AdvantageEstimator) and cls.__module__ == module.__name__
     ]
     assert len(estimators) == 7
     for estimator in estimators:

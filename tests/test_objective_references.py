@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from recpo.objectives import advantages as torch_advantages
+from recpo.objectives import advantages as torch_advantages, gae
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.ops.log_ratios import categorical_kl, kl_estimate, kl_shaped_rewards
+from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from tests.reference import objective_losses as ref
 
@@ -284,10 +284,11 @@ def test_distributions(seed):
     mask[:, 0] = True
     tp, tq = (torch.tensor(np.where(mask, x, np.nan), requires_grad=True) for x in (p, q))
     keep = torch.tensor(mask)
-    divergence = categorical_kl(tp, tq, keep)
+    divergence, disorder = categorical_kl(tp, tq, keep), entropy(tp, keep)
     rows = range(len(p))
     assert divergence.tolist() == pytest.approx([ref.categorical_kl(p[i][mask[i]], q[i][mask[i]]) for i in rows])
-    (gradient,) = torch.autograd.grad(divergence.sum(), tp)
+    assert disorder.tolist() == pytest.approx([ref.entropy(p[i][mask[i]]) for i in rows])
+    (gradient,) = torch.autograd.grad((divergence + disorder).sum(), tp)
     assert gradient.isfinite().all()
     assert (gradient[~keep] == 0).all()
 
@@ -348,20 +349,22 @@ def test_group_advantages(scale, unbiased, seed):
 @given(seed=SEEDS)
 def test_generalized_advantage_estimate(seed):
     rng = np.random.default_rng(seed)
-    rewards, values = rng.normal(size=(2, 2, 6))
-    dones, mask = rng.random((2, 2, 6)) < np.array([0.2, 0.7])[:, None, None]
+    rewards, values, bootstrap = rng.normal(size=(3, 2, 6))
+    dones, cuts, mask = rng.random((3, 2, 6)) < np.array([0.2, 0.2, 0.7])[:, None, None]
     after, gamma, lam = rng.normal(size=2), rng.uniform(0.5, 1), rng.uniform(0, 1)
     hostile = [torch.tensor(np.where(mask, x, np.nan)) for x in (rewards, values)]
-    advantages, returns = torch_advantages.generalized_advantage_estimate(
+    advantages, returns = gae.generalized_advantage_estimate(
         *hostile,
         torch.tensor(dones),
         torch.tensor(after),
         gamma=gamma,
         lam=lam,
         mask=torch.tensor(mask),
+        truncations=torch.tensor(cuts),
+        bootstrap_values=torch.tensor(np.where(cuts, bootstrap, np.nan)),
     )
     for b in range(2):
-        want = ref.gae(rewards[b], values[b], dones[b], after[b], gamma, lam, mask[b])
+        want = ref.gae(rewards[b], values[b], dones[b], after[b], gamma, lam, mask[b], cuts[b], bootstrap[b])
         assert advantages[b].tolist() == pytest.approx(want, rel=1e-9, abs=1e-12)
         assert returns[b].tolist() == pytest.approx(np.where(mask[b], want + values[b], 0.0).tolist(), abs=1e-12)
 
@@ -379,9 +382,11 @@ def test_ternary_advantage(threshold, seed, fraction):
 
 
 def test_bellman_target():
-    next_q = torch.tensor([3.0, 2.0, math.nan])
+    next_q = torch.tensor([[1.0, 3.0], [2.0, -1.0], [math.nan, math.nan]])
+    online = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     rewards, dones = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0, 0, 1])
     assert bellman_target(rewards, next_q, dones, gamma=0.5).tolist() == [2.0, 1.0, 1.0]
+    assert bellman_target(rewards, next_q, dones, gamma=0.5, next_q_online=online).tolist() == [1.0, -0.5, 1.0]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -15,21 +15,22 @@ import torch
 
 from recpo.base.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import (
-    generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
 )
+from recpo.objectives.gae import generalized_advantage_estimate
 from recpo.objectives.grpo import DAPO, GBPO, GRPO, GSPO, DrGRPO, aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.policy_gradient import PPO, ppo_loss, value_loss
+from recpo.objectives.policy_gradient import PPO, entropy, ppo_loss, value_loss
 from recpo.objectives.preference import DPO, dpo_loss
 from recpo.objectives.reward_model import pairwise_reward_loss
-from recpo.ops.log_ratios import categorical_kl, clipped_surrogate, kl_estimate, kl_shaped_rewards, sequence_log_ratio
+from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
+from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
 from recpo.rewards.rewards import ValidityReward, rank_aware_reward
-from recpo.training.callbacks import adapted_kl_coef
+from recpo.training.kl_control import adapted_kl_coef
 from recpo.training.options import KLTarget
 
 VECTORS = {
@@ -44,7 +45,6 @@ OTHERS = {
     "duration_reward.quantile": "recpo.log.shaping",
     "dapo.dynamic_sampling": "recpo.training.rollout",
     "dapo.overlong": "items have no lengths that could run over",
-    "entropy.masked_logits": "recpo.policies.semantic_id",
     "ope.basic": "recpo.evaluation.off_policy",
     "metrics.ranking": "recpo.ops.ranking",
     "metrics.sid_collision": "recpo.evaluation.beyond_accuracy",
@@ -230,6 +230,14 @@ def test_value_loss():
     close(loss * mask, expected["per_token"])
     close(aggregate(loss, mask), expected["loss_token_mean"])
     close(gradient(aggregate(loss, mask), values)[0], expected["grad_values_token_mean"])
+
+
+def test_entropy_of_masked_logits():
+    inputs, expected = vector("entropy.masked_logits")
+    logits = tensor([[float(x) for x in row] for row in inputs["logits"]], True)
+    close(entropy(logits), expected["entropy"])
+    close(-entropy(logits).mean(), expected["loss_term"])
+    assert gradient(entropy(logits), logits)[0].isfinite().all()
 
 
 def test_adaptive_kl_coefficient():

@@ -28,7 +28,8 @@ from recpo.base.errors import NonNegativeFloat, RecpoError
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss
-from recpo.ops.log_ratios import (
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
+from recpo.ops.surrogate import (
     LOG_RATIO_GUARD,
     RatioLevel,
     clipped_surrogate,
@@ -38,7 +39,6 @@ from recpo.ops.log_ratios import (
     sequence_log_ratio,
     weighted_score,
 )
-from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs, ObjectiveInputs
-from recpo.ops.log_ratios import guarded_ratio
 from recpo.ops.reduce import check_same_shape, zero_masked
+from recpo.ops.surrogate import guarded_ratio
 
 ROUNDING = 0.01
 """A log-softmax may exceed 0 by rounding: 2^-7 in bfloat16. A larger value is not a log-probability."""

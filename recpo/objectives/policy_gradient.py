@@ -27,16 +27,9 @@ from recpo.objectives.inputs import (
     required,
     validate_log_probs,
 )
-from recpo.ops.log_ratios import (
-    KLPenalty,
-    clipped_surrogate,
-    guarded_ratio,
-    is_clipped,
-    kl_estimate,
-    log1mexp,
-    weighted_score,
-)
+from recpo.ops.kl import KLPenalty, kl_estimate, masked_log_softmax
 from recpo.ops.reduce import Aggregation, aggregate, check_same_shape, denominator, over_tokens, zero_masked
+from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped, log1mexp, weighted_score
 
 MASS_TOLERANCE: Final = 1e-3
 MASS_TOLERANCE_OF_HALVES: Final = 0.1
@@ -54,7 +47,7 @@ class PolicyGradientObjective(Objective):
         aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
         length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
         kl_coef: weight of the penalty that keeps the policy close to the reference policy; 0 = none.
-        kl_kind: its estimator (see ``recpo.ops.log_ratios.kl_estimate``); full = the exact divergence over all items of
+        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``); full = the exact divergence over all items of
             the catalog, or over all codes of a token, with its own gradient.
         entropy_coef: weight of the entropy bonus; 0 = none.
     """
@@ -201,7 +194,7 @@ def ppo_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped surrogate of PPO, per token: see ``recpo.ops.log_ratios.clipped_surrogate``.
+    """The clipped surrogate of PPO, per token: see ``recpo.ops.surrogate.clipped_surrogate``.
 
     Gradient weight on ``grad logp``: ``-A rho``, and 0 where ``A > 0`` and ``rho > 1 + clip_high``, where ``A < 0`` and
     ``rho < 1 - clip_low``, and, with ``dual_clip``, where ``A < 0`` and ``rho > dual_clip``.
@@ -251,6 +244,25 @@ def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, cl
         near = values_old.detach() + (values - values_old.detach()).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return 0.5 * error
+
+
+def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Entropy of ``softmax(logits)`` in nats, with ``0 log 0 = 0``, so that trie-masked logits give no nan.
+
+    Args:
+        logits: ``[..., C]``; -inf is a class of probability 0.
+        mask: ``[..., C]`` over classes; a masked class equals a removed one.
+
+    Returns:
+        ``[...]``; 0 for a row without classes.
+
+    Raises:
+        RecpoError: shapes that differ.
+    """
+    check_same_shape(logits=logits, mask=mask)
+    kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
+    logp = zero_masked(masked_log_softmax(logits, mask), kept)
+    return -(logp.exp() * logp).sum(-1)
 
 
 @dataclass(frozen=True)

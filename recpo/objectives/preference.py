@@ -140,7 +140,8 @@ PairVariant = Literal["sigmoid", "robust", "ipo", "hinge"]
 """Losses of one pair against a reference policy; see ``dpo_loss``."""
 
 Variant = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "dmpo"]
-"""All variants of ``DPO``: those of a pair; no reference (``simpo``); the mean of the rejected items (``dmpo_loss``)"""
+"""All variants of ``DPO``: those of a pair, no reference (``simpo_loss``), the mean of the rejected items
+(``dmpo_loss``)."""
 
 
 def dpo_loss(
@@ -209,6 +210,36 @@ def dpo_loss(
     )
 
 
+def simpo_loss(
+    logp_chosen: Tensor,
+    logp_rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float | Tensor = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """SimPO (arXiv 2405.14734), per pair: no reference policy, log-probabilities per token, a target margin.
+
+    ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) - margin``. Gradient on
+    ``logp_c``: ``-beta sigmoid(-x)`` without smoothing. No term keeps the policy close to its start.
+
+    Args:
+        logp_chosen: ``[B]`` (any shape), the mean over tokens.
+        logp_rejected: same shape, the mean over tokens.
+        beta: temperature.
+        margin: lead in ``beta logp`` that the chosen item should have; same shape, or one number.
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
+
+    Returns:
+        Same shape.
+
+    Raises:
+        RecpoError: ``label_smoothing`` out of range, or shapes that differ.
+    """
+    zero = torch.zeros_like(logp_chosen), torch.zeros_like(logp_rejected)
+    return dpo_loss(logp_chosen, logp_rejected, *zero, beta=beta, margin=margin, label_smoothing=label_smoothing)
+
+
 def dmpo_loss(
     logp_chosen: Tensor,
     logp_rejected: Tensor,
@@ -262,10 +293,8 @@ class DPO(PreferenceObjective):
     """Direct preference optimization (arXiv 2305.18290) and the robust, IPO, hinge, SimPO and DMPO variants.
 
     The chosen item is paired with every rejected item of its list. The list's loss is the mean over its pairs, and 0
-    without pairs. See ``dpo_loss`` for the formulas, and ``dmpo_loss`` for the variant that compares the chosen item
-    with the mean of the rejected items. ``simpo`` (arXiv 2405.14734) is ``sigmoid`` without a reference policy, on
-    log-probabilities per token: ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) -
-    margin``. No term keeps the policy close to its start.
+    without pairs. See ``dpo_loss`` for the formulas, ``simpo_loss`` for the variant without a reference policy, and
+    ``dmpo_loss`` for the variant that compares the chosen item with the mean of the rejected items.
 
     Attributes:
         variant: ``sigmoid``, ``robust``, ``ipo``, ``hinge``, ``simpo`` or ``dmpo``.

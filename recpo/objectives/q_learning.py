@@ -14,17 +14,25 @@ from recpo.objectives.inputs import explained_variance, masked_mean, required, v
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
 
 
-def bellman_target(rewards: Tensor, next_q: Tensor, dones: Tensor, *, gamma: float = 0.99) -> Tensor:
-    """``r + gamma (1 - done) Q'(s', a')`` with ``Q'`` of the target network; no gradient.
+def bellman_target(
+    rewards: Tensor,
+    next_q: Tensor,
+    dones: Tensor,
+    *,
+    gamma: float = 0.99,
+    next_q_online: Tensor | None = None,
+) -> Tensor:
+    """``r + gamma (1 - done) max_a Q'(s', a)`` with ``Q'`` of the target network; no gradient.
 
-    ``a'`` is the best action by the online network in double Q-learning (arXiv 1509.06461), as in SQN, or else by the
-    target network.
+    With ``next_q_online`` the action is chosen by the online network and valued by the target network (double
+    Q-learning, arXiv 1509.06461), as SQN does.
 
     Args:
         rewards: ``[...]``.
-        next_q: ``[...]``, the value of ``a'`` at the next state; may be nan where ``dones``.
+        next_q: ``[..., V]`` of the target network at the next state; may be nan where ``dones``.
         dones: ``[...]`` bool or 0/1, 1 = the step ends its session.
         gamma: discount.
+        next_q_online: ``[..., V]`` of the online network at the next state.
 
     Returns:
         ``[...]``.
@@ -32,8 +40,14 @@ def bellman_target(rewards: Tensor, next_q: Tensor, dones: Tensor, *, gamma: flo
     Raises:
         RecpoError: shapes that do not fit.
     """
-    check_same_shape(rewards=rewards, dones=dones, next_q=next_q)
-    return rewards.detach() + gamma * zero_masked(next_q.detach(), ~dones.bool())
+    check_same_shape(rewards=rewards, dones=dones, next_states=next_q[..., 0])
+    check_same_shape(next_q=next_q, next_q_online=next_q_online)
+    next_q = next_q.detach()
+    if next_q_online is None:
+        best = next_q.amax(-1)
+    else:
+        best = next_q.gather(-1, next_q_online.detach().argmax(-1, keepdim=True)).squeeze(-1)
+    return rewards.detach() + gamma * zero_masked(best, ~dones.bool())
 
 
 def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
-from recpo.ops.log_ratios import categorical_kl
+from recpo.ops.kl import categorical_kl
 from recpo.policies.catalog_search import validate_list_length
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions
-from recpo.ops.log_ratios import log1mexp
+from recpo.ops.surrogate import log1mexp
 from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 
 # A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with

@@ -16,8 +16,8 @@ from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
 from recpo.objectives.inputs import masked_mean
 from recpo.ops.kernels import take_rows
+from recpo.ops.kl import kl_shaped_rewards
 from recpo.ops.linear_logprob import linear_logprob
-from recpo.ops.log_ratios import kl_shaped_rewards
 from recpo.policies.sampling import plan_of_candidates, shared_states
 from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.networks import Networks

@@ -16,9 +16,9 @@ from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
-from recpo.training.callbacks import KLControl
 from recpo.training.contradictions import validate_options
 from recpo.training.inputs import InputBuilder, StepInputs
+from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     LinearDecay,

@@ -218,7 +218,7 @@ class Critic(nn.Module):
         assert self.target.head is not None
         values = self.target.head(next_target, chooser.best_items(next_chooser))
         best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
-        return bellman_target(rewards, best, ends, gamma=self.options.gamma)
+        return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
 
 
 def continuations_of(slates: Slates) -> Continuations:

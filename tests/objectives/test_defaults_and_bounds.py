@@ -45,7 +45,7 @@ from recpo.objectives.mpo import mpo_loss
 from recpo.objectives.policy_gradient import ppo_loss, reinforce_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target
-from recpo.ops.log_ratios import clipped_surrogate, is_clipped
+from recpo.ops.surrogate import clipped_surrogate, is_clipped
 from tests.refusals import refused
 
 NAN = math.nan

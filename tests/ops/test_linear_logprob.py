@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
+from recpo.ops.kl import categorical_kl, kl_estimate
 from recpo.ops.linear_logprob import (
     linear_divergence,
     linear_entropy,
@@ -20,7 +21,6 @@ from recpo.ops.linear_logprob import (
     linear_logprob,
     state_of_targets,
 )
-from recpo.ops.log_ratios import categorical_kl, kl_estimate
 from tests.refusals import refused
 
 

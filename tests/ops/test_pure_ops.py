@@ -9,22 +9,19 @@ import torch
 
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.policy_gradient import ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
-from recpo.ops.log_ratios import (
-    categorical_kl,
+from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
+from recpo.ops.reduce import aggregate, denominator, over_tokens
+from recpo.ops.surrogate import (
     clipped_surrogate,
     guarded_ratio,
     is_clipped,
-    kl_estimate,
-    kl_shaped_rewards,
     log1mexp,
-    masked_log_softmax,
     sequence_log_ratio,
     weighted_score,
 )
-from recpo.ops.reduce import aggregate, denominator, over_tokens
 from tests.refusals import refused
 
 X = torch.zeros(2, 3)
@@ -84,7 +81,8 @@ def test_only_the_trained_policy_gets_a_gradient(function, free, fixed):
 def test_what_is_a_target_or_a_reward_carries_no_gradient():
     x = (-torch.rand(2, 3) - 0.1).requires_grad_()
     assert not kl_shaped_rewards(x[:, 0], x, x, MASK, 0.1).requires_grad
-    assert not bellman_target(x, x, MASK).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0]).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0], next_q_online=x).requires_grad
 
 
 def test_log1mexp_keeps_its_digits():
@@ -125,10 +123,10 @@ def test_k3_keeps_its_digits_near_the_reference():
     assert got.item() == pytest.approx(difference**2 / 2, rel=1e-3)
 
 
-def test_rows_without_classes_have_no_divergence():
+def test_rows_without_classes_have_neither_entropy_nor_divergence():
     logits = torch.full((2, 3), math.nan, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    total = categorical_kl(logits, logits, nothing)
+    total = entropy(logits, nothing) + categorical_kl(logits, logits, nothing)
     assert total.tolist() == [0.0, 0.0]
     assert (torch.autograd.grad(total.sum(), logits)[0] == 0).all()
 
@@ -145,6 +143,7 @@ def test_divergence_where_the_policy_excludes_a_class():
 def test_a_class_that_is_masked_or_impossible_is_a_class_removed():
     logits, reference = torch.tensor([[0.3, -1.0, 9.0, -math.inf], [1.0, 0.5, -3.0, -math.inf]])
     mask = torch.tensor([True, True, False, True])
+    torch.testing.assert_close(entropy(logits, mask), entropy(logits[:2]))
     torch.testing.assert_close(categorical_kl(logits, reference, mask), categorical_kl(logits[:2], reference[:2]))
     nothing = torch.full((4,), -math.inf)
     for row in (masked_log_softmax(nothing), masked_log_softmax(logits, torch.zeros(4))):

@@ -16,11 +16,11 @@ from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, g
 from recpo.objectives.likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
-from recpo.objectives.policy_gradient import catalog_policy_gradient_loss, ppo_loss, reinforce_loss, value_loss
-from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists
+from recpo.objectives.policy_gradient import catalog_policy_gradient_loss, entropy, ppo_loss, reinforce_loss, value_loss
+from recpo.objectives.preference import dmpo_loss, dpo_loss, grade_gaps, kto_loss, preference_lists, simpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
-from recpo.ops import log_ratios, reduce
+from recpo.ops import kl, reduce, surrogate
 from tests.refusals import refused
 
 B, S, T = 4, 5, 3
@@ -42,6 +42,7 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"mask": (B, S), "pair_weights": (B, S)},
     },
+    simpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected"), (B,)),
     dmpo_loss: {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"margin": (B, S), "mask": (B, S)},
@@ -54,26 +55,27 @@ SHAPES = {
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
     value_loss: {"values": ITEMS, "values_old": ITEMS, "returns": ITEMS},
-    bellman_target: {"rewards": ITEMS, "next_q": ITEMS, "dones": ITEMS},
+    entropy: {"logits": ITEMS, "mask": ITEMS},
+    bellman_target: {"rewards": ITEMS, "next_q": (B, S, 7), "dones": ITEMS, "next_q_online": (B, S, 7)},
     q_loss: {"q_values": ITEMS, "q_targets": ITEMS},
     pairwise_reward_loss: {"chosen": ITEMS, "rejected": ITEMS, "margin": ITEMS},
     pointwise_reward_loss: {"scores": TOKENS, "targets": TOKENS, "mask": TOKENS, "positive_weight": (T,)},
-    log_ratios.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
-    log_ratios.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
-    log_ratios.categorical_kl: {"logits": ITEMS, "logits_ref": ITEMS, "mask": ITEMS},
-    log_ratios.kl_shaped_rewards: {"scores": ITEMS, "logp_old": TOKENS, "logp_ref": TOKENS, "mask": TOKENS},
+    kl.kl_estimate: {"logp": TOKENS, "logp_ref": TOKENS},
+    kl.masked_log_softmax: {"logits": ITEMS, "mask": ITEMS},
+    kl.categorical_kl: {"logits": ITEMS, "logits_ref": ITEMS, "mask": ITEMS},
+    kl.kl_shaped_rewards: {"scores": ITEMS, "logp_old": TOKENS, "logp_ref": TOKENS, "mask": TOKENS},
     reduce.aggregate: {"values": TOKENS, "mask": TOKENS},
     reduce.over_tokens: {"values": TOKENS, "logp": TOKENS},
-    log_ratios.weighted_score: {"weight": TOKENS, "logp": TOKENS},
-    log_ratios.sequence_log_ratio: {"log_ratio": TOKENS, "mask": TOKENS},
-    log_ratios.is_clipped: {"log_ratio": TOKENS, "advantages": TOKENS},
-    log_ratios.clipped_surrogate: {"log_ratio": TOKENS, "advantages": TOKENS},
+    surrogate.weighted_score: {"weight": TOKENS, "logp": TOKENS},
+    surrogate.sequence_log_ratio: {"log_ratio": TOKENS, "mask": TOKENS},
+    surrogate.is_clipped: {"log_ratio": TOKENS, "advantages": TOKENS},
+    surrogate.clipped_surrogate: {"log_ratio": TOKENS, "advantages": TOKENS},
 }
 #: of one tensor; or, zero_masked, with a mask that may be broadcast to it
-OF_ONE_SHAPE = {reduce.denominator, log_ratios.guarded_ratio, log_ratios.log1mexp, reduce.zero_masked}
+OF_ONE_SHAPE = {reduce.denominator, surrogate.guarded_ratio, surrogate.log1mexp, reduce.zero_masked}
 #: one number of all contexts together
 OF_ALL_CONTEXTS = {reduce.aggregate, dual_temperature}
-MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (log_ratios.clipped_surrogate, "log_ratio")}
+MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (surrogate.clipped_surrogate, "log_ratio")}
 OTHERS = {
     "kl_coef": 0.1,
     "temperature": 0.5,
@@ -107,7 +109,7 @@ def wrong_shapes(right, function, name):
 
 
 def test_every_public_function_is_here():
-    modules = [log_ratios, reduce]
+    modules = [kl, reduce, surrogate]
     modules += [
         importlib.import_module(m.name) for m in pkgutil.iter_modules(recpo.objectives.__path__, "recpo.objectives.")
     ]
@@ -118,7 +120,7 @@ def test_every_public_function_is_here():
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
     # metrics of objectives, what the objectives themselves check with, and advantages, which have their own tests
-    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages")}
+    own = {f for f in public if f.__module__.rpartition(".")[2] in ("inputs", "advantages", "gae")}
     assert public - own - {reduce.check_same_shape, preference_lists, grade_gaps} == SHAPES.keys() | OF_ONE_SHAPE
 
 

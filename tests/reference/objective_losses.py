@@ -162,6 +162,11 @@ def categorical_kl(p_logits, q_logits):
     return float(sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True) if a > 0))
 
 
+def entropy(logits):
+    p = np.exp(logits - np.logaddexp.reduce(logits))
+    return float(-sum(x * math.log(x) for x in p if x > 0))
+
+
 def shaped_rewards(score, old, ref, keep, coefficient):
     out = [0.0] * len(old)
     kept = [t for t, k in enumerate(keep) if k]
@@ -231,8 +236,8 @@ def gate(rewards, items, liked, drawn, max_hit_share, min_separation):
     return 1 - len(others) / len(draws) <= max_hit_share and sum(won) / len(won) >= min_separation
 
 
-def gae(rewards, values, dones, next_value, gamma, lam, mask):
-    """By definition: a discounted sum of temporal differences over the kept steps, up to an end."""
+def gae(rewards, values, dones, next_value, gamma, lam, mask, truncations, bootstrap):
+    """By definition: a discounted sum of temporal differences over the kept steps, up to an end or a cut."""
     steps = [t for t, k in enumerate(mask) if k]
     advantages = [0.0] * len(rewards)
     for i, t in enumerate(steps):
@@ -240,8 +245,9 @@ def gae(rewards, values, dones, next_value, gamma, lam, mask):
         for j in range(i, len(steps)):
             u = steps[j]
             after = values[steps[j + 1]] if j + 1 < len(steps) else next_value
+            after = bootstrap[u] if truncations[u] else after
             advantages[t] += weight * (rewards[u] + (0.0 if dones[u] else gamma * after) - values[u])
-            if dones[u]:
+            if dones[u] or truncations[u]:
                 break
             weight *= gamma * lam
     return advantages

@@ -189,7 +189,8 @@ def aligned(kind: str) -> dict[str, Any]:
     from recpo.batches.preference_lists import PreferenceListLayout
     from recpo.batches.slates import ImpressionLayout
     from recpo.objectives import GRPO, PPO, SoftmaxDPO
-    from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage
+    from recpo.objectives.advantages import GroupNormalizedAdvantage
+    from recpo.objectives.gae import GAEAdvantage
     from recpo.rewards.rewards import HitReward, LoggedReward
     from recpo.training.options import RolloutOptions
 

@@ -138,7 +138,7 @@ def test_tables_are_kept_in_single_precision(alone: None, prepared: Path, tmp_pa
 
 def test_a_reference_cannot_be_cached_from_tables_without_memory(alone: None, prepared: Path, tmp_path: Path) -> None:
     from recpo.objectives import PPO
-    from recpo.objectives.advantages import GAEAdvantage
+    from recpo.objectives.gae import GAEAdvantage
     from recpo.rewards.rewards import LoggedReward
 
     sources = {"advantage": GAEAdvantage(), "reward": LoggedReward(), "old_policy": "snapshot", "reference": "cached"}

@@ -10,7 +10,8 @@ from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.objectives import GBPO, GRPO, PPO, Likelihood, PairwiseReward, QLearning
-from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, TernaryAdvantage
+from recpo.objectives.advantages import GroupNormalizedAdvantage, TernaryAdvantage
+from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import InputBuilder

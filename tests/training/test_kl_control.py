@@ -7,7 +7,7 @@ import torch
 
 from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
-from recpo.training.callbacks import KLControl, adapted_kl_coef
+from recpo.training.kl_control import KLControl, adapted_kl_coef
 from recpo.training.options import KLTarget, RolloutOptions
 from tests.refusals import refused
 

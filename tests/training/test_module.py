@@ -11,7 +11,8 @@ from torch.optim import SGD, Adam
 
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
-from recpo.objectives.advantages import GAEAdvantage, TernaryAdvantage
+from recpo.objectives.advantages import TernaryAdvantage
+from recpo.objectives.gae import GAEAdvantage
 from recpo.objectives.grpo import GBPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.policy_gradient import PPO

@@ -14,8 +14,9 @@ from recpo.base.contracts import RewardFunction
 from recpo.batches.datamodule import FeedbackDataModule, Phases
 from recpo.batches.slates import ImpressionLayout
 from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Reinforce, SoftmaxDPO
-from recpo.objectives.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage
-from recpo.ops.log_ratios import is_clipped
+from recpo.objectives.advantages import GroupNormalizedAdvantage, LeaveOneOutAdvantage
+from recpo.objectives.gae import GAEAdvantage
+from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.callbacks import CollapseGuard
 from recpo.training.inputs import InputBuilder

@@ -10,7 +10,8 @@ from recpo.base.contracts import RewardFunction
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
 from recpo.objectives import GRPO, GSPO, PPO
-from recpo.objectives.advantages import GAEAdvantage, GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
+from recpo.objectives.advantages import GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
+from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards.rewards import ValidityReward
 from recpo.training.inputs import InputBuilder
