@@ -21,6 +21,7 @@ import recpo.batches.preference_lists
 import recpo.evaluation.true_rewards
 import recpo.objectives
 import recpo.objectives.advantages
+import recpo.objectives.gae
 import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name

@@ -25,13 +25,13 @@ from recpo.objectives import (
     WeightedLikelihood,
 )
 from recpo.objectives.advantages import (
-    GAEAdvantage,
     GatedAdvantage,
     GradedAdvantage,
     GroupNormalizedAdvantage,
     PrefixGroupAdvantage,
     TernaryAdvantage,
 )
+from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward, RankAwareReward
 from recpo.training.contradictions import validate_options

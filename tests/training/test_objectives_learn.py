@@ -43,12 +43,12 @@ from recpo.objectives import (
     WeightedLikelihood,
 )
 from recpo.objectives.advantages import (
-    GAEAdvantage,
     GradedAdvantage,
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
     TernaryAdvantage,
 )
+from recpo.objectives.gae import GAEAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
