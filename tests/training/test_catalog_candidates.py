@@ -17,8 +17,8 @@ from recpo.objectives.advantages import GroupNormalizedAdvantage
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import HitReward, RankAwareReward, WeightedSum
-from recpo.training.callbacks import KLControl
 from recpo.training.inputs import InputBuilder
+from recpo.training.kl_control import KLControl
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks
 from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions
