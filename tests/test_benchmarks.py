@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -19,6 +20,7 @@ from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PACKAGE = Path(__file__).parents[1] / "recpo"
 
 pytestmark = pytest.mark.slow
 
@@ -476,6 +478,20 @@ def test_filters_and_refresh_print_what_they_cost(printed):
         ("refresh.py", ["--items", "2000", "--new", "20"], "1,000 retire, 20 come"),
     ):
         assert expected in printed(script, *flags)
+
+
+def test_the_parts_of_a_profile_name_code_that_exists():
+    files = [*PACKAGE.rglob("*.py")]
+    code = {
+        f"{path}:{node.name}" for path in files for node in ast.walk(ast.parse(path.read_text())) if is_function(node)
+    }
+    of_libraries = ("<frozen", "utils/data/", "scipy/", "autograd/", "torch/", "lightning/", "jinja2/", "jsonargparse/")
+    words = [word for _, *words in benchmark("shares").PARTS for word in words if not word.startswith(of_libraries)]
+    assert [word for word in words if not any(word in place for place in code)] == []
+
+
+def is_function(node):
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def test_shares_names_the_largest_parts_of_every_step(lines_of, tmp_path):

@@ -378,7 +378,7 @@ class Requirement(StrEnum):
 
 
 class Component:
-    """What an objective, an advantage estimator and a reward say of themselves."""
+    """What an objective, an advantage estimator and a reward have in common: what they require and read."""
 
     @property
     def requires(self) -> frozenset[str]:

@@ -146,6 +146,25 @@ def validate_ranges(options: Any, prefix: str = "") -> None:
                 object.__setattr__(options, field.name, plain)
 
 
+def range_error(message: str) -> RecpoError | None:
+    """The parser's message about a number outside its range, in a user's words; None = it is about something else."""
+    pattern = r"Not of type \w+:(?: (\S+))? does not conform to restriction v?(.*?)(?=\. Got value|$)"
+    refused = re.search(pattern, message, re.MULTILINE)
+    if refused is None:
+        return None
+    before = message[: refused.start()]
+    # the keys stand one inside the other, each indented further: off_policy, then clip
+    within = len(before.rpartition("\n")[2])
+    keys: list[tuple[int, str]] = []
+    for indent, key in re.findall(r'^( *)(?:- |Type .*: )?Parser key "([^"]+)"', before, re.MULTILINE):
+        keys = [(depth, name) for depth, name in keys if depth < len(indent)] + [(len(indent), key)]
+    name = ".".join(key for depth, key in keys if depth <= within)
+    values = re.findall(r"Given value: (?:NestedArg\(key='[^']*', val=)?'?([^\s',)]+)", message)
+    given = refused[1] or (values or ["another"])[-1]
+    text = f"{name}: expected a number {refused[2].replace('and v', 'and ')}, got {given}"
+    return RecpoError(text, code="out_of_range", field=name)
+
+
 def _plain(value: Any) -> Any:
     """A number of a range, or a sequence of them, as int or float; the value itself if there is none."""
     if type(value) in (list, tuple) and any(hasattr(one, "_restrictions") for one in value):

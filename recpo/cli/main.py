@@ -26,7 +26,7 @@ from jsonargparse import ArgumentError
 
 from recpo import __version__
 from recpo.artifacts.documents import describe_os_error, validate_configuration_files
-from recpo.base.errors import GateClosedError, RecpoError, first_line
+from recpo.base.errors import GateClosedError, RecpoError, first_line, range_error
 from recpo.cli.output import TerminalOptions, VerbResult, printing, terminal_options
 from recpo.cli.spelling import check_spelling, index
 from recpo.verbs.tracking import is_first_process, run_tracked, tracked
@@ -104,20 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _in_words(error: ArgumentError) -> str:
     """The parser's message about an option, in a user's words."""
     raw = str(error)
-    ending = r"(?=\. Got value|$)"
-    refused = re.search(
-        rf"Not of type \w+:(?: (\S+))? does not conform to restriction v?(.*?){ending}", raw, re.MULTILINE
-    )
-    if refused is None:
-        return re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", raw)
-    # the keys stand one inside the other, each indented further: off_policy, then clip
-    within = len(re.search(r"[^\n]*$", raw[: refused.start()])[0])  # type: ignore[index]  # a line has a beginning
-    keys: list[tuple[int, str]] = []
-    for indent, key in re.findall(r'^( *)(?:- |Type .*: )?Parser key "([^"]+)"', raw[: refused.start()], re.MULTILINE):
-        keys = [(depth, name) for depth, name in keys if depth < len(indent)] + [(len(indent), key)]
-    name = ".".join(key for depth, key in keys if depth <= within)
-    given = refused[1] or (re.findall(r"Given value: (\S+)", raw) or ["another"])[-1]
-    return f"{name}: expected a number {refused[2].replace('and v', 'and ')}, got {given}"
+    refused = range_error(raw)
+    return str(refused) if refused else re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", raw)
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:

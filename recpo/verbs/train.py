@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 from recpo.artifacts.documents import as_configuration, parse_own_yaml
 from recpo.base.contracts import Objective, Policy, RewardFunction
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, range_error
 from recpo.log.prepared import Prepared
 from recpo.training.configuration import as_arguments, parse_arguments, resolved, train_parser
 from recpo.training.fit import run_configuration
@@ -119,8 +119,7 @@ def train(
     try:
         configuration = parse_arguments([*start, *as_arguments(tree)])
     except ArgumentError as error:
-        outside = "does not conform to restriction" in str(error)
-        raise RecpoError(str(error), code="out_of_range" if outside else "wrong_type") from error
+        raise range_error(str(error)) or RecpoError(str(error), code="wrong_type") from error
     return run_tracked(Train(configuration, callbacks))
 
 
