@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import recpo
-from recpo.evaluation.estimates import Z95
+from recpo.evaluation import Z95
 from recpo.verbs.fit import Decision
 from recpo.worlds.log import Simulation
 from recpo.worlds.parameters import WORLDS

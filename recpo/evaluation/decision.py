@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 import torch
 
 from recpo.base.errors import RecpoError
+from recpo.evaluation import Z95
 from recpo.evaluation.document import Evaluated
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, adjusted_p_values, estimate
+from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
 
 #: Criteria without propensities, the preferred one first, and what they measure, as the end of a sentence.
 CRITERIA: Final = {

@@ -13,8 +13,9 @@ import numpy as np
 import yaml
 from torch import Tensor
 
+from recpo.evaluation import Z95
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, as_json, estimate, holm, p_value
+from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value
 from recpo.evaluation.measures import Direction
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,

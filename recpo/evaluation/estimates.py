@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
+from recpo.evaluation import Z95
 
-#: 97.5 % quantile of the standard normal distribution.
-Z95: Final = 1.959963984540054
 #: Level of every test.
 LEVEL = 0.05
 _DRAWS_AT_ONCE = 1 << 22  # memory of the bootstrap: this many draws of users, 8 bytes each

@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recpo import __version__
 from recpo.base.errors import RecpoError, validate_range
+from recpo.evaluation import Z95
 
 _NEEDED: Final = ("user_id", "timestamp", "request_id", "dislike", "experiment", "variant")
 _GRADES: Final = ("label", "watch_time", "duration")
@@ -39,8 +40,6 @@ INTERLEAVED: Final = "interleaved"
 
 
 FloatArray = NDArray[np.float64]
-#: As in ``estimates``, which needs torch: 97.5 % quantile of the standard normal distribution.
-Z95: Final = 1.959963984540054
 #: Clusters before which the normal approximation is not used.
 FIRST_LOOK: Final = 100
 _LARGEST_BET = 0.5

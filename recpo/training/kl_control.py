@@ -14,6 +14,7 @@ from recpo.base.types import LogProbs
 from recpo.ops.kl import kl_estimate
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import KLTarget, RolloutOptions
+from recpo.training.rollout import catalog_divergence
 
 MAX_ERROR = 0.2
 """Bound on the proportional error, so that an outlier cannot change the coefficient too much (arXiv 1909.08593)."""
@@ -43,6 +44,9 @@ class KLControl:
         rollout: its ``max_kl`` limits KL(old || policy), by the k3 estimate over items drawn from the old policy; over
             the complete catalog the divergence is exact, and a context counts as one item. With a ``kl_coef`` of the
             rewards above 0, ``target`` adjusts this one. None = logged slates.
+
+    Attributes:
+        stopped: the phase went too far. A new snapshot begins the next one, and sets it back.
 
     Raises:
         RecpoError: ``target`` without a coefficient, or with two.
@@ -76,10 +80,6 @@ class KLControl:
         """Metrics for the logs."""
         metrics = {} if self._target is None else {"kl_coef": self._value}
         return metrics if self._max_kl is None else metrics | {"step_skipped": float(self.stopped)}
-
-    def begin_phase(self) -> None:
-        """Resets the measurement after a new snapshot."""
-        self.stopped = False
 
     @torch.no_grad()
     def measure(self, logp: LogProbs, metrics: dict[str, Tensor]) -> None:
@@ -120,17 +120,6 @@ class KLControl:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores what ``state_dict`` returned."""
         self.stopped, self._value = bool(state["stopped"]), state.get("value", 0.0)
-
-
-@torch.no_grad()
-def catalog_divergence(logp: LogProbs) -> Tensor:
-    """``KL(old || policy)`` in nats, exact over the whole catalog, summed over the contexts; a scalar.
-
-    Args:
-        logp: ``[B, V, 1]`` each, with ``old``.
-    """
-    assert logp.old is not None
-    return zero_masked(logp.old.exp() * (logp.old - logp.policy), logp.mask).sum()
 
 
 def _initial(objective: Objective, reward_coef: float) -> float:

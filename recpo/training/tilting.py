@@ -21,9 +21,9 @@ from recpo.base.contracts import DotProductPolicy, Policy, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import Slates, on_device
 from recpo.batches.slates import evaluation_batches
+from recpo.evaluation import Z95
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
-from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting

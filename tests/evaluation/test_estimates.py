@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from recpo.evaluation.estimates import Z95, adjusted_p_values, estimate, estimate_over_seeds
+from recpo.evaluation import Z95
+from recpo.evaluation.estimates import adjusted_p_values, estimate, estimate_over_seeds
 from tests.refusals import refused
 
 
