@@ -85,6 +85,7 @@ FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4
         ({"max_watch_time": 60.0}, r"max_watch_time 86400\.0, not 60\.0"),
         ({"cutoffs": {}}, "levels from watch times, not labels"),
         ({"label": "EveryEvent()"}, r"label unknown, not EveryEvent\(\)"),
+        ({"duration_exponent": 0.5}, r"duration_exponent 0\.0, not 0\.5"),
     ],
 )
 def test_another_definition_is_refused_with_what_differs(change, message):
@@ -117,6 +118,14 @@ def test_levels_by_hand():
     found = FITTED.levels(watch, duration, dislike, np.full(len(rows), 0.9))
     assert found.dtype == np.int8
     assert found.tolist() == level.tolist()
+
+
+def test_levels_compare_watch_times_as_in_the_middle_of_the_bucket():
+    watch, duration = np.array([2.0, 2.0, 2.0, math.nan, 2.0]), np.array([8.0, 11.314, 15.99, 8.0, math.nan])
+    unknown, liked = np.full(5, math.nan), np.zeros(5, bool)  # from 8 to 16 s; the middle is 11.314 s
+    as_shares = replace(FITTED, cutoffs={3: (1.9, 2.1, 2.9)}, duration_exponent=1.0)  # 2.828 s, 2.000 s, 1.415 s
+    assert as_shares.levels(watch, duration, liked, unknown).tolist() == [4, 3, 2, 0, 0]
+    assert FeedbackDefinition.from_json(as_shares.to_json()) == as_shares
 
 
 def test_levels_and_defaults_are_those_of_the_documentation():

@@ -85,7 +85,8 @@ class FeedbackDefinition:
 
     Feedback levels are an input of the history encoder: 0 unknown, 1 disliked, and 2 to 5 for the quartile of the watch
     time among all train watch times on items of similar duration. The level is
-    ``2 + |{c in cutoffs of the bucket: watch_time > c}|``, compared in integer milliseconds. Without cutoffs (a log
+    ``2 + |{c in cutoffs of the bucket: watch_time > c}|``, compared in integer milliseconds, and, with a
+    ``duration_exponent``, as the watch time would be in the middle of the duration bucket. Without cutoffs (a log
     without watch times) the level comes from the label: 2 skipped, 5 positive; labels between the thresholds give 3
     below the midpoint and 4 from the midpoint on.
 
@@ -95,6 +96,7 @@ class FeedbackDefinition:
         cutoffs: for each bucket, the 25, 50 and 75 % quantiles of its watch times in seconds.
         max_watch_time: seconds; a longer watch time counts as unknown.
         label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
+        duration_exponent: exponent with which watch times grow with the duration inside a bucket.
     """
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
@@ -102,6 +104,7 @@ class FeedbackDefinition:
     cutoffs: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     max_watch_time: float = DEFAULT_MAX_WATCH_TIME
     label: str = ""
+    duration_exponent: float = 0.0
 
     @property
     def levels_from(self) -> Literal["watch times", "labels"]:
@@ -134,7 +137,8 @@ class FeedbackDefinition:
 
     def _meaning(self) -> dict[str, object]:
         """What ``validate_same`` compares."""
-        fitted = {"duration_base": self.duration_base, "max_watch_time": self.max_watch_time}
+        fitted = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
+        fitted |= {"max_watch_time": self.max_watch_time}
         return {"label": self.label or "unknown", **asdict(self.rule), **fitted, "levels from": self.levels_from}
 
     def levels(
@@ -160,12 +164,21 @@ class FeedbackDefinition:
 
     def _watch_levels(self, watch_time: np.ndarray, duration: np.ndarray) -> np.ndarray:
         watch, bucket = _milliseconds(watch_time), self.buckets(duration)
+        possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
+        if self.duration_exponent:
+            watch = self._compared(watch, duration, bucket)
         fitted, limits = self._limits
         place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
-        possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
         known = (fitted[place] == bucket) & possible
         passed = (watch[:, None] > limits[place]).sum(1)
         return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
+
+    def _compared(self, watch: np.ndarray, duration: np.ndarray, bucket: np.ndarray) -> np.ndarray:
+        """``watch (c / d)^e`` with c the middle of the bucket; as ``recpo.log.shaping.compared_ms``, in its order."""
+        seconds = np.where(bucket == UNKNOWN_BUCKET, 1000.0, _milliseconds(duration)) / 1000.0 + 1e-6
+        middle = (np.maximum(bucket, UNKNOWN_BUCKET + 1) + 0.5) * np.log(self.duration_base)
+        factor = np.exp((middle - np.log(seconds)) * self.duration_exponent)
+        return np.asarray(np.floor(watch * factor + 0.5))
 
     @cached_property
     def _limits(self) -> tuple[np.ndarray, np.ndarray]:
@@ -182,8 +195,9 @@ class FeedbackDefinition:
     def to_json(self) -> dict[str, Any]:
         """The input of ``from_json``: the thresholds and all fields, ``cutoffs`` by bucket."""
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
-        fitted = {"duration_base": self.duration_base, "cutoffs": cutoffs, "max_watch_time": self.max_watch_time}
-        return {**asdict(self.rule), **fitted, "label": self.label}
+        durations = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
+        fitted = {"cutoffs": cutoffs, "max_watch_time": self.max_watch_time, "label": self.label}
+        return {**asdict(self.rule), **durations, **fitted}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
@@ -200,15 +214,15 @@ class FeedbackDefinition:
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
-            label = str(content["label"])
-            if not (1.0 < base < math.inf and longest > 0.0):
-                raise ValueError(f"duration_base {base}, max_watch_time {longest}")
+            label, exponent = str(content["label"]), float(content["duration_exponent"])
+            if not (1.0 < base < math.inf and longest > 0.0 and 0.0 <= exponent <= 1.0):
+                raise ValueError(f"duration_base {base}, duration_exponent {exponent}, max_watch_time {longest}")
             for low, middle, high in cutoffs.values():
                 if not 0.0 <= low <= middle <= high < math.inf:
                     raise ValueError(f"cutoffs {low}, {middle}, {high}: expected ascending times in seconds")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
-        return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as unpacked
+        return cls(rule, base, cutoffs, longest, label, exponent)  # type: ignore[arg-type]  # three each, as unpacked
 
 
 UNKNOWN_BUCKET: Final = -1001

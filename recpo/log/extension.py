@@ -219,10 +219,10 @@ class _ExtensionRun(PrepareRun):
 
     def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
         """The cutoffs that the new events alone would have, to check the units of their watch times."""
-        base = self.choice.label.base
+        label = self.choice.label
         events = new.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
-        found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, base))))
-        return definition(found, self.choice.feedback, base, self.choice.max_watch_time)
+        found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, label))))
+        return definition(found, self.choice.feedback, label, self.choice.max_watch_time)
 
     def _split(self, events: ir.Table) -> ir.Table:
         """The current standard events with their periods: the previous held-out events and the new ones."""
@@ -289,7 +289,7 @@ class _ExtensionRun(PrepareRun):
             }
         )
         rows, method = self.engine.materialize("rows", rows), self.choice.label
-        labeled = method.add(rows, bucket_counts(rows, method.base, kept=self.before.table(QUANTILES)))
+        labeled = method.add(rows, bucket_counts(rows, method, kept=self.before.table(QUANTILES)))
         label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
         self.events = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))

@@ -14,6 +14,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,10 +25,15 @@ from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, sample_tables
 from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
+from recpo.log.shaping import estimated_duration_exponent
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
 _SMOOTHING: Final = 10
+_LEAST_WATCHED: Final = (
+    1_000  # fewer watched events do not tell the exponent of durations: its standard error is about .15
+)
+_MOST_WATCHED: Final = 100_000
 _YEAR: Final = 365.0  # days
 _MS_PER_DAY: Final = 86_400_000.0
 
@@ -103,7 +109,12 @@ class Inspection(Recognition):
         watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
         if watch is not None and duration is not None:
             why = f"the rank of `{watch}` among the user's watch times on items of similar duration, smoothed with"
-            return Choice("WatchQuantiles", {"smoothing": _SMOOTHING}, f"{why} {_SMOOTHING} of everybody's")
+            why += f" {_SMOOTHING} of everybody's"
+            options: dict[str, float] = {"smoothing": _SMOOTHING}
+            if exponent := self._duration_exponent(watch, duration):
+                options |= {"duration_exponent": exponent}
+                why += f", as at one duration: it grows with `{duration}` to the power of {exponent:g}"
+            return Choice("WatchQuantiles", options, why)
         if rated is not None and (texts := self.texts(LogColumns.LABEL)):
             return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
         if rated is not None and facts[rated].distinct > 1:
@@ -116,6 +127,16 @@ class Inspection(Recognition):
             why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
             return Choice("NumericColumn", {"low": 0, "high": high}, why, watch)
         return Choice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
+
+    def _duration_exponent(self, watch: str, duration: str) -> float:
+        """``estimated_duration_exponent`` of the inspected rows; 0 if too few were watched."""
+        table = self.sample.table.select([watch, duration])
+        rows = table.take(np.arange(0, table.num_rows, 1 + table.num_rows // _MOST_WATCHED))
+        watched, lasted = (pc.cast(rows[name], pa.float64()).to_numpy() for name in (watch, duration))
+        if np.count_nonzero((watched > 0) & (lasted > 0)) < _LEAST_WATCHED:
+            return 0.0
+        seconds = MILLISECONDS_PER_UNIT[self.columns.duration_unit or "s"] / 1000
+        return round(estimated_duration_exponent(watched, lasted * seconds), 2)
 
     @cached_property
     def split(self) -> Choice:

@@ -316,7 +316,7 @@ class PrepareRun:
         """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
         self._stage("labeling")
         engine, label = self.engine, self.choice.label
-        counts = engine.materialize("counts", bucket_counts(events, label.base))
+        counts = engine.materialize("counts", bucket_counts(events, label))
         quantiles = quantile_table(counts)
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), schema.QUANTILE_SCHEMA, QUANTILES)
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
@@ -329,7 +329,7 @@ class PrepareRun:
         # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
         column = self.log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
         described, fitted = repr(label) + (f" of {column}" if column else ""), engine.table(cutoff_table(quantiles))
-        self.feedback = definition(fitted, self.choice.feedback, label.base, self.choice.max_watch_time, described)
+        self.feedback = definition(fitted, self.choice.feedback, label, self.choice.max_watch_time, described)
 
     def _outside(self, events: ir.Table) -> ir.Table | None:
         """The dropped events that an extension needs; None = the split cannot be extended.

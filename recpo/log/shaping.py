@@ -21,7 +21,15 @@ import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 
-from recpo.base.errors import NonNegativeFloat, PositiveFloat, PositiveInt, RecpoError, validate_range, validate_ranges
+from recpo.base.errors import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    RecpoError,
+    validate_range,
+    validate_ranges,
+)
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.log.events import bucket
 from recpo.log.prepared import Period, Prepared
@@ -36,6 +44,7 @@ Severity = Literal["fatal", "impossible", "missing"]
 
 _WTG_RESOLUTION: Final = 1e6
 _CUTOFFS: Final = ("q25", "q50", "q75")
+_COMPARED: Final = "compared_ms"
 
 
 class Label(ABC):
@@ -46,12 +55,14 @@ class Label(ABC):
         reads_events_once: ``add`` refers to its events once, so that they need not be materialized for it.
         keeps_fitted: what it fits is kept, so that a directory with it can be extended.
         base: base of the duration buckets.
+        duration_exponent: exponent with which watch times grow with the duration inside a bucket, see ``compared_ms``.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     reads_events_once: ClassVar[bool] = False
     keeps_fitted: ClassVar[bool] = True
     base: float = DEFAULT_DURATION_BASE
+    duration_exponent: float = 0.0
 
     def __post_init__(self) -> None:
         validate_ranges(self)
@@ -63,7 +74,7 @@ class Label(ABC):
 
         Args:
             events: standard events with ``user_index`` and ``period``.
-            counts: their ``bucket_counts`` with ``base``; in an extension, those of the users before.
+            counts: their ``bucket_counts`` by this label; in an extension, those of the users before.
         """
 
     def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
@@ -89,17 +100,25 @@ class WatchQuantiles(Label):
     the bucket. That is the posterior mean of the user's distribution under a Dirichlet process with concentration m
     around everybody's (Ferguson, Annals of Statistics 1973). They count toward ``min_history`` as well.
 
+    Inside a bucket the longer items are still watched longer, so an item would be liked for its length. With
+    ``duration_exponent`` e above 0, the ranks compare ``p (c / d)^e`` instead of ``p``, with ``c`` the middle of the
+    bucket: the watch times as they would be at one duration. 1 compares watched shares. ``recpo init`` estimates the
+    exponent from the log (``estimated_duration_exponent``).
+
     Args:
         base: base of the duration buckets.
         min_history: minimum number of watch times for a quantile.
         ties: how equal watch times count: by half (mid), or in full (full).
         smoothing: how many watch times of everybody stand beside the user's own; 0 = none, as in the paper.
+        duration_exponent: exponent with which watch times grow with the duration inside a bucket; 0 = the watch times
+            themselves are compared, as in the paper.
     """
 
     base: float = DEFAULT_DURATION_BASE
     min_history: PositiveInt = 5
     ties: Ties = "mid"
     smoothing: NonNegativeFloat = 0.0
+    duration_exponent: ClosedUnitInterval = 0.0
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
@@ -107,10 +126,13 @@ class WatchQuantiles(Label):
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """The user's rank, smoothed; or the rank of ``counts`` if the user has too few watch times; or null."""
         keyed = events.mutate(bucket=bucket(events, self.base))
+        keyed = keyed.mutate(**{_COMPARED: compared_ms(keyed, self)})
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
-        table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
-        keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
-        own = {"group_by": [Derived.USER_INDEX, "bucket"], "order_by": Derived.WATCH_MS}
+        table = counts.select(
+            "bucket", **{_COMPARED: counts[Derived.WATCH_MS]}, share_of_all=share_of_all, total_of_all=counts.total
+        )
+        keyed = keyed.left_join(table, ["bucket", _COMPARED])
+        own = {"group_by": [Derived.USER_INDEX, "bucket"], "order_by": _COMPARED}
         fitted = _is_fitted(keyed)
         keyed = keyed.mutate(  # with the same order one sort serves the three sums
             own_at_most=fitted.sum().over(ibis.range_window(**own, preceding=None, following=0)),
@@ -384,9 +406,71 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
     return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
 
 
-def bucket_counts(events: ir.Table, base: float, kept: ir.Table | None = None) -> ir.Table:
-    """The ``watch_counts`` of duration buckets: of the quantiles of all users, and of those of labels."""
-    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"], kept=kept)
+def bucket_counts(events: ir.Table, label: Label, kept: ir.Table | None = None) -> ir.Table:
+    """The ``watch_counts`` of duration buckets, of ``compared_ms``: of the quantiles of all users, and of labels."""
+    keyed = events.mutate(bucket=bucket(events, label.base))
+    return watch_counts(keyed.mutate(**{Derived.WATCH_MS: compared_ms(keyed, label)}), ["bucket"], kept=kept)
+
+
+def compared_ms(keyed: ir.Table, label: Label) -> ir.IntegerColumn:
+    """The watch times that are compared within a bucket, whole milliseconds: ``p (c / d)^e``.
+
+    ``c = base^(bucket + 1/2)`` is the middle of the bucket and ``e`` the label's ``duration_exponent``.
+    ``FeedbackDefinition.levels`` computes the same at serving time.
+
+    Args:
+        keyed: events with their ``bucket``.
+        label: with the base of the buckets and the exponent.
+    """
+    watch = keyed[Derived.WATCH_MS]
+    if label.duration_exponent == 0:
+        return watch
+    seconds = keyed[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
+    middle = (keyed.bucket.cast("float64") + 0.5) * ibis.literal(label.base, "float64").ln()
+    factor = ((middle - seconds.ln()) * label.duration_exponent).exp()
+    return (watch.cast("float64") * factor + 0.5).floor().cast("int64")
+
+
+def estimated_duration_exponent(watch_time: np.ndarray, duration: np.ndarray, base: float = 2.0) -> float:
+    """The exponent with which watch times grow with the duration inside duration buckets, in [0, 1].
+
+    The ``e`` at which the ranks of ``log p - e log d`` within the buckets are uncorrelated with ``log d``:
+
+        sum over events of (log d - mean of the bucket) rank = 0
+
+    Its left side falls in ``e``, so bisection finds it (Jaeckel, Annals of Mathematical Statistics 43, 1972, with
+    Wilcoxon scores). Skipped items and items watched again and again hardly move ranks.
+
+    Args:
+        watch_time: ``[N]``; events that were not watched, or whose watch time is unknown, are left out.
+        duration: ``[N]``, in the unit of ``watch_time``.
+        base: base of the duration buckets.
+
+    Returns:
+        0 if all items of a bucket have one duration.
+    """
+    watched, lasted = np.asarray(watch_time, np.float64), np.asarray(duration, np.float64)
+    known = np.isfinite(watched) & np.isfinite(lasted) & (watched > 0) & (lasted > 0)
+    log_watch, log_duration = np.log(watched[known]), np.log(lasted[known])
+    group = np.floor((log_duration + 1e-9) / np.log(base)).astype(np.int64)
+    _, group, sizes = np.unique(group, return_inverse=True, return_counts=True)
+    score = log_duration - (np.bincount(group, log_duration) / sizes)[group]
+
+    def dependence(exponent: float) -> float:
+        order = np.lexsort((log_watch - exponent * log_duration, group))
+        rank = np.empty(len(group))
+        rank[order] = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return float((score * (rank + 1) / (sizes[group] + 1)).sum())
+
+    low, high = 0.0, 1.0
+    if not len(group) or not np.abs(score).max() > 1e-9 or dependence(low) <= 0:
+        return low
+    if dependence(high) >= 0:
+        return high
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if dependence(middle) > 0 else (low, middle)
+    return (low + high) / 2
 
 
 def quantile_table(counts: ir.Table) -> ir.Table:
@@ -411,13 +495,13 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
 
 
 def definition(
-    cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float, label: str = ""
+    cutoffs: pa.Table, rule: FeedbackRule, label: Label, max_watch_time: float, described: str = ""
 ) -> FeedbackDefinition:
     """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
     low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
     fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
     by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
-    return FeedbackDefinition(rule, base, by_bucket, max_watch_time, label)
+    return FeedbackDefinition(rule, label.base, by_bucket, max_watch_time, described, label.duration_exponent)
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:

@@ -104,7 +104,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 5
+    version: ClassVar = 6
     made_by: ClassVar = "recpo factorize"
 
     mean: float

@@ -50,7 +50,7 @@ from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"

@@ -33,7 +33,10 @@ from recpo.log.shaping import (
 from recpo.log.splits import LeaveLastOut, TemporalSplit, as_histories, period_rows, recent_events
 from recpo.log.validate import row_checks
 
-LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(0, 1), EveryEvent()]
+LABELS = [
+    *(WatchQuantiles(), WatchQuantiles(smoothing=10.0, duration_exponent=0.7), WatchRatio(), D2Q(), WatchTimeGain()),
+    *(BinaryColumn(), NumericColumn(0, 1), EveryEvent()),
+]
 DAY_MS = 86_400_000
 
 
@@ -93,10 +96,10 @@ def test_the_pipeline_compiles_for_spark():
     placed = add_positions(placed, time_order(placed))
     assert compiles(placed)
     placed = unbound(placed, "placed")
-    counts = bucket_counts(placed, 2.0)
+    counts = bucket_counts(placed, WatchQuantiles())
     quantiles = quantile_table(unbound(counts, "counts"))
     fitted = unbound(quantiles, "quantiles")
-    labels = [label.add(placed, bucket_counts(placed, label.base)) for label in LABELS]
+    labels = [label.add(placed, bucket_counts(placed, label)) for label in LABELS]
     assert compiles(counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *labels)
     shaped = unbound(EveryEvent().add(placed, counts), "shaped")
     assert compiles(

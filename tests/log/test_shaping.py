@@ -20,6 +20,7 @@ from recpo.log.shaping import (
     bucket_counts,
     cutoff_table,
     definition,
+    estimated_duration_exponent,
     quantile_table,
     watch_ties,
 )
@@ -61,7 +62,7 @@ def table(user, watch_ms, duration_ms, period, dislike=None, label=None):
 
 def labeled(engine, method, *columns, **more):
     events = table(*columns, **more)
-    result = engine.table(method.add(events, bucket_counts(events, method.base)).order_by("row"))
+    result = engine.table(method.add(events, bucket_counts(events, method)).order_by("row"))
     return result["label"].to_numpy(zero_copy_only=False).astype(float)
 
 
@@ -84,9 +85,10 @@ def test_published_vector(engine):
     base=st.sampled_from([2.0, 10.0, 1.5]),
     ties=TIES,
     smoothing=st.sampled_from([0.0, 0.5, 3.0, 10.0]),
+    exponent=st.sampled_from([0.0, 0.73, 1.0]),
 )
-def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ties, smoothing):
-    columns, options = events[:4], (base, min_history, ties, smoothing)
+def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ties, smoothing, exponent):
+    columns, options = events[:4], (base, min_history, ties, smoothing, exponent)
     found = labeled(engine, WatchQuantiles(*options), *columns)
     np.testing.assert_allclose(found, reference.watch_quantiles(*columns, *options), rtol=1e-12)
 
@@ -167,10 +169,37 @@ def test_a_skip_after_zero_seconds_is_never_positive(engine, label):
     assert (full[:80] >= 0.75).all()  # what the mid-ranks are for
 
 
+def test_with_the_exponent_of_a_log_no_item_is_liked_for_its_length(engine):
+    rng = np.random.default_rng(0)
+    log_duration, taste = rng.uniform(np.log(8), np.log(64), 20_000), rng.standard_normal(20_000)
+    duration = np.exp(log_duration)
+    watch = np.exp(0.7 * log_duration + taste) * rng.choice(
+        [0.02, 1.0], 20_000, p=[0.3, 0.7]
+    )  # three of ten are skipped
+    exponent = estimated_duration_exponent(watch, duration)
+    assert exponent == pytest.approx(0.7, abs=0.06)
+    assert estimated_duration_exponent(1000 * watch, duration, base=4.0) == pytest.approx(0.7, abs=0.06)
+    columns = [[0] * 20_000, (1000 * watch).astype(int).tolist(), (1000 * duration).astype(int).tolist(), [0] * 20_000]
+    inside = log_duration / np.log(2) % 1
+
+    def dependence(label):
+        return np.corrcoef(labeled(engine, label, *columns), inside)[0, 1]
+
+    assert dependence(WatchQuantiles()) > 0.05
+    assert abs(dependence(WatchQuantiles(duration_exponent=exponent))) < 0.01
+    # alike durations, watch times that fall or rise faster than the duration, and none
+    assert estimated_duration_exponent(watch, np.full(20_000, 30.0)) == 0.0
+    assert estimated_duration_exponent(np.exp(-log_duration), duration) == 0.0
+    assert estimated_duration_exponent(np.exp(2 * log_duration), duration) == 1.0
+    assert estimated_duration_exponent(np.array([0.0, np.nan]), np.array([5.0, 6.0])) == 0.0
+
+
 def test_many_ties_are_warned_of(engine):
     def warnings(watch, label=None):
         rows = table([0] * len(watch), watch, [30_000] * len(watch), [0] * len(watch))
-        return tie_warnings(label or WatchQuantiles(), engine.row(watch_ties(quantile_table(bucket_counts(rows, 2.0)))))
+        return tie_warnings(
+            label or WatchQuantiles(), engine.row(watch_ties(quantile_table(bucket_counts(rows, WatchQuantiles()))))
+        )
 
     assert warnings([1000, 2000, 3000, 4000, 5000, 0]) == []
     assert "40% of the train watch times are zero seconds" in warnings([0, 0, 1000, 2000, 3000])[0]
@@ -192,24 +221,29 @@ def test_implausible_units_are_warned_of():
 def test_ties_are_counted_by_bucket(engine):
     # of 10 s: two of zero seconds; of 100 s: none, and three that are alike
     rows = table([0] * 7, [0, 0, 1000, 5000, 5000, 5000, 7000], [10_000] * 3 + [100_000] * 4, [0] * 7)
-    assert engine.row(watch_ties(quantile_table(bucket_counts(rows, 2.0)))) == {"watched": 7, "zero": 2, "tied": 5}
+    assert engine.row(watch_ties(quantile_table(bucket_counts(rows, WatchQuantiles())))) == {
+        "watched": 7,
+        "zero": 2,
+        "tied": 5,
+    }
 
 
 def test_cutoffs_are_quarters_of_the_watch_times(engine):
     rows = table([0] * 20, [1000 * second for second in range(1, 21)], [30_000] * 20, [0] * 20)
-    assert engine.table(cutoff_table(quantile_table(bucket_counts(rows, 2.0)))).to_pylist() == [
+    assert engine.table(cutoff_table(quantile_table(bucket_counts(rows, WatchQuantiles())))).to_pylist() == [
         {"bucket": 4, "q25": 5000, "q50": 10_000, "q75": 15_000}
     ]
 
 
 @QUICK
-@given(events=EVENTS)
-def test_feedback_levels_equal_the_formula(engine, events):
-    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(table(*events), 2.0))))
+@given(events=EVENTS, exponent=st.sampled_from([0.0, 0.73]))
+def test_feedback_levels_equal_the_formula(engine, events, exponent):
+    label = WatchQuantiles(duration_exponent=exponent)
+    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(table(*events), label))))
     seconds = [np.array([np.nan if ms is None else ms / 1000 for ms in column]) for column in events[1:3]]
     unlabeled = np.full(len(events[0]), np.nan)
-    found = definition(cutoffs, FeedbackRule(), 2.0, 86_400.0).levels(*seconds, np.array(events[4]), unlabeled)
-    assert found.tolist() == reference.feedback_levels(*events[1:3], events[4], events[3])
+    found = definition(cutoffs, FeedbackRule(), label, 86_400.0).levels(*seconds, np.array(events[4]), unlabeled)
+    assert found.tolist() == reference.feedback_levels(*events[1:3], events[4], events[3], exponent)
 
 
 @pytest.mark.slow
@@ -255,9 +289,9 @@ def test_column_labels(engine):
 
 def test_cutoffs_are_described_in_seconds(engine):
     rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
-    fitted = definition(
-        engine.table(cutoff_table(quantile_table(bucket_counts(rows, 2.0)))), FeedbackRule(), 2.0, 86_400.0
-    )
+    label = WatchQuantiles()
+    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(rows, label))))
+    fitted = definition(cutoffs, FeedbackRule(), label, 86_400.0)
     assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
 
 

@@ -171,7 +171,8 @@ def test_a_standalone_cluster_of_two_workers_prepares_files_of_several_kinds_to_
 def test_a_hostile_log_with_features_gives_the_same_bytes(spark, tmp_path):
     log = hostile_log()
     choice = {"features": COLUMNS, "behaviors": BEHAVIORS, "split": LeaveLastOut(min_history=2), "min_user_events": 2}
-    choice |= {"label": WatchQuantiles(min_history=3, smoothing=2.5), "rows_per_shard": 80, "max_context": 7}
+    choice |= {"label": WatchQuantiles(min_history=3, smoothing=2.5, duration_exponent=0.7)}
+    choice |= {"rows_per_shard": 80, "max_context": 7}
     items, users = item_rows(ids=log["item_id"].unique().to_pylist()), user_rows()
     for options in (DUCKDB, SPARK):
         sources = Sources(write_log(tmp_path / "log.parquet", log), items=items, users=users)
@@ -214,7 +215,7 @@ def test_labels_are_the_same_numbers(spark, tmp_path, label):
         }
     )
     duckdb, spark_found = compared(
-        spark, tmp_path, events, lambda rows: label.add(rows, bucket_counts(rows, label.base)).select("row", "label")
+        spark, tmp_path, events, lambda rows: label.add(rows, bucket_counts(rows, label)).select("row", "label")
     )
     assert duckdb == spark_found
 

@@ -25,7 +25,17 @@ def label_of(watch_ms, value, values, ties):
     return 0.0 if ties == "mid" and watch_ms == 0 else share_reached(value, values, ties)
 
 
-def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid", smoothing=0.0):
+def at_the_middle(watch_ms, duration_ms, base, exponent):
+    """The watch time that an item in the middle of the duration bucket would have had, in whole milliseconds."""
+    if exponent == 0:
+        return watch_ms
+    middle = base ** (bucket_of(duration_ms, base) + 0.5)
+    return math.floor(watch_ms * (middle / (duration_ms / 1000 + 1e-6)) ** exponent + 0.5)
+
+
+def watch_quantiles(
+    user, watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid", smoothing=0.0, exponent=0.0
+):
     """nan = unknown. All arguments are lists of equal length; None = unknown; period 0 is train."""
     rows = range(len(user))
     known = [i for i in rows if _known(watch_ms[i], duration_ms[i])]
@@ -33,15 +43,16 @@ def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5
     for i in known:
         bucket = bucket_of(duration_ms[i], base)
         alike = [j for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
-        own = [watch_ms[j] for j in alike if user[j] == user[i]]
-        everyone = [watch_ms[j] for j in alike]
+        times = {j: at_the_middle(watch_ms[j], duration_ms[j], base, exponent) for j in {*alike, i}}
+        own = [times[j] for j in alike if user[j] == user[i]]
+        everyone = [times[j] for j in alike]
         if smoothing and len(everyone) >= min_history and len(own) + smoothing >= min_history:
-            shares = [label_of(watch_ms[i], watch_ms[i], pool, ties) if pool else 0 for pool in (own, everyone)]
+            shares = [label_of(watch_ms[i], times[i], pool, ties) if pool else 0 for pool in (own, everyone)]
             label[i] = (len(own) * shares[0] + smoothing * shares[1]) / (len(own) + smoothing)
             continue
         for pool in (own, everyone):
             if len(pool) >= min_history:
-                label[i] = label_of(watch_ms[i], watch_ms[i], pool, ties)
+                label[i] = label_of(watch_ms[i], times[i], pool, ties)
                 break
     return label
 
@@ -81,19 +92,20 @@ def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5, ties
     return label
 
 
-def feedback_levels(watch_ms, duration_ms, dislike, period, base=2.0):
+def feedback_levels(watch_ms, duration_ms, dislike, period, exponent=0.0, base=2.0):
     known = [i for i in range(len(watch_ms)) if _known(watch_ms[i], duration_ms[i])]
+    times = {i: at_the_middle(watch_ms[i], duration_ms[i], base, exponent) for i in known}
     levels = []
     for i in range(len(watch_ms)):
         pool = []
         if i in known:
             bucket = bucket_of(duration_ms[i], base)
-            pool = [watch_ms[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+            pool = [times[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
         if dislike[i]:
             levels.append(1)
         elif not pool:
             levels.append(0)
         else:
             cutoffs = [min(w for w in pool if 4 * sum(p <= w for p in pool) >= k * len(pool)) for k in (1, 2, 3)]
-            levels.append(2 + sum(watch_ms[i] > cutoff for cutoff in cutoffs))
+            levels.append(2 + sum(times[i] > cutoff for cutoff in cutoffs))
     return levels

@@ -134,7 +134,7 @@ def test_a_file_that_changes_after_it_was_read_is_compared_again(copy):
         data.load("train", 0)
 
 
-MANIFESTS = [b"", b"{", b"null", b"[]", b"3", b'"text"', b"\xff\xfe\x00", b"{}", b'{"format_version": 4}', b"[" * 10**5]
+MANIFESTS = [b"", b"{", b"null", b"[]", b"3", b'"text"', b"\xff\xfe\x00", b"{}", b'{"format_version": 5}', b"[" * 10**5]
 
 
 @pytest.mark.parametrize("content", MANIFESTS, ids=range(len(MANIFESTS)))
