@@ -37,8 +37,9 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
-from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking, history_length, item_segments
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.segments import history_length, item_segments
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 
 HERE = Path(__file__).resolve().parent

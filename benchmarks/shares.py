@@ -67,7 +67,7 @@ PARTS = (
     ("gradients of encoder and tables", "autograd/graph.py:_engine_run_backward"),
     ("optimizer", "torch/optim/", "training/optimizers.py:", "training/kl_control.py:measure"),
     ("trainer", "lightning/"),
-    ("metrics of lists", "ops/ranking.py:", "catalog_ranking.py:", "beyond_accuracy.py:"),
+    ("metrics of lists", "ops/ranking.py:", "catalog_ranking.py:", "evaluation/segments.py:", "beyond_accuracy.py:"),
     ("off-policy values", "evaluation/off_policy/"),
     ("means, intervals, differences", "estimates.py:", "evaluation/document.py:"),
     ("report", "evaluation/html_report", "jinja2/"),

@@ -11,9 +11,9 @@ from rich.text import Text
 from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
-from recpo.evaluation.catalog_ranking import NEW_METRICS
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at, shares_at
+from recpo.evaluation.segments import NEW_METRICS
 from recpo.evaluation.variants import INTERVALS
 from recpo.training.learned_reward import CALIBRATION
 

@@ -18,23 +18,14 @@ from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.candidates import CandidateTable, candidates_of
-from recpo.evaluation.catalog_ranking import (
-    Gain,
-    NewItems,
-    Ranking,
-    evaluate_ranking,
-    history_length,
-    item_ages,
-    item_segments,
-    new_items,
-    validate_ks,
-)
+from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
 from recpo.evaluation.measures import BehaviorRates, Further, Measure
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.reading import Document
+from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward

@@ -87,7 +87,7 @@ class Observed(NamedTuple):
         scores: ``[B, S]`` scores of the held-out slate items, for a recommender without log-probabilities.
         unavailable: ``[B, N]`` items that were not candidates, padded with 0; they are in no list and no target. None =
             all items were candidates.
-        new_lists: lists of new items alone, see ``recpo.evaluation.catalog_ranking``; None = not requested.
+        new_lists: lists of new items alone, see ``recpo.evaluation.segments``; None = not requested.
         unseen: items that the user never saw, and their scores; None = the recommender scores no items.
     """
 

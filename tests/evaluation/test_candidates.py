@@ -17,10 +17,11 @@ from recpo.base.features import Category
 from recpo.base.types import Recommendations
 from recpo.cli.main import main
 from recpo.evaluation.candidates import NEVER, Candidates, CandidateTable, begin_of, candidates_of
-from recpo.evaluation.catalog_ranking import NewItems, Ranking, evaluate_ranking, item_age, item_ages, new_items
+from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.segments import NewItems, item_age, item_ages, new_items
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.prepared import Prepared

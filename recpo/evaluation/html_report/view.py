@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from recpo.evaluation import reading
-from recpo.evaluation.catalog_ranking import NEW_METRICS
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import (
     Cell,
@@ -28,6 +27,7 @@ from recpo.evaluation.html_report.parts import (
 )
 from recpo.evaluation.html_report.svg import Figure, number_text
 from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
+from recpo.evaluation.segments import NEW_METRICS
 
 _ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
 _DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
