@@ -3,11 +3,12 @@
     python benchmarks/value.py --work runs/value                          # the worlds that nothing was tuned on
     python benchmarks/value.py --work runs/tuning --worlds default:0      # one of those that may be looked at
 
-For every world: simulates a log, prepares it, fits a factorization, and for every training seed pre-trains a policy,
-aligns it with GBPO from the log, with MPO toward a variational factorization, with every method of ``--methods``
-(configurations with the same reward; of ``semantic_grpo`` from a pre-trained policy of semantic ids) for the training
-seeds of ``--method-seeds``, and tilts the MPO policy by it. Then one evaluation of all of them, with the
-baselines, the lists of the reward model itself (``factors``) and the oracle. What is there already is not made again.
+For every world: simulates a log, prepares it as `recpo init` proposes, fits a factorization, and for every training
+seed pre-trains a policy, aligns it with GBPO from the log, with MPO toward a variational factorization, with every
+method of ``--methods`` (configurations with the same reward; of ``semantic_grpo`` from a pre-trained policy of
+semantic ids) for the training seeds of ``--method-seeds``, and tilts the MPO policy by it. Then one evaluation of all
+of them, with the baselines, the lists of the reward model itself (``factors``) and the oracle. What is there already
+is not made again.
 
 Prints one JSON line per contender, world and seed, and a table per kind of world: true value and true dislikes of the
 top-10 lists of the test period (the whole catalog is ranked without the user's earlier items), NDCG, coverage, the
@@ -32,8 +33,10 @@ from scipy.stats import kendalltau
 from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 
 from recpo.evaluation.estimates import estimate_over_seeds
+from recpo.log.inspection import inspect_log
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.factorize import factorize
+from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 from recpo.verbs.tilt import tilt
@@ -72,7 +75,8 @@ def prepared_world(world, root, options):
     if not (prepared / "manifest.json").is_file():
         call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **options.simulation)
         tables = {"items": log / "items.parquet"} if (log / "items.parquet").is_file() else {}
-        call(prepare, log=log / "log", out=prepared, overwrite="true", **tables)
+        proposed = preparation_of(inspect_log(log / "log"))
+        prepare(out=prepared, overwrite=True, progress=False, **proposed, **tables)
     if not factors.is_dir():
         call(factorize, prepared=prepared, out=factors, **(QUICK_FACTORS if options.quick else {}))
     return log, prepared, factors
