@@ -223,12 +223,14 @@ def test_train_shards_are_linked_and_never_read(yesterday, tmp_path):
 
 
 @pytest.mark.slow
-def test_new_labels_are_those_of_the_kept_quantiles(tmp_path):
+@pytest.mark.parametrize("exponent", [0.0, 0.7])
+def test_new_labels_are_those_of_the_kept_quantiles(exponent, tmp_path):
     """A new user's share is that of all users' watch times of yesterday's train period."""
     log = make_log(users=10, items=6, events=400)
     new = log.filter(pc.greater_equal(log["timestamp"], START_MS + 5 * DAY_MS))
     newcomers = new.set_column(0, "user_id", pa.array([f"new{i}" for i in range(len(new))]))
-    options = {"memory_limit": "512MB", "threads": 1, "label": WatchQuantiles(min_history=5)}
+    label = WatchQuantiles(min_history=5, duration_exponent=exponent)
+    options = {"memory_limit": "512MB", "threads": 1, "label": label}
     kept = recpo.prepare(log.filter(pc.less(log["timestamp"], START_MS + 5 * DAY_MS)), tmp_path / "kept", **options)
     extended = recpo.prepare(newcomers, tmp_path / "out", extends=kept)
     assert extended.manifest["feedback"] == kept.manifest["feedback"]
@@ -242,10 +244,11 @@ def test_new_labels_are_those_of_the_kept_quantiles(tmp_path):
     )
     assert len(label) == len(new)
     for w, d, found in zip(watch, duration, label, strict=True):
-        table = quantiles[quantiles["bucket"] == int(np.floor(np.log2(d + 1e-6)))]
+        bucket = int(np.floor(np.log2(d + 1e-6)))
+        table = quantiles[quantiles["bucket"] == bucket]
+        time = np.floor(round(w * 1000) * (2 ** (bucket + 0.5) / (d + 1e-6)) ** exponent + 0.5)
         below, equal = (
-            table.loc[rows, "count"].sum()
-            for rows in (table["watch_ms"] < round(w * 1000), table["watch_ms"] == round(w * 1000))
+            table.loc[rows, "count"].sum() for rows in (table["watch_ms"] < time, table["watch_ms"] == time)
         )
         expected = (below + equal / 2) / table["count"].sum() if table["count"].sum() >= 5 else np.nan
         np.testing.assert_allclose(found, 0.0 if w == 0 else expected, rtol=1e-6)
