@@ -30,9 +30,8 @@ from recpo.log.shaping import estimated_duration_exponent
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
 _SMOOTHING: Final = 10
-_LEAST_WATCHED: Final = (
-    1_000  # fewer watched events do not tell the exponent of durations: its standard error is about .15
-)
+#: Watched events that tell the exponent of durations. Of the fewest, its standard error is about .15.
+_LEAST_WATCHED: Final = 1_000
 _MOST_WATCHED: Final = 100_000
 _YEAR: Final = 365.0  # days
 _MS_PER_DAY: Final = 86_400_000.0

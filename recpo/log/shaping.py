@@ -442,8 +442,8 @@ def estimated_duration_exponent(watch_time: np.ndarray, duration: np.ndarray, ba
     Wilcoxon scores). Skipped items and items watched again and again hardly move ranks.
 
     Args:
-        watch_time: ``[N]``; events that were not watched, or whose watch time is unknown, are left out.
-        duration: ``[N]``, in the unit of ``watch_time``.
+        watch_time: ``[N]``, in any unit; events that were not watched or lack one of the two are left out.
+        duration: ``[N]`` seconds, of which the buckets are.
         base: base of the duration buckets.
 
     Returns:
@@ -475,6 +475,8 @@ def estimated_duration_exponent(watch_time: np.ndarray, duration: np.ndarray, ba
 
 def quantile_table(counts: ir.Table) -> ir.Table:
     """All users' train watch times: ``bucket``, ``watch_ms``, ``count``, ``quantile`` (share that is no longer).
+
+    They are those that are compared (``compared_ms``).
 
     Args:
         counts: of ``bucket_counts``.
