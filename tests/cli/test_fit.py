@@ -220,6 +220,21 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
     assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
 
 
+def test_steps_are_timed_also_where_the_policy_of_a_few_steps_collapses(prepared, tmp_path, monkeypatch):
+    def collapse(self, out, files, options, callbacks=()):
+        for _ in range(4):
+            for one in callbacks:
+                one.on_train_batch_end(None, None, None, None, 0)
+        if out.name == "mpo":
+            raise RecpoError("the policy has collapsed: entropy fell", code="diverged")
+
+    monkeypatch.setattr(Road, "_train", collapse)
+    road = road_of(prepared, tmp_path)
+    road.decide_effort(["pretrain", "mpo", "gbpo"])
+    assert road.plan.recipes[:2] == ["pretrain", "mpo"]
+    assert not road.plan.failed
+
+
 DAY = 86_400_000
 N = 400
 EVENTS = {
