@@ -137,8 +137,8 @@ class FeedbackDefinition:
 
     def _meaning(self) -> dict[str, object]:
         """What ``validate_same`` compares."""
-        fitted = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
-        fitted |= {"max_watch_time": self.max_watch_time}
+        durations = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
+        fitted = {**durations, "max_watch_time": self.max_watch_time}
         return {"label": self.label or "unknown", **asdict(self.rule), **fitted, "levels from": self.levels_from}
 
     def levels(
@@ -157,28 +157,29 @@ class FeedbackDefinition:
 
     def buckets(self, duration: np.ndarray) -> np.ndarray:
         """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations."""
+        power = self._powers(duration)
+        return np.where(np.isnan(power), UNKNOWN_BUCKET, np.floor(power)).astype(np.int64)
+
+    def _powers(self, duration: np.ndarray) -> np.ndarray:
+        """``log_base(duration + 1e-6)``; nan for unknown durations."""
         seconds = _milliseconds(duration) / 1000.0
-        known = seconds > 0
-        power = np.log(np.where(known, seconds, 1.0) + 1e-6) / np.log(self.duration_base)
-        return np.where(known, np.floor(power), UNKNOWN_BUCKET).astype(np.int64)
+        return np.asarray(np.log(np.where(seconds > 0, seconds, np.nan) + 1e-6) / np.log(self.duration_base))
 
     def _watch_levels(self, watch_time: np.ndarray, duration: np.ndarray) -> np.ndarray:
         watch, bucket = _milliseconds(watch_time), self.buckets(duration)
         possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
         if self.duration_exponent:
-            watch = self._compared(watch, duration, bucket)
+            watch = self._compared(watch, self._powers(duration))
         fitted, limits = self._limits
         place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
         known = (fitted[place] == bucket) & possible
         passed = (watch[:, None] > limits[place]).sum(1)
         return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
 
-    def _compared(self, watch: np.ndarray, duration: np.ndarray, bucket: np.ndarray) -> np.ndarray:
+    def _compared(self, watch: np.ndarray, power: np.ndarray) -> np.ndarray:
         """``watch (c / d)^e`` with c the middle of the bucket; as ``recpo.log.shaping.compared_ms``, in its order."""
-        seconds = np.where(bucket == UNKNOWN_BUCKET, 1000.0, _milliseconds(duration)) / 1000.0 + 1e-6
-        middle = (np.maximum(bucket, UNKNOWN_BUCKET + 1) + 0.5) * np.log(self.duration_base)
-        factor = np.exp((middle - np.log(seconds)) * self.duration_exponent)
-        return np.asarray(np.floor(watch * factor + 0.5))
+        to_middle = (np.floor(power) + 0.5 - power) * np.log(self.duration_base)
+        return np.asarray(np.floor(watch * np.exp(to_middle * self.duration_exponent) + 0.5))
 
     @cached_property
     def _limits(self) -> tuple[np.ndarray, np.ndarray]:

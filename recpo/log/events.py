@@ -187,9 +187,14 @@ def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
 
     OneRec-V2, arXiv 2508.20900, section 3.1.
     """
+    return duration_power(events, base).floor().cast("int32")
+
+
+def duration_power(events: ir.Table, base: float) -> ir.FloatingColumn:
+    """``log_base(d + 1e-6)`` with the duration ``d`` in seconds; null if it is unknown."""
     # Explicit float64, here and elsewhere: Spark would divide an integer by 1000.0 as a decimal.
     seconds = events[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
-    return (seconds.ln() / ibis.literal(base, type=dt.float64).ln()).floor().cast("int32")
+    return seconds.ln() / ibis.literal(base, type=dt.float64).ln()
 
 
 CatalogScope = Literal["train", "log", "items"]

@@ -31,7 +31,7 @@ from recpo.base.errors import (
     validate_ranges,
 )
 from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
-from recpo.log.events import bucket
+from recpo.log.events import bucket, duration_power
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
 
@@ -125,8 +125,7 @@ class WatchQuantiles(Label):
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """The user's rank, smoothed; or the rank of ``counts`` if the user has too few watch times; or null."""
-        keyed = events.mutate(bucket=bucket(events, self.base))
-        keyed = keyed.mutate(**{_COMPARED: compared_ms(keyed, self)})
+        keyed = events.mutate(**{"bucket": bucket(events, self.base), _COMPARED: compared_ms(events, self)})
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
         table = counts.select(
             "bucket", **{_COMPARED: counts[Derived.WATCH_MS]}, share_of_all=share_of_all, total_of_all=counts.total
@@ -408,30 +407,32 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
 
 def bucket_counts(events: ir.Table, label: Label, kept: ir.Table | None = None) -> ir.Table:
     """The ``watch_counts`` of duration buckets, of ``compared_ms``: of the quantiles of all users, and of labels."""
-    keyed = events.mutate(bucket=bucket(events, label.base))
-    return watch_counts(keyed.mutate(**{Derived.WATCH_MS: compared_ms(keyed, label)}), ["bucket"], kept=kept)
+    keyed = events.mutate(**{"bucket": bucket(events, label.base), Derived.WATCH_MS: compared_ms(events, label)})
+    return watch_counts(keyed, ["bucket"], kept=kept)
 
 
-def compared_ms(keyed: ir.Table, label: Label) -> ir.IntegerColumn:
+def compared_ms(events: ir.Table, label: Label) -> ir.IntegerColumn:
     """The watch times that are compared within a bucket, whole milliseconds: ``p (c / d)^e``.
 
     ``c = base^(bucket + 1/2)`` is the middle of the bucket and ``e`` the label's ``duration_exponent``.
     ``FeedbackDefinition.levels`` computes the same at serving time.
 
     Args:
-        keyed: events with their ``bucket``.
+        events: standard events.
         label: with the base of the buckets and the exponent.
     """
-    watch = keyed[Derived.WATCH_MS]
+    watch = events[Derived.WATCH_MS]
     if label.duration_exponent == 0:
         return watch
-    seconds = keyed[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
-    middle = (keyed.bucket.cast("float64") + 0.5) * ibis.literal(label.base, "float64").ln()
-    factor = ((middle - seconds.ln()) * label.duration_exponent).exp()
+    power = duration_power(events, label.base)
+    to_middle = (power.floor().cast("float64") + 0.5 - power) * ibis.literal(label.base, "float64").ln()
+    factor = (to_middle * label.duration_exponent).exp()
     return (watch.cast("float64") * factor + 0.5).floor().cast("int64")
 
 
-def estimated_duration_exponent(watch_time: np.ndarray, duration: np.ndarray, base: float = 2.0) -> float:
+def estimated_duration_exponent(
+    watch_time: np.ndarray, duration: np.ndarray, base: float = DEFAULT_DURATION_BASE
+) -> float:
     """The exponent with which watch times grow with the duration inside duration buckets, in [0, 1].
 
     The ``e`` at which the ranks of ``log p - e log d`` within the buckets are uncorrelated with ``log d``:
@@ -452,8 +453,8 @@ def estimated_duration_exponent(watch_time: np.ndarray, duration: np.ndarray, ba
     watched, lasted = np.asarray(watch_time, np.float64), np.asarray(duration, np.float64)
     known = np.isfinite(watched) & np.isfinite(lasted) & (watched > 0) & (lasted > 0)
     log_watch, log_duration = np.log(watched[known]), np.log(lasted[known])
-    group = np.floor((log_duration + 1e-9) / np.log(base)).astype(np.int64)
-    _, group, sizes = np.unique(group, return_inverse=True, return_counts=True)
+    groups = FeedbackDefinition(duration_base=base).buckets(lasted[known])
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     score = log_duration - (np.bincount(group, log_duration) / sizes)[group]
 
     def dependence(exponent: float) -> float:
