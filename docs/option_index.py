@@ -21,7 +21,7 @@ from jsonargparse._parameter_resolvers import get_signature_parameters
 
 from recpo.artifacts.artifact import Artifact
 from recpo.cli.main import VERBS
-from recpo.cli.parser import documentation, verb_class
+from recpo.cli.parser import documentation, verb_class, without_help
 from recpo.cli.spelling import INDEX, PACKAGES
 from recpo.training.configuration import train_parser
 from recpo.training.trainer import TrainOptions
@@ -56,9 +56,11 @@ class _Index:
         """What ``declared`` takes, by name; ``jsonargparse`` finds the parameters behind ``**options``."""
         hints: Mapping[str, Any] = typing.get_type_hints(declared) if dataclasses.is_dataclass(declared) else {}
         fields = {one.name: one for one in dataclasses.fields(declared)} if hints else {}
+        with without_help(()):  # `documentation` reads it once, for the verbs alone
+            parameters = get_signature_parameters(declared, None)
         return {
             one.name: self.described(hints.get(one.name, one.annotation), one.default)
-            for one in get_signature_parameters(declared, None)
+            for one in parameters
             if one.name not in fields or not fields[one.name].metadata.get("python_only")
         }
 
