@@ -1,7 +1,5 @@
 """``recpo.json``: the kind of a directory that recpo wrote, and the checksums of its files and documents."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ Locks that allow one writer per output. They end with the process that holds the
 Directories that are filled in place, such as a run during training.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

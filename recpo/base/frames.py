@@ -5,8 +5,6 @@ dictionaries of columns. Internally, frames are ``pyarrow.Table``. Functions tha
 ``pandas.DataFrame`` whose external ids keep their type.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -12,8 +12,6 @@ what it has read. They are balanced by size: the first part has the most batches
 part, and the others are filled up with empty batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Preference lists: one chosen item and its rejected items, for DPO, its list-wise forms and reward models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 

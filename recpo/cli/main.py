@@ -3,8 +3,6 @@
 Only the modules of the requested verb are imported.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The parser of a verb, made from the fields of its dataclass: flags, YAML keys, types, defaults and help."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -5,8 +5,6 @@ other in training histories are the strongest recommender without learned parame
 evaluation (``BaselineCache``).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass

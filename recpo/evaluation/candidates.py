@@ -8,8 +8,6 @@ first held-out event. An item is a candidate for a user if
 and lists, targets and baselines use only candidates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath

@@ -4,8 +4,6 @@ A trained policy ships only if it beats the strongest baseline beyond doubt: by 
 corrected for the number of policies that were compared. Otherwise the baseline ships.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """The evaluation of several contenders as one JSON document, which is ``metrics.json`` and the source of the report."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Means over users with intervals, means over seeds, and significance of many paired differences."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
 positives with value: which contenders they rank differently, and which metric to believe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple

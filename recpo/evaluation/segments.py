@@ -3,8 +3,6 @@
 New items are candidates that no user was shown in the training period (the cold start).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

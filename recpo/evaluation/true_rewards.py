@@ -1,7 +1,5 @@
 """The truth of a simulation about its users: true rewards of recommended lists, and a reward for training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

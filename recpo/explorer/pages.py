@@ -4,8 +4,6 @@ The same parts make the pages of a server and the one page of a file: only the a
 server listens on this machine, answers GET and HEAD, and changes nothing; no page runs a script.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import re

@@ -4,8 +4,6 @@ Items have titles, pictures and attributes from a table, of which nothing is hel
 a page shows. The events of a user are read from the one shard that has them; the last shards stay in memory.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Sources of item vectors and of ready-made codes: files, frames, the item table, or the log alone."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

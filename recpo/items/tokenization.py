@@ -3,8 +3,6 @@
 Unique code tuples: an item that collides moves to a free tuple, or every item gets one more code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ Differences between users cancel within a list; whether that saves traffic depen
 rankings, and outcomes that do not depend on the ranking, have an expected credit of 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """What the columns of an unknown log may be: facts about their values, common names, units, and texts of opinions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

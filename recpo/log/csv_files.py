@@ -4,8 +4,6 @@ The whole file determines the types, not its first block: everything is read as 
 numbers is reported with its row, wherever it is, and ids such as 007 keep their zeros.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

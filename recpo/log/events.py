@@ -1,7 +1,5 @@
 """Standard events from the columns of a log: one unit, one type, one meaning each; the items and users to keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add

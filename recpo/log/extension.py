@@ -8,8 +8,6 @@ files, the held-out periods, the catalog and the users, and not on the length of
 of held-out users.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Item and user tables: checked, converted to one plain form, fitted to the train period, and written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 rows of a small log and at evenly spaced rows of a large one.
 """
 
-from __future__ import annotations
-
 import difflib
 import glob
 import os

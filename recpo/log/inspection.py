@@ -4,8 +4,6 @@
 follow from the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date

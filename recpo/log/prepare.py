@@ -1,7 +1,5 @@
 """``Preparation`` has the options of a prepared directory; ``PrepareRun.write`` has the steps to it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What an extension takes from the previous directory: its options, held-out shards, histories, pairs and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Pure functions over the facts about columns (``recpo.log.column_facts``). If two
 chosen: a question names the option with which the user decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -9,8 +9,6 @@ ties in full, as printed in the paper (``ties="full"``), moves ties up: in a log
 zero seconds, a skip would be no shorter than most watch times and would count as positive.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 This module has the split rules, and selects the rows of each period's shards and of the serving histories.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Also warns about labels and units that the fitted watch times make doubtful.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -5,8 +5,6 @@ Pure functions on tensors, and the estimators that read a ``FeedbackBatch``. Sha
 gradient.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Generalized advantage estimation along sessions, the slate axis (arXiv 1506.02438)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -15,8 +15,6 @@ Advantages are normalized over the slate axis by ``recpo.objectives.advantages.G
 (``scale=False`` for Dr.GRPO), except for GBPO, which takes them as they are.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Health metrics are detached scalar tensors, computed over the kept entries.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

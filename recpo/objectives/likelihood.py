@@ -3,8 +3,6 @@
 The weights are exponentials of advantages (AWR, reward-weighted fine-tuning) and inverse propensities.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """List-wise preference: one chosen item against many rejected ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

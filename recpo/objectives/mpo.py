@@ -1,7 +1,5 @@
 """Maximum a posteriori policy optimization, MPO (arXiv 1806.06920): fit the policy to a reward-weighted target."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -6,8 +6,6 @@ groups of candidates are in ``recpo.objectives.grpo``. ``CatalogPolicyGradient``
 over the full catalog instead of sampling it.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Final

@@ -4,8 +4,6 @@
 the list-wise losses are in ``recpo.objectives.listwise_dpo``.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args

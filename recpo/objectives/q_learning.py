@@ -1,7 +1,5 @@
 """Q-learning head on the history encoder (SQN, arXiv 2006.05779): the value-based baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

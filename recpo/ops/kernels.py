@@ -16,8 +16,6 @@ Other devices and types, autocast, export, a build without oneDNN, and small pro
 Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

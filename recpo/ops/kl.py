@@ -5,8 +5,6 @@ used as a loss, k1 has zero expected gradient, k3 has the gradient of the other 
 has the gradient of KL(pi || ref).
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

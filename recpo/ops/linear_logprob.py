@@ -12,8 +12,6 @@ is gathered in the forward pass, while the block is in the cache, so the backwar
 ``sampled_logprob`` estimates the same from shared negatives, for tables too large to normalize over in every step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

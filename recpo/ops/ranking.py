@@ -18,8 +18,6 @@ Conventions, the same for every metric:
 The sets themselves, rows of item ids, are at the end: membership and first occurrences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: any leading axes; the last axis holds the tokens of a sequence. Masks are True (or 1) where an entry is kept.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

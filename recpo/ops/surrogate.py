@@ -1,7 +1,5 @@
 """Probability ratios in log space and the clipped surrogate that most policy objectives share."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -4,8 +4,6 @@ A baseline that no trained policy beats is what a team should serve (``recpo fit
 verified and served like any other: popularity, a factorization of grades, implicit ALS and EASE.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ Nothing of size ``[B, V]`` is allocated, and the table is stored once, for searc
 to float16 or int8; they are converted back one block at a time, in the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final, Literal, get_args
 

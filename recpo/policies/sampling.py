@@ -5,8 +5,6 @@ Training therefore plans a batch on the CPU, where the batch is gathered (``recp
 no plan, or a plan for other positions, the same functions run on the device of the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 

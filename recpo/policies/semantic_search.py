@@ -8,8 +8,6 @@ for a million items with three codes out of 256, 22 MB with four.
 Shapes: ``B`` contexts, ``W`` beams (or draws) per context, ``T`` codes per item, ``K_t`` codes in codebook t.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Fits a factor model and selects its rank, ridge and prior on the validation period."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial

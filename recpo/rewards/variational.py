@@ -20,8 +20,6 @@ other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one s
 Features: ``recpo.rewards.prior_features``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

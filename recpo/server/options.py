@@ -1,7 +1,5 @@
 """Options of the server."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

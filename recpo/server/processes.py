@@ -1,7 +1,5 @@
 """The processes of a server: a single worker, or a parent with several workers on one socket."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

@@ -5,8 +5,6 @@ has all cores to itself, and queries wait in the event loop. Without load, a que
 ``max_wait_ms`` makes it wait for others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

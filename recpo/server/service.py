@@ -4,8 +4,6 @@ Metrics (``/metrics``) have the text format of Prometheus. With several workers,
 (``PROMETHEUS_MULTIPROC_DIR``, which the parent sets). Process logs are JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

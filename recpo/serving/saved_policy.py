@@ -11,8 +11,6 @@ The torch engine: such a policy, or that of a run, as a runtime.
 Uses torch but no training code: the weights are in safetensors, the features in the manifest.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -8,8 +8,6 @@ Tables are float32, also under mixed precision. Symbols: ``W`` ranks, ``V`` item
 states, ``N`` states that a rank scores per step.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter

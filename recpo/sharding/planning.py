@@ -5,8 +5,6 @@ table that it copies, so copying sends nothing between ranks. Names are dotted m
 dots in names; inside torchrec a table is called ``table_key(name)``.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

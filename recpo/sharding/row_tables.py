@@ -9,8 +9,6 @@ own contexts. Every rank scores the contexts of all ranks on its own rows; the b
 its rank, which merges them. Both are collective: all ranks must call them, including ranks without contexts.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ directory: safetensors files with the blocks of every rank (torch.distributed.ch
 everything that is not a tensor. The only pickled values are plain numbers, strings and containers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """What watches over a training: guards against divergence and collapse, lost ranks, averaged weights, checkpoints."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

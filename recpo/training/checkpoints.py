@@ -5,8 +5,6 @@ with one rank's blocks of the tensors and their positions. This module combines 
 and without other ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 of modules.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence

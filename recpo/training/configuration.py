@@ -4,8 +4,6 @@ A parsed configuration is a tree of options and class paths, which ``resolved`` 
 which ``instantiate`` makes ``TrainOptions``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Rejects options that do not fit together, before training starts, with a message that names the option to change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from recpo.base.contracts import (

@@ -4,8 +4,6 @@ Everything is checked before the run directory changes; then the module and the 
 is kept.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -3,8 +3,6 @@
 Likelihood of whole items, in addition to the likelihood of their codes, for the states of a semantic-id policy.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

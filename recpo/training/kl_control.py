@@ -1,7 +1,5 @@
 """Adaptive coefficient of the KL penalty, and early end of a phase that moved too far from its snapshot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

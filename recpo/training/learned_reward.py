@@ -1,7 +1,5 @@
 """A trained reward model: loaded from its run directory, calibrated, and used as a reward."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The LightningModule of recpo: a policy, an objective, and only what the objective requires."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

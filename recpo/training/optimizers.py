@@ -1,7 +1,5 @@
 """Dense and sparse parameters under one optimizer, as Lightning's automatic optimization requires."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

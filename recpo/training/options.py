@@ -4,8 +4,6 @@
 the keyword arguments of ``recpo.train`` are its fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal

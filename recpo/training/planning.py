@@ -10,8 +10,6 @@ needed, and drop what the device decides against. Where advantages need state va
 planned is a learned reward together with logged propensities, which are validated where they are needed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The directory of a run during training: validated first, and replaced or resumed only after the first step."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

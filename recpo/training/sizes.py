@@ -5,8 +5,6 @@
 many events most users have.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,5 @@
 """Lightning's Trainer with the defaults of a run directory, and all options of a run."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import sys

@@ -6,8 +6,6 @@ so it selects pre-trained policies well and aligned policies badly. Policies tha
 held-out feedback.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

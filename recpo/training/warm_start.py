@@ -4,8 +4,6 @@ Items are only ever appended, so that item v of the earlier run is item v of thi
 those of new items start from the mean of the known ones, or from zero where encoded features carry them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

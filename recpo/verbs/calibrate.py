@@ -1,7 +1,5 @@
 """The verb ``calibrate``: calibrates reward models and compares rewards on later data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verb ``compare``: compares a new bundle with the old one on logged requests, before a swap."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, replace

@@ -5,8 +5,6 @@ runtimes, which rank for frames of histories with the ids and feedback of prepar
 policies, for ``export`` and ``tilt``.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The verb ``demo``: ``fit`` on a simulated log, whose true values are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

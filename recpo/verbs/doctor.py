@@ -1,7 +1,5 @@
 """The verb ``doctor``: reports which libraries are installed and whether they work."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

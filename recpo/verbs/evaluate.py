@@ -1,7 +1,5 @@
 """The verb ``evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace

@@ -1,7 +1,5 @@
 """The verb ``explore``: pages over prepared data and the lists of policies, on this machine or in one file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial

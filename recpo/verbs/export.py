@@ -1,7 +1,5 @@
 """The verb ``export``: writes a trained policy, a baseline or a factor model as a bundle for serving."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path

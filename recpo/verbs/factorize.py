@@ -1,7 +1,5 @@
 """The verb ``factorize``: fits a matrix factorization of graded feedback, as a reward and as a baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path

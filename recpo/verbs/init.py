@@ -1,7 +1,5 @@
 """The verb ``init``: inspects the files of a log and writes configurations for it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The verb ``plan``: counts the memory of training and shards its tables before it runs."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The verb ``prepare``: turns an interaction log into training, validation and test shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike, fspath

@@ -1,7 +1,5 @@
 """The verb ``serve``: answers HTTP requests from a bundle and logs impressions and outcomes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path

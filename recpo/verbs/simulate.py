@@ -3,8 +3,6 @@
 On those days a bundle serves simulated users in the same way as a server: histories, program, exploration.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """The verb ``tilt``: combines a policy with factors of grades, at a temperature chosen on held-out users."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace

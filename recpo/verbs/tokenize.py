@@ -1,7 +1,5 @@
 """The verb ``tokenize``: gives every item a tuple of codes, so that a policy can generate items code by code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike

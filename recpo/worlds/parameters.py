@@ -11,8 +11,6 @@ Users prefer fresh items: an item with no freshness left has lost ``fading`` of 
 also prefers fresh items; it multiplies the popularity of an item by its freshness.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

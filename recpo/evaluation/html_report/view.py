@@ -4,8 +4,6 @@ The training seeds of one recipe are one row of the main tables and charts; the 
 have every contender.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Can an estimate be believed? The distribution of importance weights, in bounded memory, and warnings."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
