@@ -12,18 +12,10 @@ from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoE
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
-from recpo.log import events as standard_events, feature_tables, schema, splits, writing
+from recpo.log import events as standard_events, feature_columns, feature_tables, schema, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine
 from recpo.log.events import CatalogScope
-from recpo.log.feature_columns import (
-    CONTEXT,
-    PRESET_FEATURES,
-    EventColumns,
-    FeatureColumns,
-    TableSide,
-    behaviors_to_json,
-)
 from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
@@ -69,7 +61,7 @@ class Preparation:
     """maximum possible watch time in seconds"""
     strict: bool = False
     """reject impossible values and exact duplicates instead of neutralizing or dropping them"""
-    features: FeatureColumns = FeatureColumns()  # noqa: RUF009  frozen
+    features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
     """named feedback besides label and dislike: name -> column of the log (bool or 0/1), such as ``{"like":
@@ -91,14 +83,14 @@ class Preparation:
         return self.columns.over(PRESETS[self.preset])
 
     @property
-    def more(self) -> EventColumns:
+    def more(self) -> feature_columns.EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        return EventColumns.of(self.preset, self.features, self.behaviors)
+        return feature_columns.EventColumns.of(self.preset, self.features, self.behaviors)
 
     @property
-    def table_columns(self) -> FeatureColumns:
+    def table_columns(self) -> feature_columns.FeatureColumns:
         """Features and other columns of tables: the user's, completed by the preset."""
-        return self.features.over(PRESET_FEATURES[self.preset])
+        return self.features.over(feature_columns.PRESET_FEATURES[self.preset])
 
     def describe(self) -> dict[str, Any]:
         """The options for the manifest, with the complete mapping."""
@@ -109,7 +101,7 @@ class Preparation:
             "label": describe(self.label),
             "feedback": asdict(self.feedback),
             "features": self.features.to_json(),
-            "behaviors": None if self.behaviors is None else behaviors_to_json(self.behaviors),
+            "behaviors": None if self.behaviors is None else feature_columns.behaviors_to_json(self.behaviors),
             "csv": asdict(self.csv),
         }
 
@@ -163,7 +155,7 @@ class PrepareRun:
 
     def __init__(self, choice: Preparation, place: Workplace) -> None:
         self.choice, self.place, self.engine, self.partial = choice, place, place.engine, place.directory
-        self.tables: dict[TableSide, FeatureTable] = {}
+        self.tables: dict[feature_columns.TableSide, FeatureTable] = {}
         self.more = choice.more
         self.features = FeatureSchema()
         self.context: FittedFeatures | None = None
@@ -266,7 +258,7 @@ class PrepareRun:
     def _unmatched_flags(self, rows: ir.Table, raw: ir.Table) -> list[Fault]:
         return unmatched_flags(self.engine, rows, raw, self.log)
 
-    def _read_table(self, side: TableSide, files: Sequence[Place]) -> list[Fault]:
+    def _read_table(self, side: feature_columns.TableSide, files: Sequence[Place]) -> list[Fault]:
         """Opens a feature table."""
         choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
         columns = choice.table_columns
@@ -378,7 +370,7 @@ class PrepareRun:
             found[side], self.feature_tables[side] = fitted.features, table.describe(counts)
         if context := self.more.context:
             train = self.events.filter(self.events[Derived.PERIOD] == TRAIN)
-            columns = {feature.name: CONTEXT + feature.name for feature in context}
+            columns = {feature.name: feature_columns.CONTEXT + feature.name for feature in context}
             self.context = feature_tables.fit_features(self.engine, "context", context, train, columns, self.partial)
             found["context"] = self.context.features
         self.features = FeatureSchema(**found)
@@ -407,12 +399,14 @@ class PrepareRun:
         return [HELD_OUT, *self.train_past, past]
 
     def _held_out_schema(self) -> pa.Schema:
-        context = {CONTEXT + name: kind for name, kind in self._plain_context().items()}
+        context = {feature_columns.CONTEXT + name: kind for name, kind in self._plain_context().items()}
         return schema.held_out_schema(self.log.types, bool(self.more.behaviors), context)
 
     def _plain_context(self) -> dict[str, pa.DataType]:
         """Types of the plain request features, by name."""
-        return {one.name: plain_type(one, self.log.types[CONTEXT + one.name]) for one in self.more.context}
+        return {
+            one.name: plain_type(one, self.log.types[feature_columns.CONTEXT + one.name]) for one in self.more.context
+        }
 
     def _write_rows(self, rows: ir.Table, columns: pa.Schema, file: str) -> int:
         return writing.write_rows(self.engine.stream(rows), columns, self.partial / file)

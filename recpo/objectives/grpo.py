@@ -26,17 +26,8 @@ from recpo.base.errors import NonNegativeFloat, RecpoError
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss
+from recpo.ops import surrogate
 from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
-from recpo.ops.surrogate import (
-    LOG_RATIO_GUARD,
-    RatioLevel,
-    clipped_surrogate,
-    guarded_ratio,
-    is_clipped,
-    log1mexp,
-    sequence_log_ratio,
-    weighted_score,
-)
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ def gspo_loss(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    level: RatioLevel = "sequence",
+    level: surrogate.RatioLevel = "sequence",
 ) -> Tensor:
     """The clipped surrogate with one ratio per sequence, ``s = exp(mean_t log rho)``, returned on each of its tokens.
 
@@ -114,12 +105,12 @@ def gspo_loss(
     """
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
-    log_s = over_tokens(sequence_log_ratio(logp - zero_masked(logp_old.detach(), mask), mask), logp)
+    log_s = over_tokens(surrogate.sequence_log_ratio(logp - zero_masked(logp_old.detach(), mask), mask), logp)
     if level == "token":
         log_s = log_s.detach() + logp - logp.detach()
     elif level != "sequence":
         raise RecpoError(f"unknown level {level!r}; expected sequence or token", code="unknown_name", field="level")
-    return clipped_surrogate(log_s, zero_masked(over_tokens(advantages, logp), mask), clip_low, clip_high)
+    return surrogate.clipped_surrogate(log_s, zero_masked(over_tokens(advantages, logp), mask), clip_low, clip_high)
 
 
 @dataclass(frozen=True)
@@ -136,7 +127,7 @@ class GSPO(ClippedObjective):
 
     clip_low: NonNegativeFloat = 3e-4
     clip_high: NonNegativeFloat = 4e-4
-    level: RatioLevel = "sequence"
+    level: surrogate.RatioLevel = "sequence"
 
     def token_loss(self, logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See ``gspo_loss``."""
@@ -144,7 +135,7 @@ class GSPO(ClippedObjective):
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """One log-ratio per item, on each of its tokens."""
-        return zero_masked(over_tokens(sequence_log_ratio(log_ratio, mask), log_ratio), mask)
+        return zero_masked(over_tokens(surrogate.sequence_log_ratio(log_ratio, mask), log_ratio), mask)
 
 
 def ecpo_loss(
@@ -206,7 +197,7 @@ class ECPO(ClippedObjective):
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens without gradient, and share of negatives whose ratio was capped early."""
-        capped = (advantages < 0) & (guarded_ratio(log_ratio) > 1.0 + self.clip_high + self.delta)
+        capped = (advantages < 0) & (surrogate.guarded_ratio(log_ratio) > 1.0 + self.clip_high + self.delta)
         return super().clip_metrics(log_ratio, advantages, mask) | {"early_clip_fraction": masked_mean(capped, mask)}
 
 
@@ -247,10 +238,10 @@ def aspo_loss(
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     log_ratio = logp.detach() - zero_masked(logp_old.detach(), mask)
-    weight = guarded_ratio(torch.where(advantages > 0, -log_ratio, log_ratio))
+    weight = surrogate.guarded_ratio(torch.where(advantages > 0, -log_ratio, log_ratio))
     weight = weight if dual_clip is None else weight.clamp(max=dual_clip)
-    weight = zero_masked(weight, ~is_clipped(log_ratio, advantages, clip_low, clip_high))
-    return -advantages * weighted_score(weight, logp)
+    weight = zero_masked(weight, ~surrogate.is_clipped(log_ratio, advantages, clip_low, clip_high))
+    return -advantages * surrogate.weighted_score(weight, logp)
 
 
 @dataclass(frozen=True)
@@ -276,7 +267,7 @@ class ASPO(ClippedObjective):
         """Share of tokens without gradient, and share of tokens whose weight was capped."""
         metrics = super().clip_metrics(log_ratio, advantages, mask)
         if self.dual_clip is not None:
-            weight = guarded_ratio(-advantages.sign() * log_ratio)
+            weight = surrogate.guarded_ratio(-advantages.sign() * log_ratio)
             metrics["dual_clip_fraction"] = masked_mean((advantages != 0) & (weight > self.dual_clip), mask)
         return metrics
 
@@ -311,10 +302,10 @@ def cispo_loss(
     check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
-    weight = guarded_ratio(logp.detach() - zero_masked(logp_old.detach(), mask))
+    weight = surrogate.guarded_ratio(logp.detach() - zero_masked(logp_old.detach(), mask))
     if cap_low is not None or cap_high is not None:
         weight = weight.clamp(cap_low, cap_high)
-    return -advantages * weighted_score(weight, logp)
+    return -advantages * surrogate.weighted_score(weight, logp)
 
 
 @dataclass(frozen=True)
@@ -347,7 +338,7 @@ class CISPO(PolicyGradientObjective):
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Share of tokens whose weight was capped."""
-        ratio = guarded_ratio(log_ratio)
+        ratio = surrogate.guarded_ratio(log_ratio)
         below = ratio < (0.0 if self.cap_low is None else self.cap_low)
         above = ratio > (float("inf") if self.cap_high is None else self.cap_high)
         return {"clip_fraction": masked_mean(below | above, mask)}
@@ -359,7 +350,7 @@ def gbpo_loss(
     *,
     logp_old: Tensor | None = None,
     mask: Tensor | None = None,
-    level: RatioLevel = "token",
+    level: surrogate.RatioLevel = "token",
 ) -> Tensor:
     """Policy loss whose gradient never exceeds that of binary cross-entropy, per token.
 
@@ -395,10 +386,10 @@ def gbpo_loss(
         raise RecpoError(f"unknown level {level!r}; expected token or sequence", code="unknown_name", field="level")
     current = logp.detach()
     # A float32 log-softmax may end a rounding above 0, where log(1 - pi) is nan.
-    complement = log1mexp(current.clamp(max=0.0))
+    complement = surrogate.log1mexp(current.clamp(max=0.0))
     bound = torch.maximum(old, torch.where(advantages < 0, complement, current))
-    weight = (current - bound).clamp(max=LOG_RATIO_GUARD).exp()
-    return zero_masked(-advantages * weighted_score(weight, logp), mask)
+    weight = (current - bound).clamp(max=surrogate.LOG_RATIO_GUARD).exp()
+    return zero_masked(-advantages * surrogate.weighted_score(weight, logp), mask)
 
 
 @dataclass(frozen=True)
@@ -418,7 +409,7 @@ class GBPO(PolicyGradientObjective):
         level: ``token`` bounds each token by its own probability; ``sequence`` by that of the item.
     """
 
-    level: RatioLevel = "token"
+    level: surrogate.RatioLevel = "token"
 
     @property
     def requires(self) -> frozenset[str]:

@@ -16,14 +16,7 @@ from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
-from recpo.policies import catalog_search, sampling
-from recpo.policies.grade_factors import (
-    GradeFactors,
-    GradeFactorsOptions,
-    recent_feedback,
-    solve_positive_definite,
-    validate_temperature,
-)
+from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
 #: The lowest feedback level that counts as positive in a history: the upper half.
@@ -40,7 +33,7 @@ class BaselinePolicy(Policy):
     """
 
     def __init__(self, num_items: int, *, max_history: int, temperature: float) -> None:
-        validate_temperature(temperature)
+        grade_factors.validate_temperature(temperature)
         validate_range(max_history >= 1, "max_history", "must be at least 1", max_history)
         super().__init__()
         self.num_items, self.max_history, self.temperature = num_items, max_history, temperature
@@ -129,9 +122,11 @@ class FactorPolicy(BaselinePolicy):
         temperature: see ``BaselinePolicy``.
     """
 
-    def __init__(self, num_items: int, *, factors: GradeFactorsOptions, temperature: float = 0.05) -> None:
+    def __init__(
+        self, num_items: int, *, factors: grade_factors.GradeFactorsOptions, temperature: float = 0.05
+    ) -> None:
         super().__init__(num_items, max_history=factors.max_history, temperature=temperature)
-        self.factors = GradeFactors(num_items, factors)
+        self.factors = grade_factors.GradeFactors(num_items, factors)
         self.reads_user = factors.user_features
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
@@ -207,7 +202,7 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
         identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
         matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
-        return solve_positive_definite(matrices, rows.sum(1)).float()
+        return grade_factors.solve_positive_definite(matrices, rows.sum(1)).float()
 
 
 class EasePolicy(BaselinePolicy):
@@ -241,7 +236,7 @@ def distinct_positives(histories: Histories, max_history: int) -> Tensor:
 
     The same as ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
     """
-    item_ids, (feedback, recent) = histories.item_ids, recent_feedback(histories, max_history)
+    item_ids, (feedback, recent) = histories.item_ids, grade_factors.recent_feedback(histories, max_history)
     place = torch.arange(item_ids.shape[1], device=item_ids.device)
     known = recent & (feedback >= LEAST_POSITIVE_LEVEL)
     again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] < place[:, None])

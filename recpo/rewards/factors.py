@@ -38,18 +38,8 @@ from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
+from recpo.policies import grade_factors
 from recpo.policies.catalog_search import best_by_blocks
-from recpo.policies.grade_factors import (
-    GradeFactorsOptions,
-    damped_mean,
-    item_forms,
-    normal_equations,
-    num_columns,
-    recent_feedback,
-    user_forms,
-    user_means,
-    with_one,
-)
 
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
@@ -145,9 +135,9 @@ class Factors(Artifact):
             "factor_variance": (items, rank),
             "history_prior": (items, rank + 1),
             "item_covariance": (items, rank + 1, rank + 1),
-            "user_prior": (num_columns(self.features.user), rank + 1),
+            "user_prior": (grade_factors.num_columns(self.features.user), rank + 1),
             "user_factors": (0 if self.user_factors is None else len(self.user_factors), rank + 1),
-            "item_prior": (num_columns(self.features.item) + 1, 2 * (rank + 1)),
+            "item_prior": (grade_factors.num_columns(self.features.item) + 1, 2 * (rank + 1)),
             "prior_variance": (rank,),
             "prior_covariance": (rank + 1, rank + 1),
         }
@@ -184,9 +174,11 @@ class Factors(Artifact):
         return Reads(user=self.user_features)
 
     @property
-    def options(self) -> GradeFactorsOptions:
+    def options(self) -> grade_factors.GradeFactorsOptions:
         """The numbers of the same model as a module (``recpo.policies.grade_factors``)."""
-        return GradeFactorsOptions(**{one.name: getattr(self, one.name) for one in fields(GradeFactorsOptions)})
+        return grade_factors.GradeFactorsOptions(
+            **{one.name: getattr(self, one.name) for one in fields(grade_factors.GradeFactorsOptions)}
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -231,8 +223,8 @@ class Factors(Artifact):
         size = max(1, _FOLD_IN_BYTES // (8 * width * (self.rank + 1)))
         means = torch.zeros(len(histories.lengths), self.rank + 1, dtype=torch.float64, device=histories.lengths.device)
         if self.user_prior is not None:
-            means = user_means(self.features.user, histories, self.user_prior)
-        feedback, recent = recent_feedback(histories, self.max_history)
+            means = grade_factors.user_means(self.features.user, histories, self.user_prior)
+        feedback, recent = grade_factors.recent_feedback(histories, self.max_history)
         columns = histories.item_ids, feedback, recent & (feedback > 0), means
         parts = [self._folded(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
         weights, covariance = (torch.cat(column).float() for column in zip(*parts, strict=True))
@@ -244,8 +236,8 @@ class Factors(Artifact):
         variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
         prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
         prior[-1] = self.bias_ridge
-        pull = prior * (damped_mean(self.history_prior[row], known) + means)
-        return ridge_regression(with_one(self.item_factors[row]), targets, known, variance + prior, pull)
+        pull = prior * (grade_factors.damped_mean(self.history_prior[row], known) + means)
+        return ridge_regression(grade_factors.with_one(self.item_factors[row]), targets, known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -299,13 +291,13 @@ class Factors(Artifact):
                 field="histories",
             )
         users, covariance = self.fold_in_with_covariance(histories)
-        states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
-        table = torch.cat([with_one(self.item_factors), self.item_bias[:, None]], 1)
+        states = grade_factors.with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
+        table = torch.cat([grade_factors.with_one(self.item_factors), self.item_bias[:, None]], 1)
         rooted = 0
         if self.lower_bound:
             assert self.item_covariance is not None
-            of_items = item_forms(self.item_factors, self.item_covariance)
-            of_users = user_forms(users, covariance) * (self.noise * self.lower_bound**2)
+            of_items = grade_factors.item_forms(self.item_factors, self.item_covariance)
+            of_users = grade_factors.user_forms(users, covariance) * (self.noise * self.lower_bound**2)
             states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
@@ -426,7 +418,7 @@ def ridge_regression(
 
     The inverse times the variance of the noise is the covariance of the posterior.
     """
-    matrix, right = normal_equations(rows, targets, known, ridge, pull)
+    matrix, right = grade_factors.normal_equations(rows, targets, known, ridge, pull)
     factor = torch.linalg.cholesky(matrix)
     return torch.cholesky_solve(right[..., None], factor)[..., 0], torch.cholesky_inverse(factor)
 
@@ -461,9 +453,11 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
         )
     row = (item_ids - 1).clamp_min(0)
     if row.shape[1] * GATHER_COST >= model.num_items:
-        variance = user_forms(users, covariance) @ item_forms(model.item_factors, of_items).T
+        variance = (
+            grade_factors.user_forms(users, covariance) @ grade_factors.item_forms(model.item_factors, of_items).T
+        )
         return model.noise * variance.gather(1, row).clamp_min(0.0)
-    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
+    known_users, known_items = grade_factors.with_one(users[:, :-1]), grade_factors.with_one(model.item_factors)[row]
     of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
     of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
     return model.noise * (of_item + of_user).clamp_min(0.0)

@@ -30,19 +30,8 @@ import numpy as np
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.prepared import Period, Prepared
 from recpo.policies.grade_factors import linear_in_features
+from recpo.rewards import graded
 from recpo.rewards.factors import Factors
-from recpo.rewards.graded import (
-    Equations,
-    FactorOptions,
-    Items,
-    chunks,
-    first_items,
-    float_tensor,
-    no_equations,
-    normal_matrices,
-    repeated,
-    user_weights,
-)
 from recpo.rewards.prior_features import PriorFeatures, user_features
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
@@ -92,7 +81,7 @@ class Fit(NamedTuple):
     features: PriorFeatures
 
 
-def moments(side: Gaussians) -> Equations:
+def moments(side: Gaussians) -> graded.Equations:
     """``E[ã ãᵀ]`` of ``ã = (factors, 1, bias)`` as upper triangles, and the means ``ã``: ``[n, d + 1]``."""
     count, width = side.mean.shape
     mean = np.insert(side.mean, width - 1, 1.0, axis=1)
@@ -100,10 +89,10 @@ def moments(side: Gaussians) -> Equations:
     uncertain = [*range(width - 1), width]  # the 1 has no variance
     full[np.ix_(range(count), uncertain, uncertain)] += side.covariance
     first, second = np.triu_indices(width + 1)
-    return Equations(full[:, first, second], mean)
+    return graded.Equations(full[:, first, second], mean)
 
 
-def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float) -> Gaussians:
+def posterior(sums: graded.Equations, prior: Prior, features: np.ndarray, noise: float) -> Gaussians:
     """The Gaussians of one side, given the other.
 
     Args:
@@ -113,7 +102,7 @@ def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float)
         noise: variance of a grade around its expectation.
     """
     width = sums.right.shape[1] - 1
-    full = normal_matrices(sums.left, width + 1)
+    full = graded.normal_matrices(sums.left, width + 1)
     precision = np.linalg.inv(prior.covariance)
     right = sums.right[:, :width] - full[:, :width, width] + noise * precision @ prior.mean
     right += features @ (prior.slopes @ (noise * precision))
@@ -121,10 +110,10 @@ def posterior(sums: Equations, prior: Prior, features: np.ndarray, noise: float)
     return Gaussians(np.einsum("nij,nj->ni", inverse, right), noise * inverse)
 
 
-def squared_errors(sums: Equations, side: Gaussians) -> float:
+def squared_errors(sums: graded.Equations, side: Gaussians) -> float:
     """``E[sum over the events of (g - mean - a · ã)^2]`` minus ``sum (g - mean)^2``."""
     width = side.mean.shape[1]
-    full = normal_matrices(sums.left, width + 1)
+    full = graded.normal_matrices(sums.left, width + 1)
     own = np.concatenate([side.mean, np.ones((len(side.mean), 1))], 1)
     second = own[:, :, None] * own[:, None, :]
     second[:, :width, :width] += side.covariance
@@ -172,7 +161,7 @@ def fit_items(
     data: Prepared,
     mean: float,
     rank: int,
-    options: FactorOptions,
+    options: graded.FactorOptions,
     finished: Callable[[int], object],
     features: PriorFeatures | None = None,
 ) -> Fit:
@@ -187,7 +176,7 @@ def fit_items(
         features: what the prior means are linear in; None = nothing.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
-    width, start = rank + 1, first_items(data.num_items, rank, options.seed)
+    width, start = rank + 1, graded.first_items(data.num_items, rank, options.seed)
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
     )
@@ -196,13 +185,13 @@ def fit_items(
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
     before = of_items
-    parts = repeated(partial(chunks, data, finished, options.period), finished)
+    parts = graded.repeated(partial(graded.chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
-        table, total = moments(items), no_equations(data.num_items, width + 1)
+        table, total = moments(items), graded.no_equations(data.num_items, width + 1)
         among, summed = (Summed(width, number) for number in columns)
         squared, events = 0.0, 0
         for chunk in parts():
-            shown = Equations(table.left[chunk.items], table.right[chunk.items])
+            shown = graded.Equations(table.left[chunk.items], table.right[chunk.items])
             sums, own = chunk.pairs.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
             total.add(chunk.items, chunk.pairs.of_moments(moments(part), chunk.grade - mean, of_items=True))
@@ -220,13 +209,13 @@ def fit_items(
 def grade_variance(data: Prepared, mean: float, period: Period) -> float:
     """Variance of the known grades of a period."""
     squared, count = 0.0, 0
-    for chunk in chunks(data, period=period):
+    for chunk in graded.chunks(data, period=period):
         squared, count = squared + float(np.square(chunk.grade - mean).sum()), count + len(chunk.grade)
     # if all grades are equal, any noise explains the data
     return max(squared / count, 1e-6)
 
 
-def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions) -> Factors:
+def plain_factors(data: Prepared, fit: Fit, mean: float, options: graded.FactorOptions) -> Factors:
     """The fitted model with users in units of their prior, without training users.
 
     With ``z = m + L z'``, ``L`` lower triangular: ``p · q + b_u + b_i = p' · (L_ppᵀ q + l_b) + L_bb b' + (b_i + m_p · q
@@ -251,20 +240,20 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     )
     return Factors(
         mean=mean + float(fit.users.mean[-1]),
-        item_factors=float_tensor(items[:, :-1]),
-        item_bias=float_tensor(items[:, -1]),
-        factor_variance=float_tensor(np.diagonal(covariance, 0, 1, 2)[:, :-1]),
-        history_prior=float_tensor(known.history @ of_history),
-        user_prior=None if known.users is None else float_tensor(known.users.table.weights(of_users)),
-        item_prior=float_tensor(_item_prior(fit, change, shift, of_history)),
-        prior_variance=float_tensor(np.diag(of_new)[:-1]),
-        prior_covariance=float_tensor(of_new / fit.noise) if options.uncertainty else None,
+        item_factors=graded.float_tensor(items[:, :-1]),
+        item_bias=graded.float_tensor(items[:, -1]),
+        factor_variance=graded.float_tensor(np.diagonal(covariance, 0, 1, 2)[:, :-1]),
+        history_prior=graded.float_tensor(known.history @ of_history),
+        user_prior=None if known.users is None else graded.float_tensor(known.users.table.weights(of_users)),
+        item_prior=graded.float_tensor(_item_prior(fit, change, shift, of_history)),
+        prior_variance=graded.float_tensor(np.diag(of_new)[:-1]),
+        prior_covariance=graded.float_tensor(of_new / fit.noise) if options.uncertainty else None,
         features=schema,
         feature_checksums={side: data.features_checksum(side) for side in SIDES if schema.of(side)},
         ridge=fit.noise,
         bias_ridge=fit.noise / float(lower[-1, -1]) ** 2,
         user_factors=None,
-        item_covariance=float_tensor(covariance / fit.noise) if options.uncertainty else None,
+        item_covariance=graded.float_tensor(covariance / fit.noise) if options.uncertainty else None,
         noise=fit.noise,
         catalog_checksum=data.catalog_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
@@ -293,16 +282,16 @@ def finish(
 ) -> Factors:
     """The model with the users of a period, each folded in from all events in it; the others have their prior means."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
-    items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
+    items, variance = graded.Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     history = model.history_prior.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
     users = prior_means(data, model, np.arange(int(data.manifest["num_users"]))).astype(np.float32)
-    for chunk in chunks(data, finished, period):
+    for chunk in graded.chunks(data, finished, period):
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
         pull = prior * (user_features(chunk, history) + prior_means(data, model, chunk.users))
-        users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain, pull)
-    return replace(model, user_factors=float_tensor(users), users_checksum=data.users_checksum)
+        users[chunk.users] = graded.user_weights(chunk, items, model.mean, prior + uncertain, pull)
+    return replace(model, user_factors=graded.float_tensor(users), users_checksum=data.users_checksum)
 
 
 def prior_means(data: Prepared, model: Factors, users: np.ndarray) -> np.ndarray:

@@ -29,19 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recpo import __version__
 from recpo.base.errors import RecpoError
+from recpo.server import wire
 from recpo.server.bundles import Versions
 from recpo.server.options import Keys
 from recpo.server.ranking import ClosedError, QueueFullError
 from recpo.server.service import REQUEST, InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
-from recpo.server.wire import (
-    Fault,
-    FeedbackAnswer,
-    FeedbackRequest,
-    Recommendation,
-    RecommendRequest,
-    SwapRequest,
-    VersionsAnswer,
-)
 from recpo.serving.manifest import program_interface
 
 _DESCRIPTION = """
@@ -121,8 +113,8 @@ class _Direct:
 def _recommend_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["Recommendations"], responses=_faults(400, 401, 413, 422, 503))
 
-    @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 500, 504))
-    async def recommend(body: RecommendRequest) -> Response:
+    @router.post("/recommend", response_model=wire.Recommendation, responses=_faults(429, 500, 504))
+    async def recommend(body: wire.RecommendRequest) -> Response:
         """Recommends items for one user. With a log, the impression is on disk before the answer is sent."""
         shown, identifier = await service.recommend(body)
         columns = zip(shown.items, shown.scores, shown.propensity, shown.explored, strict=True)
@@ -142,8 +134,8 @@ def _recommend_routes(service: Service) -> APIRouter:
             item["team"] = team
         return Response(to_json(answer), media_type="application/json")
 
-    @router.post("/feedback", response_model=FeedbackAnswer, responses=_faults(404))
-    async def feedback(body: FeedbackRequest) -> Response:
+    @router.post("/feedback", response_model=wire.FeedbackAnswer, responses=_faults(404))
+    async def feedback(body: wire.FeedbackRequest) -> Response:
         """Takes outcomes of the items of a recommendation. They are on disk before the answer is sent."""
         return JSONResponse({"accepted": await service.feedback(body)})
 
@@ -153,9 +145,9 @@ def _recommend_routes(service: Service) -> APIRouter:
 def _admin_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix=ADMIN, tags=["Operations"], responses=_faults(400, 401, 403, 422))
 
-    def answer(versions: Versions) -> VersionsAnswer:
+    def answer(versions: Versions) -> wire.VersionsAnswer:
         current = versions.current
-        return VersionsAnswer(
+        return wire.VersionsAnswer(
             name=current.name,
             version=current.version,
             checksum=current.checksum,
@@ -170,18 +162,18 @@ def _admin_routes(service: Service) -> APIRouter:
         return service.versions if variant is None else service.of_variant[variant]
 
     @router.get("/versions")
-    async def versions(variant: str | None = None) -> VersionsAnswer:
+    async def versions(variant: str | None = None) -> wire.VersionsAnswer:
         """The version that serves, and the other versions; of the first variant unless another one is named."""
         return answer(of(variant))
 
     @router.post("/swap")
-    async def swap(body: SwapRequest, variant: str | None = None) -> VersionsAnswer:
+    async def swap(body: wire.SwapRequest, variant: str | None = None) -> wire.VersionsAnswer:
         """Switches to another version after it answered its golden requests. Other workers follow within seconds."""
         await asyncio.to_thread(of(variant).swap, body.version)
         return answer(of(variant))
 
     @router.post("/rollback")
-    async def rollback(variant: str | None = None) -> VersionsAnswer:
+    async def rollback(variant: str | None = None) -> wire.VersionsAnswer:
         """Switches back to the version that served before."""
         await asyncio.to_thread(of(variant).rollback)
         return answer(of(variant))
@@ -229,7 +221,7 @@ def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
         503: "not on disk, and therefore not answered; or the server stops",
         504: "waited for too long",
     }
-    return {status: {"model": Fault, "description": meaning[status]} for status in statuses}
+    return {status: {"model": wire.Fault, "description": meaning[status]} for status in statuses}
 
 
 _PLATFORM = "onnxruntime_onnx"

@@ -37,17 +37,9 @@ from recpo.base.features import Categories, Category, Feature, FeatureArrays, Nu
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
+from recpo.serving import recommending
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
-from recpo.serving.recommending import (
-    ItemFilters,
-    Moment,
-    Wanted,
-    milliseconds,
-    recommend_lists,
-    score_candidates,
-    validate_k,
-)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
 
@@ -117,9 +109,9 @@ class Bundle:
         return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
 
     @cached_property
-    def filters(self) -> ItemFilters:
+    def filters(self) -> recommending.ItemFilters:
         """The attributes for ``allow`` and ``deny``; none if the bundle was exported without attributes."""
-        return ItemFilters.load(self.root, self.items)
+        return recommending.ItemFilters.load(self.root, self.items)
 
     @cached_property
     def reader(self) -> HistoryReader:
@@ -143,9 +135,9 @@ class Bundle:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
-        allow: Wanted | None = None,
-        deny: Wanted | None = None,
-        at: Moment | None = None,
+        allow: recommending.Wanted | None = None,
+        deny: recommending.Wanted | None = None,
+        at: recommending.Moment | None = None,
     ) -> pd.DataFrame:
         """The best items of every user, excluding the items of the history and of ``exclude``.
 
@@ -176,11 +168,11 @@ class Bundle:
         Raises:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
-        k, allowed = validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
+        k, allowed = recommending.validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
         self.reader.validate_columns(histories, user_features, context)
         sides = {"user_features": user_features, "context": context}
-        read = self.reader.read(histories, exclude=exclude, users=users, at=milliseconds(at), **sides)
-        return recommend_lists(self.runtime, self.items, read, k=k, allowed=allowed).to_pandas()
+        read = self.reader.read(histories, exclude=exclude, users=users, at=recommending.milliseconds(at), **sides)
+        return recommending.recommend_lists(self.runtime, self.items, read, k=k, allowed=allowed).to_pandas()
 
     def recommend_one(
         self,
@@ -190,9 +182,9 @@ class Bundle:
         *,
         user: Mapping[str, Any] | None = None,
         context: Mapping[str, Any] | None = None,
-        allow: Wanted | None = None,
-        deny: Wanted | None = None,
-        at: Moment | None = None,
+        allow: recommending.Wanted | None = None,
+        deny: recommending.Wanted | None = None,
+        at: recommending.Moment | None = None,
     ) -> list[tuple[Any, float]]:
         """The best items of one user, for a server that has the request as Python objects.
 
@@ -212,8 +204,8 @@ class Bundle:
         Raises:
             RecpoError: see ``recommend``.
         """
-        k = validate_k(self.k if k is None else k, self.k)
-        inputs = self.reader.read_request(events, exclude, user, context, milliseconds(at))
+        k = recommending.validate_k(self.k if k is None else k, self.k)
+        inputs = self.reader.read_request(events, exclude, user, context, recommending.milliseconds(at))
         allowed = self.filters.allowed(allow, deny)
         return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
 
@@ -241,7 +233,7 @@ class Bundle:
         Raises:
             RecpoError: see ``recommend``; or the engine is onnx.
         """
-        served = score_candidates(
+        served = recommending.score_candidates(
             self.runtime, self.reader, histories, candidates, user_features=user_features, context=context
         )
         return served.to_pandas()

@@ -26,14 +26,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Categories, Feature, Vector, of_type
 from recpo.base.feedback import HIGHEST, UNKNOWN
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.policies.catalog_search import (
-    BLOCK_ROWS,
-    BlockedTable,
-    Precision,
-    RoundedRows,
-    best_by_blocks,
-    validate_precision,
-)
+from recpo.policies import catalog_search
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
@@ -115,9 +108,14 @@ class CatalogSearch(nn.Module):
         RecpoError: another policy, or numbers that the precision cannot hold.
     """
 
-    def __init__(self, policy: Policy, precision: Precision = "float32", block_rows: int = BLOCK_ROWS) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        precision: catalog_search.Precision = "float32",
+        block_rows: int = catalog_search.BLOCK_ROWS,
+    ) -> None:
         super().__init__()
-        validate_precision(precision)
+        catalog_search.validate_precision(precision)
         if not has_item_matrix(policy):
             message = (
                 f"{type(policy).__name__} has no item matrix: item_precision {precision} is for a softmax over the "
@@ -127,7 +125,7 @@ class CatalogSearch(nn.Module):
         self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
         self.reads_timestamps = policy.reads_timestamps
         vectors, rooted = item_matrix(policy)
-        self.table = BlockedTable(vectors, precision, rooted, block_rows)
+        self.table = catalog_search.BlockedTable(vectors, precision, rooted, block_rows)
         self.encoder: Any = _reading(policy, self.table, vectors, block_rows)
 
     def recommend(
@@ -151,7 +149,9 @@ def item_matrix(policy: Policy) -> tuple[Tensor, int]:
     return policy.output_vectors().detach(), rooted
 
 
-def ranker_of(policy: Policy, precision: Precision, block_rows: int = BLOCK_ROWS) -> Policy | CatalogSearch:
+def ranker_of(
+    policy: Policy, precision: catalog_search.Precision, block_rows: int = catalog_search.BLOCK_ROWS
+) -> Policy | CatalogSearch:
     """What a bundle's program runs: the policy itself where its catalog fits half a block as it is."""
     if precision == "float32" and (policy.num_items < block_rows // 2 or not has_item_matrix(policy)):
         return policy
@@ -159,7 +159,7 @@ def ranker_of(policy: Policy, precision: Precision, block_rows: int = BLOCK_ROWS
 
 
 @torch.no_grad()
-def _reading(policy: Policy, table: BlockedTable, vectors: Tensor, block_rows: int) -> Any:
+def _reading(policy: Policy, table: catalog_search.BlockedTable, vectors: Tensor, block_rows: int) -> Any:
     """A twin of the policy that looks items up in a blocked table; its own tables are left out."""
     twin = _twin(policy)
     encoder = twin
@@ -170,8 +170,8 @@ def _reading(policy: Policy, table: BlockedTable, vectors: Tensor, block_rows: i
     looked_up = encoder.item_vectors(torch.arange(policy.num_items + 1))
     width = looked_up.shape[1]
     if not torch.equal(vectors[:, :width], looked_up):
-        table = BlockedTable(looked_up, table.precision, block_rows=block_rows)
-    encoder.item_table = RoundedRows(table, width)
+        table = catalog_search.BlockedTable(looked_up, table.precision, block_rows=block_rows)
+    encoder.item_table = catalog_search.RoundedRows(table, width)
     encoder.output_table = None
     return twin
 
@@ -339,7 +339,7 @@ def _listed(items: np.ndarray, scores: np.ndarray) -> list[list[tuple[int, float
 
 
 def verify_rounded(
-    runtime: Runtime, program: ServingProgram, policy: Policy, k: int, precision: Precision
+    runtime: Runtime, program: ServingProgram, policy: Policy, k: int, precision: catalog_search.Precision
 ) -> dict[str, Any]:
     """Compares a runtime with the rounded policy, and the rounded policy with the policy.
 
@@ -513,7 +513,7 @@ class _Sample:
         inputs = random_inputs(policy, _USERS, np.random.default_rng(seed), reads)
         self._k, self._states = k, _states(policy, inputs, reads)
         self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
-        ids, best, _ = best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
+        ids, best, _ = catalog_search.best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
         self._exact = ids.masked_fill(best == -torch.inf, 0).numpy()
 
     def recall(self, index: ItemIndex) -> tuple[float, float]:

@@ -14,18 +14,11 @@ from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.objectives.likelihood import Likelihood
+from recpo.training import optimizers
 from recpo.training.contradictions import validate_options
 from recpo.training.inputs import InputBuilder, StepInputs
 from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
-from recpo.training.optimizers import (
-    LinearDecay,
-    block_weights,
-    build_optimizer,
-    clip_gradients,
-    needs_own_clipping,
-    scale_gradients,
-)
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
 from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, metrics_of_exposures
@@ -168,7 +161,7 @@ class PreferenceModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Dense and sparse parameters under one optimizer; the schedule steps with it."""
-        optimizer = build_optimizer(self, self._options.optimizer, self._options.sparse_optimizer)
+        optimizer = optimizers.build_optimizer(self, self._options.optimizer, self._options.sparse_optimizer)
         if self._options.lr_scheduler is None:
             return optimizer
         scheduler = self._options.lr_scheduler(optimizer)
@@ -177,7 +170,7 @@ class PreferenceModule(LightningModule):
     def on_train_start(self) -> None:
         """Tells a schedule in shares of the training how long the training is, also after a resume."""
         scheduler = self.lr_schedulers()
-        if isinstance(scheduler, LinearDecay):
+        if isinstance(scheduler, optimizers.LinearDecay):
             scheduler.set_length(self.trainer.estimated_stepping_batches)
 
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
@@ -276,7 +269,7 @@ class PreferenceModule(LightningModule):
 
     def _no_loss(self) -> Tensor:
         """0, with a zero gradient for every parameter except blocks of sharded tables, which wait for no rank."""
-        blocks = block_weights(self)
+        blocks = optimizers.block_weights(self)
         return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad and id(p) not in blocks]).sum()
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:
@@ -304,7 +297,7 @@ class PreferenceModule(LightningModule):
                 parameter.grad = None
         elif self.trainer.accumulate_grad_batches > 1:
             true = (self._step_count / self.trainer.world_size).clamp(min=1.0)
-            scale_gradients(self, self._nominal / true)
+            optimizers.scale_gradients(self, self._nominal / true)
         self._step_count = None
 
     def configure_gradient_clipping(
@@ -324,8 +317,8 @@ class PreferenceModule(LightningModule):
                 code="unsupported",
                 field="trainer.precision",
             )
-        if gradient_clip_val and ((fused and plugin.precision == "bf16-mixed") or needs_own_clipping(self)):
-            clip_gradients(self, gradient_clip_val, gradient_clip_algorithm or "norm", self._sum_over_ranks)
+        if gradient_clip_val and ((fused and plugin.precision == "bf16-mixed") or optimizers.needs_own_clipping(self)):
+            optimizers.clip_gradients(self, gradient_clip_val, gradient_clip_algorithm or "norm", self._sum_over_ranks)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

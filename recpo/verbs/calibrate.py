@@ -12,14 +12,7 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.contracts import Objective, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch
-from recpo.evaluation.calibration import (
-    CalibrationOptions,
-    CalibrationReport,
-    ComparedReward,
-    Exposures,
-    RewardComparison,
-    calibrate_targets,
-)
+from recpo.evaluation import calibration
 from recpo.log.prepared import Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards.rewards import FactorReward, validate_identity
@@ -34,7 +27,7 @@ _DISLIKE = TARGETS.index("dislike")
 
 
 @dataclass(frozen=True)
-class Calibrate(CalibrationOptions, ModelOptions, Verb[CalibrationReport]):
+class Calibrate(calibration.CalibrationOptions, ModelOptions, Verb[calibration.CalibrationReport]):
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
     For every run of the ``PointwiseReward`` objective, fits ``sigmoid(scale * score + shift)`` (Platt, 1999) to the
@@ -67,12 +60,12 @@ class Calibrate(CalibrationOptions, ModelOptions, Verb[CalibrationReport]):
     out: Path | str | None = None
     """JSON file for the comparison; None = none"""
 
-    def execute(self) -> CalibrationReport:
+    def execute(self) -> calibration.CalibrationReport:
         """Calibrates the runs, then compares all rewards."""
         data = Prepared.open(self.prepared)
         models = self.part(ModelOptions)
         opened = {name: _opened(source, data, models) for name, source in _named(self.rewards).items()}
-        shared = RewardComparison.of(data, self, compute_device(self.device))
+        shared = calibration.RewardComparison.of(data, self, compute_device(self.device))
         calibrations = {
             name: _calibrate_run(one, shared, self.checkpoint)
             for name, one in opened.items()
@@ -81,7 +74,7 @@ class Calibrate(CalibrationOptions, ModelOptions, Verb[CalibrationReport]):
         content = shared.compare({name: _compared(one, models) for name, one in opened.items()})
         if self.out is not None:
             write_json(Path(self.out), content)
-        return CalibrationReport(content, calibrations, None if self.out is None else Path(self.out))
+        return calibration.CalibrationReport(content, calibrations, None if self.out is None else Path(self.out))
 
 
 calibrate = function_of(Calibrate)
@@ -133,14 +126,16 @@ def _learned(run: Run, options: ModelOptions, calibrated: bool = True) -> Learne
     return LearnedReward(run.root, calibrated=calibrated, checkpoint=options.checkpoint, trust=tuple(options.trust))
 
 
-def _compared(opened: RewardFunction | Run, options: ModelOptions) -> ComparedReward:
+def _compared(opened: RewardFunction | Run, options: ModelOptions) -> calibration.ComparedReward:
     reward = _learned(opened, options) if isinstance(opened, Run) else opened
     if not isinstance(reward, LearnedReward) or not reward.predicts_dislikes:
-        return ComparedReward(reward)
-    return ComparedReward(reward, lambda feedback: reward.predictions(feedback, feedback.slates)[..., _DISLIKE])
+        return calibration.ComparedReward(reward)
+    return calibration.ComparedReward(
+        reward, lambda feedback: reward.predictions(feedback, feedback.slates)[..., _DISLIKE]
+    )
 
 
-def _calibrate_run(run: Run, shared: RewardComparison, checkpoint: Checkpoint) -> dict[str, Any]:
+def _calibrate_run(run: Run, shared: calibration.RewardComparison, checkpoint: Checkpoint) -> dict[str, Any]:
     """Fits the calibration of a run of ``PointwiseReward`` and writes it into the run."""
     model = load_reward_model(run, checkpoint).to(shared.device)
     assert isinstance(model.objective, PointwiseReward)
@@ -153,12 +148,12 @@ def _calibrate_run(run: Run, shared: RewardComparison, checkpoint: Checkpoint) -
         targets, known = objective.targets(slates.grade, slates.dislike, slates.behaviors, slates.positive)
         return [model(feedback.histories, slates).double(), targets.double(), known]
 
-    valid, test = (Exposures(*shared.exposures(split, columns)) for split in ("valid", "test"))
+    valid, test = (calibration.Exposures(*shared.exposures(split, columns)) for split in ("valid", "test"))
     resampling = {"resamples": shared.options.resamples, "seed": shared.options.seed}
     content = {
         "checkpoint": checkpoint,
         "checkpoint_sha256": checkpoint_sha256(run.root, checkpoint),
-        **calibrate_targets(objective.target_names, valid, test, **resampling),
+        **calibration.calibrate_targets(objective.target_names, valid, test, **resampling),
     }
     write_json(run.root / CALIBRATION, seal(content))
     return content

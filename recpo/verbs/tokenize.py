@@ -12,15 +12,8 @@ from recpo.artifacts.outputs import output_directory
 from recpo.artifacts.semantic_codes import FILES, Codes
 from recpo.base.errors import RecpoError, Seed
 from recpo.base.frames import ArrowStream, Frame
+from recpo.items import sources
 from recpo.items.residual_kmeans import ResidualKMeans
-from recpo.items.sources import (
-    CodesFromFile,
-    EarlierCodes,
-    ItemVectors,
-    VectorsFromCooccurrence,
-    VectorsFromFrame,
-    VectorSource,
-)
 from recpo.items.tokenization import Collisions, make_codes, report_of
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
@@ -29,7 +22,7 @@ from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 
 @dataclass(frozen=True)
-class VectorsFromRun(VectorSource):
+class VectorsFromRun(sources.VectorSource):
     """The item vectors of a trained policy, including the part from item features if it reads them.
 
     Attributes:
@@ -42,7 +35,9 @@ class VectorsFromRun(VectorSource):
     checkpoint: Literal["best", "last"] = "best"
     trust: tuple[str, ...] = ()
 
-    def read(self, data: Prepared, items: IdMap, seed: int, earlier: EarlierCodes | None = None) -> ItemVectors:
+    def read(
+        self, data: Prepared, items: IdMap, seed: int, earlier: sources.EarlierCodes | None = None
+    ) -> sources.ItemVectors:
         """See ``VectorSource``.
 
         Raises:
@@ -66,7 +61,7 @@ class VectorsFromRun(VectorSource):
                 code="unsupported",
                 field="vectors.run",
             )
-        return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
+        return sources.ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
     out: Path | str
     """output directory"""
     _: KW_ONLY
-    vectors: VectorSource | CodesFromFile | Frame = VectorsFromCooccurrence()  # noqa: RUF009  frozen
+    vectors: sources.VectorSource | sources.CodesFromFile | Frame = sources.VectorsFromCooccurrence()  # noqa: RUF009  frozen
     """source of the codes: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet, VectorsFromRun, a frame
     with the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or CodesFromFile for existing codes"""
     extends: Path | str | None = None
@@ -106,7 +101,9 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
         """Makes the codes, then writes the directory."""
         kmeans = self.part(ResidualKMeans)
         data = Prepared.open(self.prepared)
-        source = VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
+        source = (
+            sources.VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
+        )
         items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
         read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
         inputs = [given for given in read if isinstance(given, str | PathLike)]

@@ -15,20 +15,13 @@ from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.evaluation.measures import Measure, Observed
+from recpo.evaluation.off_policy import results
 from recpo.evaluation.off_policy.estimators import (
     AdditiveRewardModel,
     LoggedMean,
     OffPolicyOptions,
     RewardedExposures,
     Rows,
-)
-from recpo.evaluation.off_policy.results import (
-    LOGGING_POLICY,
-    POLICY,
-    OffPolicyResult,
-    TargetSums,
-    result_of,
-    result_of_rows,
 )
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import Derived
@@ -53,7 +46,9 @@ class OffPolicyMeasure(Measure):
     def __init__(self, setting: OffPolicySetting, sample: Sampler | None = None) -> None:
         """``sample`` draws from the policy; None = the estimators that need a reward model only for lists."""
         self._setting, self._options, self._model, self._sample = setting, setting.options, setting.model, sample
-        self._targets: dict[str, TargetSums] = {LOGGING_POLICY: TargetSums([LoggedMean()], setting.num_items)}
+        self._targets: dict[str, results.TargetSums] = {
+            results.LOGGING_POLICY: results.TargetSums([LoggedMean()], setting.num_items)
+        }
         self._without_reward = self._without_propensity = self._batches = 0
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
@@ -70,22 +65,22 @@ class OffPolicyMeasure(Measure):
         self._check_range(reward[rewarded])
         users, one = observed.batch.user_ids[:, None].expand_as(slates.item_ids), torch.ones_like(reward)
         who, what, *columns = _numpy(rewarded, users, slates.item_ids, reward, one, one)
-        self._targets[LOGGING_POLICY].update(who, what, Rows(*columns))
+        self._targets[results.LOGGING_POLICY].update(who, what, Rows(*columns))
         predicted = [] if self._model is None else [self._model(observed.batch.user_ids, slates.item_ids)]
         for name, probability, items, v_hat in self._choices(observed):
             # without v_hat, the reward model gives no value of the target
             model = [] if v_hat is None else [*predicted, v_hat[:, None].expand_as(reward)]
             who, what, *columns = _numpy(usable, users, slates.item_ids, reward, probability, propensity, *model)
             estimators = self._options.estimators(bool(model))
-            sums = self._targets.setdefault(name, TargetSums(estimators, self._setting.num_items))
+            sums = self._targets.setdefault(name, results.TargetSums(estimators, self._setting.num_items))
             sums.update(who, what, Rows(*columns))
             if items is not None:
-                chosen = items.flatten() if name == POLICY else items[items > 0]
+                chosen = items.flatten() if name == results.POLICY else items[items > 0]
                 sums.add_choices(chosen.cpu().numpy())
         self._batches += 1
         return {}
 
-    def result(self) -> OffPolicyResult:
+    def result(self) -> results.OffPolicyResult:
         """The estimates from all batches so far.
 
         Raises:
@@ -96,11 +91,11 @@ class OffPolicyMeasure(Measure):
             name: sums.compute(
                 by_user=by_user,
                 rows_without_reward=self._without_reward,
-                rows_without_propensity=0 if name == LOGGING_POLICY else self._without_propensity,
+                rows_without_propensity=0 if name == results.LOGGING_POLICY else self._without_propensity,
             )
             for name, sums in self._targets.items()
         }
-        if not any(total.diagnostics.rows for name, total in totals.items() if name != LOGGING_POLICY):
+        if not any(total.diagnostics.rows for name, total in totals.items() if name != results.LOGGING_POLICY):
             raise RecpoError(
                 f"off-policy value refused: none of the held-out exposures has both a reward and a propensity "
                 f"({self._without_reward:,} lack a reward, {self._without_propensity:,} a propensity of the kind "
@@ -108,7 +103,7 @@ class OffPolicyMeasure(Measure):
                 code="empty",
                 field="off_policy.propensity",
             )
-        return result_of(totals, self._options)
+        return results.result_of(totals, self._options)
 
     def _choices(self, observed: Observed) -> Iterator[tuple[str, Tensor, Tensor | None, Tensor | None]]:
         """Each target, with its probability of the logged items, the items that it would show, and its value.
@@ -125,7 +120,7 @@ class OffPolicyMeasure(Measure):
                 drawn = None if drawn is None else drawn * ~is_member(drawn, observed.unavailable)
             # a draw that is not an item (codes without an item, if normalized over the codebook), or an item that was
             # not a candidate, earns nothing
-            yield POLICY, probability, drawn, self._value(observed.batch.user_ids, drawn)
+            yield results.POLICY, probability, drawn, self._value(observed.batch.user_ids, drawn)
         for k in self._options.top_k or self._setting.ks:
             longest = lists.shape[1]
             fits = longest >= min(k, self._setting.num_items)
@@ -273,7 +268,7 @@ def value(
     q_hat: ArrayLike | None = None,
     v_hat: ArrayLike | None = None,
     options: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
-) -> OffPolicyResult:
+) -> results.OffPolicyResult:
     """Off-policy value of a policy from plain arrays, by every estimator, with intervals and warnings.
 
     ::
@@ -316,4 +311,4 @@ def value(
         raise RecpoError(message, code="missing_value", field=missing)
     owner = arrays.pop("users", np.arange(count[0]))
     rows = Rows(*(one.astype(np.float64) for one in arrays.values()))
-    return result_of_rows(rows, np.unique(owner, return_inverse=True)[1], options)
+    return results.result_of_rows(rows, np.unique(owner, return_inverse=True)[1], options)
