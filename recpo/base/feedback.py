@@ -4,12 +4,10 @@ recpo has one definition of feedback. ``recpo prepare`` fits it and writes it in
 rewards, validation, evaluation and bundles read it from there.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -111,7 +109,7 @@ class FeedbackDefinition:
         """Where the feedback levels of events come from."""
         return "watch times" if self.cutoffs else "labels"
 
-    def validate_same(self, other: FeedbackDefinition, own: object, others: object) -> None:
+    def validate_same(self, other: Self, own: object, others: object) -> None:
         """Raises unless an event has the same meaning by both definitions.
 
         Cutoffs may differ in value: ``recpo prepare`` of a longer log fits them again.
@@ -201,7 +199,7 @@ class FeedbackDefinition:
         return {**asdict(self.rule), **durations, **fitted}
 
     @classmethod
-    def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
+    def from_json(cls, content: Any, source: str = "feedback") -> Self:
         """Reads the output of ``to_json``.
 
         Args:

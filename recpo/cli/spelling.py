@@ -4,15 +4,13 @@
 not decide, such as the options of a class of the user's own, is left to it.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import yaml
 from jsonargparse import ArgumentError
@@ -47,7 +45,7 @@ class _Options(NamedTuple):
     is_foreign: bool = False
 
     @classmethod
-    def of(cls, classes: Iterable[str]) -> _Options:
+    def of(cls, classes: Iterable[str]) -> Self:
         """All options of all classes."""
         named: dict[str, list[_Entry]] = {}
         found = [index()["classes"][path] for path in classes]

@@ -1,11 +1,9 @@
 """Full-catalog ranking of held-out users, streamed. Memory grows with users and items, not with their product."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -61,11 +59,11 @@ class RankingResult:
         """Mean of a metric over the users for whom it is defined."""
         return estimate(self.per_user[metric])
 
-    def difference(self, other: RankingResult, metric: str) -> Estimate:
+    def difference(self, other: Self, metric: str) -> Estimate:
         """Mean of ``self - other`` over the same users: the paired interval, narrower than two separate ones."""
         return estimate(self.differences(other, metric))
 
-    def differences(self, other: RankingResult, metric: str) -> Tensor:
+    def differences(self, other: Self, metric: str) -> Tensor:
         """``self - other`` of every user, ``[U]`` float64; nan for a user without a value."""
         assert torch.equal(self.user_ids, other.user_ids)  # every pass has the same users in the same order
         return self.per_user[metric].double() - other.per_user[metric].double()

@@ -5,12 +5,10 @@ distinct, 0 in empty places at the end, with the same numbering. Two empty lists
 one do not agree at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +44,7 @@ class Comparison(Artifact):
     path: Path | None = None
 
     @classmethod
-    def open(cls, path: Path | str) -> Comparison:
+    def open(cls, path: Path | str) -> Self:
         """Reads a directory that ``compare`` wrote.
 
         Raises:

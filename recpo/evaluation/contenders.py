@@ -4,14 +4,12 @@ Rows of users and items of another system are read as the lists of the held-out 
 the effect of diversity, caps and calibration in the same tables as the lists that they are chosen from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -231,7 +229,7 @@ class Lists:
             raise RecpoError(message, code="missing_value", field="name")
 
     @classmethod
-    def parse(cls, text: str) -> Lists:
+    def parse(cls, text: str) -> Self:
         """``NAME=file.parquet``.
 
         Raises:

@@ -1,11 +1,9 @@
 """One pass over the held-out users for every contender, with the same data and options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from tqdm import tqdm
@@ -142,7 +140,7 @@ class HeldOutPass:
     device: torch.device
 
     @classmethod
-    def of(cls, data: Prepared, options: RankingOptions, device: torch.device) -> HeldOutPass:
+    def of(cls, data: Prepared, options: RankingOptions, device: torch.device) -> Self:
         """Reads what all contenders share, and fits the reward model of the off-policy values.
 
         Raises:

@@ -7,8 +7,6 @@ Of the log of ``recpo serve``: exposures, exploration, outcomes and their value,
 aggregates its Parquet files; only sums per user are in memory.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from datetime import UTC, datetime
 from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import duckdb
 import numpy as np
@@ -165,7 +163,7 @@ class Survey:
         grades: Factors | None,
         advice: Mapping[str, Sequence[str]],
         progress: bool = False,
-    ) -> Survey:
+    ) -> Self:
         """Asks every contender for the lists of the same users, evenly spaced over the held-out ones.
 
         Raises:

@@ -5,12 +5,10 @@ Frozen codebooks, which encode the vectors of a catalog and of items that are ad
 Assignment of items to codes, with a limit on the number of items per code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError
@@ -92,7 +90,7 @@ class Codebooks:
         write_tensors(root / CODEBOOKS, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
 
     @classmethod
-    def load(cls, root: Path) -> Codebooks:
+    def load(cls, root: Path) -> Self:
         """Reads them back.
 
         Raises:

@@ -16,13 +16,11 @@ both ends and is summed by the trapezoidal rule in ``log t``, which converges ex
 2014).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,7 +47,7 @@ class Pool:
     left_out: IntArray
 
     @classmethod
-    def of(cls, num_items: int, *, exclude: ArrayLike = (), ids: ArrayLike | None = None) -> Pool:
+    def of(cls, num_items: int, *, exclude: ArrayLike = (), ids: ArrayLike | None = None) -> Self:
         """The pool of one request.
 
         Args:

@@ -3,11 +3,9 @@
 ``read_rows`` reads vectors or codes of items from columns of Parquet files, in the order of the catalog.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -74,7 +72,7 @@ class IdMap:
             )
 
     @classmethod
-    def load(cls, path: Path | pa.NativeFile) -> IdMap:
+    def load(cls, path: Path | pa.NativeFile) -> Self:
         """Reads ``items.parquet``, as ``save`` writes it; other columns are ignored.
 
         Raises:
@@ -152,7 +150,7 @@ class IdMap:
             self._unlisted = last
         return last[1]
 
-    def equals(self, other: IdMap) -> bool:
+    def equals(self, other: Self) -> bool:
         """Whether both maps assign the same ids to item 1, item 2 and so on."""
         return self.is_text == other.is_text and self._index.equals(other._index)
 

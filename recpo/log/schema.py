@@ -5,12 +5,10 @@ and units of a given log. ``PRESETS`` has the mappings of well-known logs. ``EVE
 prepared shards.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
 
@@ -304,7 +302,7 @@ class Columns:
     watch_time_unit: DurationUnit | None = None
     duration_unit: DurationUnit | None = None
 
-    def over(self, preset: Columns) -> Columns:
+    def over(self, preset: Self) -> Self:
         """This mapping, completed by ``preset``."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(preset, **{name: value for name, value in said.items() if value is not None})

@@ -1,9 +1,7 @@
 """Reward models: a score head that learns which item is better (pairwise) or how good each item is (pointwise)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -168,7 +166,7 @@ class PointwiseReward(Objective):
         """See ``Objective.reads``."""
         return Reads(behaviors=bool(self.behaviors))
 
-    def for_behaviors(self, names: tuple[str, ...]) -> PointwiseReward:
+    def for_behaviors(self, names: tuple[str, ...]) -> Self:
         """See ``Objective.for_behaviors``."""
         if unknown := [name for name in self.behaviors if name not in names]:
             raise RecpoError(

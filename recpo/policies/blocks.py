@@ -3,11 +3,9 @@
 State-dict keys of ``Linear`` and ``ByteDropout`` equal those of the corresponding classes in ``torch.nn``.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -76,7 +74,7 @@ class Packing(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, lengths: Tensor, length: int, given: EventPlaces | None = None) -> Packing | None:
+    def of(cls, lengths: Tensor, length: int, given: EventPlaces | None = None) -> Self | None:
         """The packing of histories with ``lengths [B]`` events, padded to ``length``; None if it would not be faster.
 
         ``given`` are the places of the events where they were counted before.

@@ -14,8 +14,6 @@ event of either. It is a dot product of one vector per user and one per item.
 Single-file models in safetensors with a checksum, which an evaluation keeps for its baselines.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -185,7 +183,7 @@ class Factors(Artifact):
         """The tensors of the model, by name."""
         return {name: getattr(self, name) for name in (*_ALWAYS, *_OPTIONAL) if getattr(self, name) is not None}
 
-    def to(self, device: torch.device | str) -> Factors:
+    def to(self, device: torch.device | str) -> Self:
         """The model with its tensors on ``device``."""
         if self.item_factors.device == torch.device(device):
             return self
@@ -303,7 +301,7 @@ class Factors(Artifact):
         rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
 
-    def with_popularity(self, counts: Tensor, weight: float) -> Factors:
+    def with_popularity(self, counts: Tensor, weight: float) -> Self:
         """The model with ``weight log(1 + count)`` added to the bias of every item.
 
         Grades of shown items cannot say what a recommender had reasons to show often; their number can. The logarithm
@@ -350,7 +348,7 @@ class Factors(Artifact):
         self.write_facts(directory, content)
 
     @classmethod
-    def open(cls, path: Path | str) -> Factors:
+    def open(cls, path: Path | str) -> Self:
         """Opens a directory that ``save`` or ``recpo factorize`` wrote.
 
         Raises:

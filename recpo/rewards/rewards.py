@@ -1,7 +1,5 @@
 """Rewards of candidates, logged or generated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
@@ -50,7 +48,7 @@ class LoggedReward(RewardFunction):
         """See ``RewardFunction.reads``."""
         return Reads(behaviors=bool(self.behaviors))
 
-    def for_behaviors(self, names: tuple[str, ...]) -> LoggedReward:
+    def for_behaviors(self, names: tuple[str, ...]) -> Self:
         """See ``RewardFunction.for_behaviors``."""
         unknown = sorted(self.behaviors.keys() - set(names))
         if unknown:

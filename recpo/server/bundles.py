@@ -11,15 +11,13 @@ verified, it answered its golden requests, and it has the item attributes by whi
 ranked by a single bundle.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pyarrow as pa
 
@@ -100,7 +98,7 @@ class LoadedBundle:
         threads: int = 0,
         reranking: Reranking | None = None,
         provider: str = CPU_PROVIDER,
-    ) -> LoadedBundle:
+    ) -> Self:
         """Verifies, loads and tests a bundle.
 
         Args:

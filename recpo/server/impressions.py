@@ -11,8 +11,6 @@ depends only on the segment. Only then is the segment done. If the process dies 
 segment and writes the same file.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -26,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -111,7 +109,7 @@ class LogLayout:
         return HEADER + json.dumps({name: value for name, value in asdict(self).items() if value is not None}).encode()
 
     @classmethod
-    def from_header(cls, payload: bytes) -> LogLayout:
+    def from_header(cls, payload: bytes) -> Self:
         """Parses the result of ``header``.
 
         Raises:
@@ -161,7 +159,7 @@ class Impression(NamedTuple):
         return IMPRESSION + json.dumps(self[:_PLAIN] if plain else self).encode()
 
     @classmethod
-    def from_payload(cls, payload: bytes) -> Impression:
+    def from_payload(cls, payload: bytes) -> Self:
         """Parses the result of ``payload``."""
         return cls(*json.loads(payload[1:]))
 
@@ -186,7 +184,7 @@ class Outcome(NamedTuple):
         return OUTCOME + json.dumps([*self.address, self.time_ms, self.item_id, dict(self.values)]).encode()
 
     @classmethod
-    def from_payload(cls, payload: bytes) -> Outcome:
+    def from_payload(cls, payload: bytes) -> Self:
         """Parses the result of ``payload``."""
         slot, segment, offset, time_ms, item_id, values = json.loads(payload[1:])
         return cls(segments.Address(slot, segment, offset), time_ms, item_id, values)

@@ -14,8 +14,6 @@ CRC-32 (4 bytes each, little-endian) and its bytes. A process that dies leaves a
 of its ``.open`` file; that record was never acknowledged and is dropped.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct
@@ -28,7 +26,7 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple, Self
 
 from recpo.artifacts.documents import describe_os_error, flush
 from recpo.base.errors import RecpoError, validate_range
@@ -70,7 +68,7 @@ class Slot(NamedTuple):
     lock: int
 
     @classmethod
-    def claim(cls, journal: Path) -> Slot:
+    def claim(cls, journal: Path) -> Self:
         """The first slot that no living process holds.
 
         Raises:
@@ -84,7 +82,7 @@ class Slot(NamedTuple):
         raise RecpoError(message, code="resources", field="log")
 
     @classmethod
-    def try_claim(cls, journal: Path, number: int) -> Slot | None:
+    def try_claim(cls, journal: Path, number: int) -> Self | None:
         """The slot; None if a living process holds it."""
         path = journal / f"slot-{number:03d}"
         try:

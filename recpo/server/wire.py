@@ -3,10 +3,8 @@
 The OpenAPI page is generated from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 from typing_extensions import TypedDict
@@ -101,7 +99,7 @@ class RecommendRequest(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _times(self) -> RecommendRequest:
+    def _times(self) -> Self:
         if any(SECONDS_FROM <= event["timestamp"] < SECONDS_UNTIL for event in self.history):
             raise ValueError("seconds? expected milliseconds since 1970")
         return self

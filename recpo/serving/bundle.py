@@ -17,14 +17,12 @@ requests. A checksum shows that the files are the exported ones. Golden requests
 versions of ONNX Runtime and recpo, computes the same lists from raw events.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Self, get_args
 
 import numpy as np
 import pandas as pd
@@ -62,7 +60,7 @@ class Bundle:
     @classmethod
     def open(
         cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
-    ) -> Bundle:
+    ) -> Self:
         """Verifies every checksum, then loads the bundle. Loading runs no code of the bundle; see ``docs/security.md``.
 
         Args:

@@ -1,13 +1,11 @@
 """Updates a bundle to a new catalog, from an item table: in seconds, without training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -78,7 +76,7 @@ class _Today:
         return np.flatnonzero(self.found == 0)
 
     @classmethod
-    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str) -> _Today:
+    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str) -> Self:
         """Reads the table, of ``columns`` those that it has; ``item_column`` is the user's name of the ids.
 
         Raises:

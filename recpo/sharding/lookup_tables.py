@@ -9,11 +9,9 @@ backward pass updates the table at once, before any of these.) A single update p
 where there is no kernel: for replicated tables, and Adam on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -218,7 +216,7 @@ class LookupTable(ShardedTable):
         rows = F.normalize(rows, dim=-1) if self.cosine else rows
         return RowShard(rows, first, self.num_items + 1, self._group)
 
-    def train(self, mode: bool = True) -> LookupTable:
+    def train(self, mode: bool = True) -> Self:
         """Also drops lookups whose gradient was never requested."""
         self._pending = []
         return super().train(mode)

@@ -17,8 +17,6 @@
     run/run.json           written last: the run is finished; checksums of the files above and of itself
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import shutil
@@ -27,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -100,7 +98,7 @@ class Run(Artifact):
     trust: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, root: Path | str | Run, trust: Sequence[str] = ()) -> Run:
+    def open(cls, root: Path | str | Self, trust: Sequence[str] = ()) -> Self:
         """Opens and verifies the directory of a finished run. Checkpoints are verified when they are loaded.
 
         A configuration names classes, and loading a policy imports them, so a directory from somebody else could name

@@ -5,8 +5,6 @@ What depends on the clock (how long to train, how much to search) is decided onc
 that was stopped decides as it would have, and its commands give the same result on any machine.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -16,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from lightning import LightningModule, Trainer
@@ -92,7 +90,7 @@ class Plan:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def open(cls, root: Path) -> Plan:
+    def open(cls, root: Path) -> Self:
         """The plan of a fit that was stopped, or a new one."""
         if not (root / PLAN).is_file():
             return cls()

@@ -4,12 +4,10 @@ Its options are ``TrainOptions`` and where a run goes and starts from. They are 
 before anything is built, so ``Train`` holds the parsed tree instead of a field for each option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
@@ -42,7 +40,7 @@ class Train(Verb[Run]):
         return train_parser()
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Train:
+    def parse(cls, words: Sequence[str]) -> Self:
         """The training that a command line describes."""
         return cls(parse_arguments(words))
 

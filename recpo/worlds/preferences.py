@@ -24,10 +24,8 @@ and users. Their values are noisy observations of the factors that simulated use
     age_u       = 40 + 12 (sqrt(s) p_u + z) / sqrt(s + 1),    p_u the standardized taste along one direction
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -175,7 +173,7 @@ class Preferences(NamedTuple):
     items: Items
 
     @classmethod
-    def draw(cls, parameters: SimulationParameters) -> Preferences:
+    def draw(cls, parameters: SimulationParameters) -> Self:
         """The population and the catalog of these parameters."""
         return cls(parameters, draw_users(parameters), draw_items(parameters))
 
@@ -302,7 +300,7 @@ class LoggingPolicy(NamedTuple):
     known: NDArray[np.bool_] | None = None
 
     @classmethod
-    def of(cls, preferences: Preferences, day: int = 0) -> LoggingPolicy:
+    def of(cls, preferences: Preferences, day: int = 0) -> Self:
         """The logging policy for these users and items; in a living world, on ``day``."""
         parameters, users, items = preferences
         topic, everything = items.topic.astype(np.int64), np.arange(len(items.topic))

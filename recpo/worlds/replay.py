@@ -24,12 +24,10 @@ tastes, and never more than what ``topic_noise`` leaves.
 Rewards and the logger's estimates are dense ``[U, V]`` arrays in memory and in ``truth/users.parquet``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -81,7 +79,7 @@ class RewardMatrix:
     rewards: FloatArray
 
     @classmethod
-    def read(cls, file: Path | str) -> RewardMatrix:
+    def read(cls, file: Path | str) -> Self:
         """Reads a Parquet file with the columns user_id, item_id (whole numbers) and reward, a row per known pair.
 
         Raises:
@@ -179,7 +177,7 @@ class Replayed:
     user_table: Path | str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Replayed:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """The files among the ``given`` options of a verb."""
         named = {name: given.get(name) for name in ("matrix", *_TABLE_KEYS)}
         return cls(given.get("world", "default"), **named)

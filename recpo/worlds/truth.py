@@ -1,12 +1,10 @@
 """The saved truth of a simulation: the exact value of any policy and of the requests of a day, by external ids."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +47,7 @@ class Truth:
         self._policy_of_day = lru_cache(_DAYS_IN_MEMORY)(partial(LoggingPolicy.of, preferences))
 
     @classmethod
-    def load(cls, path: Path) -> Truth:
+    def load(cls, path: Path) -> Self:
         """Reads the truth of a simulation.
 
         Args:

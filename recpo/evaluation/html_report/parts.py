@@ -3,14 +3,12 @@
 What the report shows of off-policy values: intervals, tables and the diagnostics of the weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import yaml
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -73,7 +71,7 @@ class Spread(NamedTuple):
     note: str
 
     @classmethod
-    def of(cls, values: Sequence[Document | None]) -> Spread | None:
+    def of(cls, values: Sequence[Document | None]) -> Self | None:
         """The estimate of a contender, or those of several seeds; None if there is no number."""
         known = [value for value in values if value is not None and value["mean"] is not None]
         if not known:

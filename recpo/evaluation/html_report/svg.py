@@ -4,11 +4,9 @@ Elements are built as a tree, so labels are always escaped. Every chart is 380 w
 a grid of several columns, and has a title and a description for screen readers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from markupsafe import Markup
@@ -224,7 +222,7 @@ class _Axis(NamedTuple):
     @classmethod
     def over(
         cls, values: Sequence[float], begin: float, end: float, *, logarithmic: bool = False, padding: float = 0.06
-    ) -> _Axis:
+    ) -> Self:
         finite = [math.log(value) if logarithmic else value for value in values if math.isfinite(value)] or [0.0, 1.0]
         low, high = min(finite), max(finite)
         room = (high - low) * padding or abs(high) * 0.1 or 0.5

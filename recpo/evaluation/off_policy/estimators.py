@@ -18,12 +18,10 @@ a_<s) / p(a_s | x, a_<s)``, they multiply. The weaker the assumption, the larger
 users x items matrix.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -464,7 +462,7 @@ class AdditiveRewardModel:
         num_users: int,
         num_items: int,
         rounds: int = 3,
-    ) -> AdditiveRewardModel:
+    ) -> Self:
         """Fits by backfitting in streaming passes: item effects given user effects, then the other way round.
 
         An effect is ``sum of residuals / (n + s^2 / t^2)``, the empirical-Bayes estimate under a normal prior: s^2 is
