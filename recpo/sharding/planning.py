@@ -19,17 +19,7 @@ from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    HardwareConfig,
-    KernelConfig,
-    PlannerError,
-    ShardEstimator,
-    ShardingOption,
-    Stats,
-    Storage,
-    TopologyFactory,
-    TrainerConfig,
-)
+from torchrec.distributed.planner import types as planner_types
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -120,13 +110,15 @@ def plan_tables(
         RecpoError: on all ranks of the group: tables that do not fit, or columns that cannot be split.
     """
     capacity = _UNLIMITED if memory_per_rank is None else memory_per_rank
-    trainer = TrainerConfig(
+    trainer = planner_types.TrainerConfig(
         world_size=world_size,
         local_world_size=local_world_size or world_size,
         hbm_cap_bytes=capacity,
         ddr_cap_bytes=capacity,
     )
-    topology = TopologyFactory.create_topology(trainer, HardwareConfig(), KernelConfig(compute_device=compute_device))
+    topology = planner_types.TopologyFactory.create_topology(
+        trainer, planner_types.HardwareConfig(), planner_types.KernelConfig(compute_device=compute_device)
+    )
     plan = partial(_plan, specs, optimizer, topology, memory_per_rank)
     return plan() if group is None else _on_first_rank(plan, group)
 
@@ -172,7 +164,7 @@ def _plan(
     tables = nn.ModuleDict({table_key(spec.name): make_collection(spec) for spec in specs})
     try:
         made: Any = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
-    except PlannerError as error:
+    except planner_types.PlannerError as error:
         raise _does_not_fit(specs, allowed, optimizer, memory, error) from error
     sharding = {spec.name: made[key][key] for spec in specs for key in [table_key(spec.name)]}
     placements = {spec.name: _placement(sharding[spec.name], spec) for spec in specs}
@@ -212,7 +204,7 @@ def _allowed(spec: TableSpec, optimizer: TableOptimizerName, world_size: int) ->
     return [wanted]
 
 
-def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOption]:
+def _one_column_block_per_rank(options: list[planner_types.ShardingOption]) -> list[planner_types.ShardingOption]:
     """Equal blocks are dealt out to the ranks here: the planner could give one rank two blocks and another none."""
     for option in options:
         if option.sharding_type == "column_wise":
@@ -242,13 +234,13 @@ def _on_first_rank(plan: Callable[[], TablePlan], group: dist.ProcessGroup) -> T
     return made
 
 
-class _TableStorage(ShardEstimator):
+class _TableStorage(planner_types.ShardEstimator):
     """Bytes of every block: weights, optimizer state, copies, and the ids and vectors of a step's lookups."""
 
     def __init__(self, specs: dict[str, TableSpec], optimizer: TableOptimizerName, device: str) -> None:
         self._specs, self._optimizer, self._device = specs, optimizer, device
 
-    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any = None) -> None:
+    def estimate(self, sharding_options: list[planner_types.ShardingOption], sharder_data_map: Any = None) -> None:
         """Sets the storage of every shard of every option."""
         for option in sharding_options:
             spec, gradients = self._specs[option.name], 2 if option.sharding_type == "data_parallel" else 0
@@ -258,15 +250,19 @@ class _TableStorage(ShardEstimator):
                     rows, columns, self._optimizer, copies=spec.copies, frozen=spec.frozen, gradients=gradients
                 )
                 size = sum(held.values()) + round(option.input_lengths[0]) * (BYTES_PER_ID + 2 * FLOAT * columns)
-                shard.storage = Storage(hbm=0, ddr=size) if self._device == "cpu" else Storage(hbm=size, ddr=0)
+                shard.storage = (
+                    planner_types.Storage(hbm=0, ddr=size)
+                    if self._device == "cpu"
+                    else planner_types.Storage(hbm=size, ddr=0)
+                )
 
 
-class _SlowestRank(Stats):
+class _SlowestRank(planner_types.Stats):
     """The planner's own estimate of the time of a step, on the slowest rank."""
 
     milliseconds = 0.0
 
-    def log(self, *, topology: Topology, best_plan: list[ShardingOption], **others: Any) -> None:
+    def log(self, *, topology: Topology, best_plan: list[planner_types.ShardingOption], **others: Any) -> None:
         """Adds up the shards of every rank."""
         of_rank = [0.0] * topology.world_size
         for shard in (shard for option in best_plan for shard in option.shards):
