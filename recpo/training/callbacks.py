@@ -21,7 +21,7 @@ from recpo.artifacts.documents import flush
 from recpo.artifacts.outputs import PARTIAL
 from recpo.base.errors import RecpoError
 from recpo.training.options import CollapseLimits, WeightAverage
-from recpo.training.run import RESOLVED
+from recpo.training.run import Run
 
 
 class FiniteGuard(Callback):
@@ -185,7 +185,7 @@ class ReportLostRanks(Callback):
 
 def lost_rank(out: Path, rank: int) -> str:
     """What to say where a rank has lost another one."""
-    again = f"recpo train --config {out}/{RESOLVED} --resume true"
+    again = f"recpo train --config {out}/{Run.RESOLVED} --resume true"
     return (
         f"rank {rank} has lost another rank of this run, which ended or does not answer (see what that one wrote, or "
         "whether its machine ran out of memory); once it is fixed, continue from the last checkpoint: " + again

@@ -45,7 +45,7 @@ from recpo.training.configuration import instantiate, resolved
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
-from recpo.training.run import CHECKPOINTS, RESOLVED, Run, hand_over
+from recpo.training.run import Run, hand_over
 from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
@@ -68,7 +68,7 @@ def run_configuration(
     text = resolved(configuration)
     # training with a class implies trust in it; without its package nobody could open the run
     packages = sorted({one.name.partition(".")[0] for one in class_names(parse_own_yaml(text)) if "." in one.name})
-    validate_class_names(parse_own_yaml(text), packages, out / RESOLVED)
+    validate_class_names(parse_own_yaml(text), packages, out / Run.RESOLVED)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -198,7 +198,7 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
 
 
 def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
-    checkpoints = out / CHECKPOINTS
+    checkpoints = out / Run.CHECKPOINTS
     callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
     if options.rollout is not None:
         callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
@@ -271,8 +271,8 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
 
 
 def _kept(out: Path, signal: str, trainer: Trainer) -> str:
-    last = out / CHECKPOINTS / "last.ckpt"
+    last = out / Run.CHECKPOINTS / "last.ckpt"
     if not last.exists():
         return f"stopped by {signal} at step {trainer.global_step}: no checkpoint was written yet; start again"
-    again = f"recpo train --config {out}/{RESOLVED} --resume true"
+    again = f"recpo train --config {out}/{Run.RESOLVED} --resume true"
     return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; continue with {again}"

@@ -48,10 +48,6 @@ from recpo.training.checkpoints import saved_tensors
 from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 
-FORMAT_VERSION = 6
-RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
-REMEDY = "copy the whole run again, or train it again"
-ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
 FEATURE_SCHEMA, VOCABULARIES = "features.json", "vocabularies"
 FEATURE_FILES: Final = (FEATURE_SCHEMA, ITEM_FEATURES)
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
@@ -86,8 +82,17 @@ class Run(Artifact):
     """
 
     kind: ClassVar = "run"
-    version: ClassVar = FORMAT_VERSION
+    version: ClassVar = 6
     made_by: ClassVar = "recpo train"
+
+    RESOLVED: ClassVar = "resolved.yaml"
+    FINISHED: ClassVar = "run.json"
+    ORIGIN: ClassVar = "origin.json"
+    CHECKPOINTS: ClassVar = "checkpoints"
+    ITEMS: ClassVar = "items.parquet"
+    FEEDBACK: ClassVar = "feedback.json"
+    CODES: ClassVar = "codes"
+    REMEDY: ClassVar = "copy the whole run again, or train it again"
 
     root: Path
     num_items: int
@@ -116,23 +121,23 @@ class Run(Artifact):
         if isinstance(root, Run):
             return root
         root = Path(root)
-        begun = (root / RESOLVED).is_file() and kind_of(root) in (None, "run")
-        if begun and not (root / FINISHED).is_file():
+        begun = (root / Run.RESOLVED).is_file() and kind_of(root) in (None, "run")
+        if begun and not (root / Run.FINISHED).is_file():
             raise RecpoError(
-                f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`",
+                f"{root} did not finish: resume it with `recpo train --config {root}/{Run.RESOLVED} --resume true`",
                 code="unfinished",
-                field=FINISHED,
+                field=Run.FINISHED,
             )
         facts, names = cls.facts_of(root), ("num_items", "catalog_checksum", "results", "monitor", "files")
         if missing := set(names) - facts.keys():
             raise RecpoError(
-                f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again",
+                f"{root / Run.FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again",
                 code="damaged",
-                field=FINISHED,
+                field=Run.FINISHED,
             )
         run = cls(root, **{name: facts[name] for name in names}, trust=tuple(trust))
-        run.verify([name for name in run.files if not name.startswith(CHECKPOINTS)])
-        validate_class_names(run.configuration, run.trust, root / RESOLVED)
+        run.verify([name for name in run.files if not name.startswith(Run.CHECKPOINTS)])
+        validate_class_names(run.configuration, run.trust, root / Run.RESOLVED)
         return run
 
     def verify(self, files: Iterable[str]) -> None:
@@ -141,18 +146,18 @@ class Run(Artifact):
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        verify(self.root, {name: self.files[name] for name in files}, REMEDY)
+        verify(self.root, {name: self.files[name] for name in files}, Run.REMEDY)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """Every option of the run, from ``resolved.yaml``; item codes are the ones in the run."""
-        content: dict[str, Any] = read_yaml(self.root / RESOLVED, REMEDY)
+        content: dict[str, Any] = read_yaml(self.root / Run.RESOLVED, Run.REMEDY)
         policy = content.get("policy", {})
-        if (self.root / CODES).is_dir():
+        if (self.root / Run.CODES).is_dir():
             # a tilted policy has the codes of its base
             for part in (policy, policy.get("init_args", {}).get("base", {})):
                 if "codes" in part.get("init_args", {}):
-                    part["init_args"]["codes"] = str(self.root / CODES)
+                    part["init_args"]["codes"] = str(self.root / Run.CODES)
         return content
 
     @property
@@ -164,18 +169,20 @@ class Run(Artifact):
     @cached_property
     def origin(self) -> dict[str, Any]:
         """The inputs of the run, with checksums, from ``origin.json``."""
-        content: dict[str, Any] = read_json(self.root / ORIGIN, REMEDY)
+        content: dict[str, Any] = read_json(self.root / Run.ORIGIN, Run.REMEDY)
         return content
 
     @cached_property
     def items(self) -> IdMap:
         """External ids of the items 1..V."""
-        return IdMap.load(self.root / ITEMS)
+        return IdMap.load(self.root / Run.ITEMS)
 
     @cached_property
     def feedback(self) -> FeedbackDefinition:
         """How feedback levels are computed from raw events."""
-        return FeedbackDefinition.from_json(read_json(self.root / FEEDBACK, REMEDY), str(self.root / FEEDBACK))
+        return FeedbackDefinition.from_json(
+            read_json(self.root / Run.FEEDBACK, Run.REMEDY), str(self.root / Run.FEEDBACK)
+        )
 
     def validate_items(self, data: Prepared) -> None:
         """Raises ``RecpoError`` if prepared data has other items than the run was trained on."""
@@ -186,7 +193,7 @@ class Run(Artifact):
                 f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
                 "prepared directory it was trained on, or one with the same items in the same order",
                 code="mismatch",
-                field=ITEMS,
+                field=Run.ITEMS,
             )
 
     def validate_data(self, data: Prepared) -> None:
@@ -210,12 +217,12 @@ class Run(Artifact):
 
     def checkpoint_files(self, name: str) -> dict[str, str]:
         """The SHA-256 of a checkpoint: of one file, or of those in the directory of a sharded run."""
-        inside = f"{CHECKPOINTS}/{name}.ckpt"
+        inside = f"{Run.CHECKPOINTS}/{name}.ckpt"
         return {file: one for file, one in self.files.items() if file == inside or file.startswith(inside + "/")}
 
     def weights_checksum(self, checkpoint: str = "best") -> str | None:
         """SHA-256 of a checkpoint; None if it is the directory of a sharded run."""
-        return self.checkpoint_files(checkpoint).get(f"{CHECKPOINTS}/{checkpoint}.ckpt")
+        return self.checkpoint_files(checkpoint).get(f"{Run.CHECKPOINTS}/{checkpoint}.ckpt")
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
@@ -225,8 +232,8 @@ class Run(Artifact):
             return parser.instantiate(parser.parse_object({name: self.configuration[name]}))[name]
         except (ArgumentError, KeyError, ImportError) as error:
             raise RecpoError(
-                f"{self.root / RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); train the run again "
-                "with this version",
+                f"{self.root / Run.RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); "
+                "train the run again with this version",
                 code="damaged",
                 field=name,
             ) from error
@@ -245,7 +252,7 @@ class Run(Artifact):
             policy = factory(self.num_items)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RecpoError(
-                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}",
+                f"{self.root / Run.RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {Run.REMEDY}",
                 code="damaged",
                 field="policy",
             ) from error
@@ -268,19 +275,19 @@ def write_start(
         origin: the run's inputs.
     """
     write_text(root / MARKER, marker("run"))
-    write_text(root / RESOLVED, resolved)
+    write_text(root / Run.RESOLVED, resolved)
     write_items(root, data)
     write_features(root, policy, data)
     if codes is not None:
         ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
-        shutil.copytree(codes, root / CODES, ignore=ignore, dirs_exist_ok=True)
-    write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
+        shutil.copytree(codes, root / Run.CODES, ignore=ignore, dirs_exist_ok=True)
+    write_json(root / Run.ORIGIN, {"format_version": Run.version, **origin})
 
 
 def write_items(root: Path, data: Prepared) -> None:
     """Writes the external ids of the items, and how feedback levels are computed."""
-    data.item_ids().save(root / ITEMS)
-    write_json(root / FEEDBACK, data.feedback.to_json())
+    data.item_ids().save(root / Run.ITEMS)
+    write_json(root / Run.FEEDBACK, data.feedback.to_json())
 
 
 def data_facts(data: Prepared) -> dict[str, Any]:
@@ -307,9 +314,13 @@ def mark_finished(
         results: metrics of the last step and the last validation.
         monitor: the metric that selected the best checkpoint.
     """
-    kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN, *FEATURE_FILES) if (root / file).is_file()]
+    kept = [
+        file for file in (Run.RESOLVED, Run.ITEMS, Run.FEEDBACK, Run.ORIGIN, *FEATURE_FILES) if (root / file).is_file()
+    ]
     kept += [
-        str(file.relative_to(root)) for part in (CODES, CHECKPOINTS, VOCABULARIES) for file in _files_in(root / part)
+        str(file.relative_to(root))
+        for part in (Run.CODES, Run.CHECKPOINTS, VOCABULARIES)
+        for file in _files_in(root / part)
     ]
     files = {name: sha256(root / name) for name in kept}
     facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
@@ -323,7 +334,7 @@ def _files_in(directory: Path) -> list[Path]:
 
 def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
     """The path of the checkpoint ``best`` or ``last``."""
-    return Path(run) / CHECKPOINTS / f"{checkpoint}.ckpt"
+    return Path(run) / Run.CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
 def write_text(file: Path, text: str) -> None:
@@ -413,12 +424,12 @@ def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
         return PolicyFeatures()
     schema, behaviors = _kept_schema(root)
     read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
-    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=REMEDY)
+    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=Run.REMEDY)
 
 
 def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
     """Features and behaviors of the data that the run ``root`` was trained on."""
-    content = read_json(root / FEATURE_SCHEMA, REMEDY)
+    content = read_json(root / FEATURE_SCHEMA, Run.REMEDY)
     schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
     return schema, tuple(content.get("behaviors", ()))
 
@@ -473,7 +484,7 @@ def hand_over_kept(policy: Policy, root: Path) -> None:
             table = pq.read_table(root / ITEM_FEATURES)
         except OSError as error:
             raise RecpoError(
-                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {REMEDY}",
+                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {Run.REMEDY}",
                 code="missing_file",
                 field=ITEM_FEATURES,
             ) from error

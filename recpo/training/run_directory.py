@@ -23,19 +23,7 @@ from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
 from recpo.training.class_names import class_names
 from recpo.training.module import PreferenceModule
-from recpo.training.run import (
-    FINISHED,
-    FORMAT_VERSION,
-    ORIGIN,
-    REMEDY,
-    RESOLVED,
-    Run,
-    checkpoint_path,
-    data_facts,
-    mark_finished,
-    write_start,
-    write_text,
-)
+from recpo.training.run import Run, checkpoint_path, data_facts, mark_finished, write_start, write_text
 from recpo.training.trainer import TrainOptions
 
 MAY_CHANGE = (
@@ -84,8 +72,8 @@ class RunDirectory:
             "data": data_facts(self._data),
             "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
         }
-        if base is not None and (base / FINISHED).is_file():
-            files = _sha256_of(read_json(base / FINISHED, REMEDY)["files"])
+        if base is not None and (base / Run.FINISHED).is_file():
+            files = _sha256_of(read_json(base / Run.FINISHED, Run.REMEDY)["files"])
             self._origin["init_from"] = {"path": str(base), "files_sha256": files}
         if runs := sorted(set(_reward_runs(self._configuration))):
             checksums = {path: _checksum_of_reward(path) for path in runs}
@@ -114,7 +102,7 @@ class RunDirectory:
         goes_on = last if resume and last.exists() else None
         if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return goes_on
-        if not (out / RESOLVED).is_file():
+        if not (out / Run.RESOLVED).is_file():
             raise RecpoError(
                 f"{out} exists and is not a run directory: choose another --out, or remove it yourself",
                 code="wrong_file",
@@ -129,14 +117,17 @@ class RunDirectory:
                 )
             self._validate_no_input()
             return None
-        if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
+        if (
+            not (out / Run.ORIGIN).is_file()
+            or read_json(out / Run.ORIGIN, Run.REMEDY).get("format_version") != Run.version
+        ):
             raise RecpoError(
                 f"{out} was begun by another version of recpo and cannot be resumed: train it again",
                 code="old_format",
                 field="out",
             )
         self._validate_same()
-        if goes_on is None and (out / FINISHED).is_file():
+        if goes_on is None and (out / Run.FINISHED).is_file():
             raise RecpoError(
                 f"{out} is a finished run without {last.relative_to(out)}: there is no state to continue from. Copy "
                 "the whole run again, pass --overwrite true to train it from the start, or start another run from its "
@@ -155,17 +146,17 @@ class RunDirectory:
         return goes_on
 
     def _validate_same(self) -> None:
-        out, now, then = self._root, self._origin, read_json(self._root / ORIGIN, REMEDY)
+        out, now, then = self._root, self._origin, read_json(self._root / Run.ORIGIN, Run.REMEDY)
         allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
         if then["contexts_per_step"] == now["contexts_per_step"]:
             allowed += _OF_THE_SAME_STEP
-        kept, given = (dict(_leaves(one)) for one in (read_yaml(out / RESOLVED, REMEDY), self._configuration))
+        kept, given = (dict(_leaves(one)) for one in (read_yaml(out / Run.RESOLVED, Run.REMEDY), self._configuration))
         changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
         others = [key for key in changed if not _is_part_of(key, allowed)]
         if others:
             raise RecpoError(
                 f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
-                f"{out}/{RESOLVED} (recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, "
+                f"{out}/{Run.RESOLVED} (recpo train --config {out}/{Run.RESOLVED} --resume true; trainer.max_epochs, "
                 "max_steps and devices may change), or train another run",
                 code="mismatch",
                 field=", ".join(others),
@@ -226,7 +217,7 @@ class RunDirectory:
         if _is_other_rank():
             yield watch
             return
-        goes_on = resume and (self._root / RESOLVED).is_file()
+        goes_on = resume and (self._root / Run.RESOLVED).is_file()
 
         def start(directory: Path) -> None:
             write_start(directory, self._text, self._data, policy, self._codes, self._origin)
@@ -238,12 +229,12 @@ class RunDirectory:
             yield watch
 
     def _begin_again(self) -> None:
-        (self._root / FINISHED).unlink(missing_ok=True)
-        write_text(self._root / RESOLVED, self._text)
+        (self._root / Run.FINISHED).unlink(missing_ok=True)
+        write_text(self._root / Run.RESOLVED, self._text)
 
     def finish(self, module: PreferenceModule) -> None:
         """Marks the run as finished, unless it already was and nothing was added."""
-        if (self._root / FINISHED).is_file():
+        if (self._root / Run.FINISHED).is_file():
             return
         best, last = (checkpoint_path(self._root, name) for name in ("best", "last"))
         if not best.exists() and last.exists():  # nothing was validated
@@ -314,7 +305,7 @@ def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
         return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).files) if (Path(path) / FINISHED).is_file() else None
+    return _sha256_of(Run.open(path).files) if (Path(path) / Run.FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

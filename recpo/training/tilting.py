@@ -35,14 +35,6 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.graded import chunks
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
-    CHECKPOINTS,
-    CODES,
-    FEEDBACK,
-    FORMAT_VERSION,
-    ITEMS,
-    ORIGIN,
-    REMEDY,
-    RESOLVED,
     Run,
     checkpoint_path,
     copy_features,
@@ -442,7 +434,7 @@ class TiltBase:
     @classmethod
     def of_run(cls, run: Run, checkpoint: Checkpoint) -> TiltBase:
         """The policy of a checkpoint of a run."""
-        configuration = read_yaml(run.root / RESOLVED, REMEDY)["policy"]
+        configuration = read_yaml(run.root / Run.RESOLVED, Run.REMEDY)["policy"]
         return cls(run.root.resolve().name, run.policy(checkpoint), configuration, run, checkpoint)
 
     def write_files(self, root: Path) -> None:
@@ -450,10 +442,10 @@ class TiltBase:
         if isinstance(self.source, Prepared):
             write_items(root, self.source)
             return
-        for name in (ITEMS, FEEDBACK):
+        for name in (Run.ITEMS, Run.FEEDBACK):
             shutil.copy2(self.source.root / name, root / name)
-        if (self.source.root / CODES).is_dir():
-            shutil.copytree(self.source.root / CODES, root / CODES)
+        if (self.source.root / Run.CODES).is_dir():
+            shutil.copytree(self.source.root / Run.CODES, root / Run.CODES)
         copy_features(self.source.root, root)
 
     @property
@@ -493,9 +485,9 @@ def write_tilted(
     arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
-    write_text(root / RESOLVED, text)
+    write_text(root / Run.RESOLVED, text)
     origin = {
-        "format_version": FORMAT_VERSION,
+        "format_version": Run.version,
         "contexts_per_step": 0,  # because nothing was trained
         **base.origin,
         "factors": factors.facts,
@@ -507,8 +499,8 @@ def write_tilted(
             "trials": [_finite(t) for t in how.trials],
         },
     }
-    write_json(root / ORIGIN, origin)
-    (root / CHECKPOINTS).mkdir()
+    write_json(root / Run.ORIGIN, origin)
+    (root / Run.CHECKPOINTS).mkdir()
     state = {f"policy.{name}": value for name, value in policy.state_dict().items()}
     with checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
         torch.save({"state_dict": state}, file)

@@ -23,7 +23,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
-from recpo.training.run import CODES, ITEMS, Run, features_that_differ, load_weights
+from recpo.training.run import Run, features_that_differ, load_weights
 
 _BLOCK_ROWS = 1 << 16
 _CHECKSUM, _TRAINED = "codes_checksum", "features.trained"
@@ -62,7 +62,7 @@ def growth_of(base: Run, data: Prepared) -> Growth:
             f"{base.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
             "prepared directory it was trained on, or one that `recpo prepare --extends` made from it",
             code="mismatch",
-            field=ITEMS,
+            field=Run.ITEMS,
         )
     return Growth(len(before), len(now))
 
@@ -259,7 +259,7 @@ class WarmStart:
     def _validate_codes(self, policy: Policy) -> None:
         if not isinstance(policy, SemanticIdPolicy) or not self._growth.grows:
             return
-        before = Codes.open(self._base.root / CODES).codes
+        before = Codes.open(self._base.root / Run.CODES).codes
         now = policy.tokens(torch.arange(1, len(before) + 1)).cpu().numpy()
         if not np.array_equal(before, now):
             raise RecpoError(

@@ -49,7 +49,7 @@ from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import FINISHED, RESOLVED, Run, training_curves
+from recpo.training.run import Run, training_curves
 from recpo.training.tilting import assign_factors
 from recpo.verbs.verb import compute_device
 
@@ -142,7 +142,7 @@ def directory_names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _opened(path: Path, trust: Sequence[str]) -> Run | Bundle | Factors:
     kind = kind_of(path)
-    if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
+    if kind in ("run", None) and ((path / Run.FINISHED).is_file() or (path / Run.RESOLVED).is_file()):
         return Run.open(path, trust)
     if kind == "bundle":
         return Bundle.open(path)
@@ -164,7 +164,7 @@ def _run(name: str, run: Run, data: Prepared, options: ModelOptions) -> Contende
         "path": str(run.root),
         "checkpoint": options.checkpoint,
         "weights_sha256": run.weights_checksum(options.checkpoint) or "",
-        "configuration": (run.root / RESOLVED).read_text(encoding="utf-8"),
+        "configuration": (run.root / Run.RESOLVED).read_text(encoding="utf-8"),
     }
     return Contender(name, "run", partial(_load_run, name, run, options), facts, training_curves(run.root))
 

@@ -29,7 +29,7 @@ from recpo.evaluation.decision import criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.prepared import Prepared
-from recpo.training.run import FINISHED, Run
+from recpo.training.run import Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
@@ -257,7 +257,7 @@ class Road:
         options = {**self._options(recipe), **self._sized(recipe), **(changed or {})}
         flags = [("config", file) for file in files] + [*options.items(), ("out", out)]
         words = ["train", *(word for name, value in flags for word in (f"--{name}", value))]
-        if (out / FINISHED).exists():
+        if (out / Run.FINISHED).exists():
             return True
         try:
             self._do(words, partial(self._train, out, files, options))
@@ -277,7 +277,7 @@ class Road:
             return  # it was tried, and no temperature is better
         cache = self.root / BASELINES if base in self.baselines else None
         how: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
-        self.step(Tilt(self.path_of(base), self.root / FACTORS, self.data, out=out, **how), out / FINISHED)
+        self.step(Tilt(self.path_of(base), self.root / FACTORS, self.data, out=out, **how), out / Run.FINISHED)
 
     def measure(self, name: str) -> Evaluated:
         """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
@@ -325,7 +325,7 @@ class Road:
 
     def finished(self, name: str) -> bool:
         """Whether the run of this name was written."""
-        return (self.root / RUNS / name / FINISHED).is_file()
+        return (self.root / RUNS / name / Run.FINISHED).is_file()
 
     def run_of(self, name: str) -> Run | None:
         """The run of this name; None of a baseline and of the reward model."""

@@ -43,7 +43,7 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.training.configuration import as_arguments, train_parser
-from recpo.training.run import FINISHED, Run
+from recpo.training.run import Run
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
@@ -342,7 +342,7 @@ def _policy(here: Path, data: Prepared, start: Run | None, seed: int, options: R
         how: dict[str, Any] = {"seed": seed, "data.seed": seed, "trust": options.trust, "progress": options.progress}
         if number == 0 and start is not None and options.warm_epochs is not None:
             how["trainer.max_epochs"] = options.warm_epochs
-        if (out / FINISHED).is_file():
+        if (out / Run.FINISHED).is_file():
             run = Run.open(out, options.trust)
         else:
             run = continued(out, data=data, config=_with_factors(given, fitted), init_from=run, **how)
@@ -352,7 +352,7 @@ def _policy(here: Path, data: Prepared, start: Run | None, seed: int, options: R
 
 def _tilted(out: Path, run: Run, factors: Factors, data: Prepared, options: RoundOptions) -> Run:
     """The tilted run; the run itself where no temperature is better."""
-    if (out / FINISHED).is_file():
+    if (out / Run.FINISHED).is_file():
         return Run.open(out, options.trust)
     how: dict[str, Any] = {"temperature": options.tilt, "trust": options.trust, "progress": options.progress}
     found = tilt(run, factors, data, out=out, **how).run

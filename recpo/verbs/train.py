@@ -18,7 +18,7 @@ from recpo.base.errors import RecpoError, range_error
 from recpo.log.prepared import Prepared
 from recpo.training.configuration import as_arguments, parse_arguments, resolved, train_parser
 from recpo.training.fit import run_configuration
-from recpo.training.run import RESOLVED, Run, checkpoint_path
+from recpo.training.run import Run, checkpoint_path
 from recpo.verbs.tracking import metrics_of_training, run_tracked
 from recpo.verbs.verb import Verb
 
@@ -124,4 +124,4 @@ def train(
 def continued(out: Path, **options: Any) -> Run:
     """``train``, which continues a run in ``out`` from its last checkpoint, or replaces one that has none."""
     goes_on = checkpoint_path(out, "last").exists()
-    return train(out=out, resume=goes_on, overwrite=not goes_on and (out / RESOLVED).is_file(), **options)
+    return train(out=out, resume=goes_on, overwrite=not goes_on and (out / Run.RESOLVED).is_file(), **options)
