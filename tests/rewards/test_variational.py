@@ -11,7 +11,7 @@ import torch
 
 from recpo.base.features import Categories, Category, Number
 from recpo.base.types import Features, Histories
-from recpo.rewards import variational
+from recpo.rewards import graded, variational
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of, mean_grade
 from recpo.rewards.prior_features import of_consumption, of_user_table
 from recpo.rewards.selection import fit_factors
@@ -310,7 +310,7 @@ def planted(monkeypatch):
     item = generator.integers(0, items, count)
     p, q = generator.normal(size=(users, 2)), generator.normal(size=(items, 2)) * 0.3
     grade = 0.5 + (p[user] * q[item]).sum(1) + 0.1 * generator.normal(size=count)
-    monkeypatch.setattr(variational, "chunks", lambda *_, **__: chunks_of(user, item, grade, items))
+    monkeypatch.setattr(graded, "chunks", lambda *_, **__: chunks_of(user, item, grade, items))
     truth = p @ q.T
     return Planted(items, "", {"max_context": 200, "num_users": users}), grade.mean(), truth, (user, item)
 
@@ -355,7 +355,7 @@ def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data)
 def test_grades_that_are_all_equal_fit(data, monkeypatch):
     parts = chunks_of(np.repeat(np.arange(9), 4), np.tile(np.arange(4), 9), np.full(36, 0.375), 4)
     kept = list(parts)
-    monkeypatch.setattr(variational, "chunks", lambda *_, **__: iter(kept))
+    monkeypatch.setattr(graded, "chunks", lambda *_, **__: iter(kept))
     small = Planted(4, "", {"max_context": 9, "num_users": 9})
     fit: Fit = fit_items(small, 0.375, 2, FactorOptions(), lambda _: None)
     model = plain_factors(small, fit, 0.375, FactorOptions())
