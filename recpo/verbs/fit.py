@@ -372,9 +372,6 @@ def decision_report(facts: Mapping[str, Any]) -> str:
         svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
         for row in rows
     ]
-    figure = svg.interval_chart(
-        f"{metric} on the validation period", f"{metric} of every contender, the best first", drawn, "95 % intervals"
-    )
     return render(
         "decision.html.jinja",
         title=f"The decision: {facts['chosen']} ships",
@@ -382,7 +379,12 @@ def decision_report(facts: Mapping[str, Any]) -> str:
         version=facts["recpo_version"],
         numbers=DECISION,
         facts=facts,
-        figure=figure,
+        figure=svg.interval_chart(
+            f"{metric} on the validation period",
+            f"{metric} of every contender, the best first",
+            drawn,
+            "95 % intervals",
+        ),
         legend=[("s2", "ships"), ("s0", "policy"), ("s7", "baseline")],
         table=leaderboard_table(facts),
         commands="\n".join(step["command"] for step in facts["steps"]),

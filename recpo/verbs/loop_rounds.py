@@ -250,8 +250,8 @@ def make_round(root: Path, number: int, options: RoundOptions) -> Round:
     found = _evaluation(here / EVALUATION, bundle, data, days[0], options).document
     served = days[-1].served
     return Round(
-        number=number,
-        last_day=last_day,
+        number,
+        last_day,
         served=None if served is None else served.days[-1],
         items=data.num_items,
         warm_start=start is not None,

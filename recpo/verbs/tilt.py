@@ -200,8 +200,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         graded = tilting.has_grades(data)
         criterion = self.criterion or ("monitor_reward" if self.monitor_reward is not None else "auc_mixed")
         return tilting.TemperatureTrials(
-            data=data,
-            criterion=criterion,
+            data,
+            criterion,
             k=min(self.k, data.num_items),
             setting=tilting.value_setting(data, criterion, self.off_policy, self.reward, self.k),
             held_out=fit_factors(data, _HELD_OUT) if graded or criterion == "grade" else None,

@@ -233,10 +233,9 @@ def plan_day(preferences: Preferences, day: int, generator: np.random.Generator)
     user_rows = np.repeat(np.arange(len(counts)), counts)
     sessions = draw_sessions(one_day, user_rows, generator)
     first = np.flatnonzero(sessions.opens_request)
-    user_row = user_rows[first]
     opens_user = np.flatnonzero(sessions.opens_user[first])
     return Requests(
-        user_row=user_row,
+        user_row=user_rows[first],
         size=np.diff(np.append(first, events)),
         due=day * MILLISECONDS_PER_DAY + sessions.start[first],
         opens_session=sessions.opens_session[first],
@@ -361,12 +360,12 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
         return float(np.mean(numbers)) if len(numbers) else 0.0
 
     value, oracle = mean(values.value[shown]), mean(values.oracle_value[shown])
-    exposures, available = events.num_rows, truth.available(float(day))
+    available = truth.available(float(day))
     return DayReport(
-        day=day,
+        day,
         requests=len(shown),
         short_slates=sum(one.short for one in rounds),
-        exposures=exposures,
+        exposures=events.num_rows,
         value=value,
         dislikes=mean(values.dislikes[shown]),
         logged_dislikes=mean(events["dislike"].to_numpy()),
@@ -376,7 +375,7 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
         regret=oracle - value,
         coverage=len(np.unique(events["item_id"].to_numpy())) / int(available.sum()),
         logging_coverage=mean(-np.expm1(sum((one.not_shown for one in rounds), np.zeros(len(available))))[available]),
-        explored=sum(one.explored for one in rounds) / max(1, exposures),
+        explored=sum(one.explored for one in rounds) / max(1, events.num_rows),
         is_random=mean(events["is_random"].to_numpy()),
     )
 

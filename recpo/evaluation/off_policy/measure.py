@@ -86,10 +86,9 @@ class OffPolicyMeasure(Measure):
         Raises:
             RecpoError: no row has both a reward and a propensity.
         """
-        by_user = self._options.average == "user"
         totals = {
             name: sums.compute(
-                by_user=by_user,
+                by_user=self._options.average == "user",
                 rows_without_reward=self._without_reward,
                 rows_without_propensity=0 if name == results.LOGGING_POLICY else self._without_propensity,
             )
