@@ -25,7 +25,7 @@ from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.estimates import as_json, estimate
+from recpo.evaluation.estimates import as_json, estimate, percentile_interval, resampled
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
@@ -215,18 +215,17 @@ def _over_resampled_users(
 ) -> dict[str, BootstrapEstimate]:
     """Functions of the weights of all events, with percentile bootstrap intervals."""
     rows = ranks(user)
-    users, generator = int(rows.max()) + 1, np.random.default_rng(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in statistics}
-    for _ in range(resamples):
-        weight = generator.multinomial(users, np.full(users, 1 / users))[rows].astype(np.float64)
-        for name, statistic in statistics.items():
-            drawn[name].append(statistic(weight))
-    found = {}
-    for name, statistic in statistics.items():
-        known = np.array(drawn[name])[~np.isnan(drawn[name])]
-        low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
-        found[name] = BootstrapEstimate(statistic(np.ones(len(rows))), float(low), float(high))
-    return found
+    drawn = [
+        [statistic(times[rows].astype(np.float64)) for statistic in statistics.values()]
+        for part in resampled(int(rows.max()) + 1, resamples, seed)
+        for times in part
+    ]
+    intervals = map(percentile_interval, np.array(drawn).reshape(resamples, len(statistics)).T)
+    plain = np.ones(len(rows))
+    return {
+        name: BootstrapEstimate(statistic(plain), *interval)
+        for (name, statistic), interval in zip(statistics.items(), intervals, strict=True)
+    }
 
 
 def _mean_over_users(user: IntArray, statistic: Callable[[IntArray], float]) -> BootstrapEstimate:
@@ -472,7 +471,7 @@ class RewardComparison:
 
         result = evaluate_ranking(
             Recommender(
-                name,
+                name=name,
                 recommend_to_batch=lambda batch, k, exclude, _: greedy_lists(
                     compared.reward, batch, num_items, k, exclude
                 ),

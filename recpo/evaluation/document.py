@@ -13,14 +13,13 @@ from torch import Tensor
 
 from recpo.evaluation import Z95
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value
+from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value, percentile_interval
 from recpo.evaluation.measures import Direction
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,
     OffPolicyResult,
     bootstrap_values,
     influence,
-    percentile_interval,
     standard_error,
 )
 from recpo.evaluation.reading import TRUE_REWARD, Document, cautions

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from recpo.evaluation import Z95
 
 #: Level of every test.
 LEVEL = 0.05
-_DRAWS_AT_ONCE = 1 << 22  # memory of the bootstrap: this many draws of users, 8 bytes each
+_CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
 
 
 class Estimate(NamedTuple):
@@ -34,6 +35,10 @@ class Interval(NamedTuple):
 
     low: float
     high: float
+
+
+#: The interval of what is not defined.
+NOWHERE = Interval(math.nan, math.nan)
 
 
 def as_json(value: Any) -> Any:
@@ -69,14 +74,24 @@ def estimate(values: Tensor, weights: Tensor | None = None) -> Estimate:
     return Estimate(mean, Z95 * error, n)
 
 
-def _resampled(users: int, resamples: int, seed: int) -> Iterator[Tensor]:
-    """How often each user is drawn, ``[rows, users]`` float64, some of the resamples at a time."""
-    generator, at_once = torch.Generator().manual_seed(seed), max(1, _DRAWS_AT_ONCE // max(1, users))
+def resampled(users: int, resamples: int, seed: int) -> Iterator[NDArray[np.integer]]:
+    """How often each user is drawn with replacement, ``[rows, users]``, some of the resamples at a time."""
+    rng, at_once = np.random.default_rng(seed), max(1, _CELLS_AT_ONCE // users)
     for begin in range(0, resamples, at_once):
-        rows = min(at_once, resamples - begin)
-        drawn = torch.randint(max(1, users), (rows, users), generator=generator)
-        times = torch.bincount((drawn + users * torch.arange(rows)[:, None]).flatten(), minlength=rows * users)
-        yield times.view(rows, users).double()
+        rows = range(begin, min(begin + at_once, resamples))
+        yield np.array([np.bincount(rng.integers(0, users, users), minlength=users) for _ in rows])
+
+
+def percentile_interval(values: NDArray[np.floating[Any]], level: float = 0.95) -> Interval:
+    """The middle ``level`` of bootstrap values (Efron, 1979); resamples without an estimate are left out.
+
+    Closer than the normal interval where the estimate is skewed. Neither knows of a large weight that the log does not
+    happen to contain.
+    """
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return NOWHERE
+    return Interval(*np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist())
 
 
 def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
@@ -167,7 +182,8 @@ def adjusted_p_values(
     statistic = torch.where(usable, mean / error, torch.where((count > 1) & (mean > 0), torch.inf, -torch.inf))
     reached = torch.zeros(len(mean))
     if usable.any():
-        for times in _resampled(len(values), resamples, seed):
+        for drawn in resampled(len(values), resamples, seed):
+            times = torch.from_numpy(drawn).double()
             totals = (times @ weight[:, usable]).clamp_min(sys.float_info.min)
             largest = (times @ centered[:, usable] / totals / error[usable]).max(1).values
             reached += (largest[:, None] >= statistic).sum(0)

@@ -108,7 +108,7 @@ def counts_of(data: Prepared) -> LogCounts:
         requests += int(len(user) and 1 + ((user[1:] != user[:-1]) | (moment[1:] != moment[:-1])).sum())
     found = np.concatenate(per_user) if per_user else np.zeros(1)
     return LogCounts(
-        events=events,
+        events,
         users=int(data.manifest["num_users"]),
         items=data.num_items,
         requests=requests,

@@ -11,18 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from recpo.evaluation import reading
-from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import (
-    Cell,
-    Contenders,
-    OffPolicyView,
-    Row,
-    Spread,
-    Table,
-    environment,
-    render,
-    rows_of,
-)
+from recpo.evaluation.html_report import parts, svg
 from recpo.evaluation.html_report.svg import Figure, number_text
 from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
 from recpo.evaluation.segments import NEW_METRICS
@@ -80,7 +69,7 @@ def html_report(document: Document) -> str:
     view = EvaluationView(document)
     setting = view.setting
     names, users = ", ".join(row.name for row in view.rows_of_all), view.ranked[0]["counts"]["users"]
-    return render(
+    return parts.render(
         "evaluation.html.jinja",
         title=f"Offline evaluation, {setting['split']} period",
         subtitle=f"{names}: {users:,} users, {setting['num_items']:,} items, every item ranked",
@@ -92,8 +81,8 @@ def html_report(document: Document) -> str:
 
 def html_table(document: Document) -> str:
     """The main table alone, for a notebook."""
-    parts: Any = environment().get_template("parts.html.jinja").module
-    return str(parts.table(EvaluationView(document).main_table))
+    macros: Any = parts.environment().get_template("parts.html.jinja").module
+    return str(macros.table(EvaluationView(document).main_table))
 
 
 class EvaluationView:
@@ -104,9 +93,9 @@ class EvaluationView:
         self.setting: Document = document["setting"]
         self.k: int = self.setting["ks"][0]
         self.shares = _SHARES
-        self.rows_of_all = rows_of(document)
+        self.rows_of_all = parts.rows_of(document)
         self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
-        self.off_policy = OffPolicyView(document, self.style)
+        self.off_policy = parts.OffPolicyView(document, self.style)
 
     # the answer
 
@@ -152,7 +141,7 @@ class EvaluationView:
         return svg.interval_chart(name, f"{name} of every contender, the best first", rows, remark)
 
     @cached_property
-    def _by_criterion(self) -> list[tuple[Contenders, Spread]]:
+    def _by_criterion(self) -> list[tuple[parts.Contenders, parts.Spread]]:
         of = {} if self.criterion is None else self.criterion.of
         found = []
         for row in self.rows_of_all:
@@ -160,7 +149,7 @@ class EvaluationView:
             means = [value.mean for value in values]
             if len(values) == len(row.members):
                 ends = values[0][1:3] if len(values) == 1 else (min(means), max(means))
-                found.append((row, Spread(fmean(means), *ends, "")))
+                found.append((row, parts.Spread(fmean(means), *ends, "")))
         return sorted(found, key=lambda one: -one[1].mean)
 
     # metrics
@@ -171,24 +160,24 @@ class EvaluationView:
         return [contender for contender in self.document["contenders"] if contender["metrics"]]
 
     @property
-    def rows(self) -> list[Contenders]:
+    def rows(self) -> list[parts.Contenders]:
         """Their rows."""
         return [row for row in self.rows_of_all if row.members[0]["metrics"]]
 
     @property
-    def single(self) -> list[Contenders]:
+    def single(self) -> list[parts.Contenders]:
         """One row per contender that made lists, seeds or not."""
-        return [Contenders(one["name"], [one], self.style[one["name"]]) for one in self.ranked]
+        return [parts.Contenders(one["name"], [one], self.style[one["name"]]) for one in self.ranked]
 
     @property
-    def main_table(self) -> Table:
+    def main_table(self) -> parts.Table:
         """The main metrics at the first k, that of the answer first, with the best of a column marked."""
         metrics = [*self._at(_MAIN, self.k), *further_at(self.document, self.k)]
         metrics.sort(key=lambda metric: self.criterion is None or metric != self.criterion.name)
         return self._metrics_table(metrics, f"lists of {self.k}", self.rows)
 
     @property
-    def all_metrics(self) -> list[tuple[str, Table]]:
+    def all_metrics(self) -> list[tuple[str, parts.Table]]:
         """All metrics of every contender: a table per list length, and one for metrics without a length."""
         own = reading.further_metrics(self.document)
         known = (*_ACCURACY, *_DISLIKES, *_TRUE)
@@ -198,12 +187,12 @@ class EvaluationView:
         return [(title, self._metrics_table(group, title, self.single)) for title, group in groups.items() if group]
 
     @property
-    def new_items_tables(self) -> list[Table]:
+    def new_items_tables(self) -> list[parts.Table]:
         """Metrics on new items, a table per list length."""
         return self._tables_per_k(NEW_METRICS, "new items, ")
 
     @property
-    def beyond_accuracy(self) -> list[Table]:
+    def beyond_accuracy(self) -> list[parts.Table]:
         """The other metrics of lists, which are neither better nor worse when larger."""
         known = {*_ACCURACY, *_DISLIKES, *_TRUE, *NEW_METRICS}
         own = reading.further_metrics(self.document)
@@ -211,22 +200,24 @@ class EvaluationView:
         return self._tables_per_k([name for name in dict.fromkeys(names) if name not in known], "", is_ranked=False)
 
     @property
-    def totals(self) -> list[Table]:
+    def totals(self) -> list[parts.Table]:
         """Metrics of all lists together, such as coverage."""
         names = list(dict.fromkeys(total for contender in self.ranked for total in contender["totals"]))
         rows = [
-            Row(one.name, [_total_cell(one.members[0]["totals"].get(name)) for name in names], one.style)
+            parts.Row(one.name, [_total_cell(one.members[0]["totals"].get(name)) for name in names], one.style)
             for one in self.single
             if one.members[0]["totals"]
         ]
-        return [Table("of all lists together", ["contender", *names], rows)] if names else []
+        return [parts.Table("of all lists together", ["contender", *names], rows)] if names else []
 
     @property
-    def headroom(self) -> list[Table]:
+    def headroom(self) -> list[parts.Table]:
         """The shares of the true value between the start and the oracle, one table per list length."""
         found, tables = self.document.get("headroom") or {}, []
         for k in self.setting["ks"]:
-            rows = [Row(name, [_share_cell(value)], self.style[name]) for name, value in shares_at(self.document, k)]
+            rows = [
+                parts.Row(name, [_share_cell(value)], self.style[name]) for name, value in shares_at(self.document, k)
+            ]
             if rows:
                 ends = found["metrics"][f"true_reward@{k}"]
                 caption = (
@@ -234,20 +225,20 @@ class EvaluationView:
                     f"start: {found['start']}, {ends['start']:.4f} ({found['start_is']}); oracle: every user's best "
                     f"items by true reward among those that may be listed, {ends['oracle']:.4f}"
                 )
-                tables.append(Table(caption, ["contender", "share of the headroom"], rows))
+                tables.append(parts.Table(caption, ["contender", "share of the headroom"], rows))
         return tables
 
-    def segment_table(self, segment: str) -> Table:
+    def segment_table(self, segment: str) -> parts.Table:
         """NDCG of every contender by the bins of a segment."""
         metric, bins = f"NDCG@{self.k}", self.setting["segments"][segment]
         rows = []
         for one in self.single:
             if found := one.members[0]["segments"].get(segment):
-                cells = [_spread_cell(Spread.of([found.get(name, {}).get(metric)])) for name in bins]
-                rows.append(Row(one.name, cells, one.style))
+                cells = [_spread_cell(parts.Spread.of([found.get(name, {}).get(metric)])) for name in bins]
+                rows.append(parts.Row(one.name, cells, one.style))
         sizes = self.ranked[0]["segments"].get(segment, {})
         head = [f"{name} (n = {sizes.get(name, {}).get(metric, {}).get('n', 0):,})" for name in bins]
-        return Table(f"{metric} by {segment}", ["contender", *head], rows)
+        return parts.Table(f"{metric} by {segment}", ["contender", *head], rows)
 
     # differences
 
@@ -272,18 +263,20 @@ class EvaluationView:
         """The number of comparisons on NDCG."""
         return sum(f"NDCG@{self.k}" in pair["metrics"] for pair in self.document["differences"])
 
-    def differences(self, pairs: Sequence[tuple[str, str]]) -> Table:
+    def differences(self, pairs: Sequence[tuple[str, str]]) -> parts.Table:
         """Paired differences at the first k."""
         metrics = [*self._at(_COMPARED, self.k), *further_at(self.document, self.k)]
         rows = [
-            Row(f"{one} - {other}", [_difference_cell(paired(self.document, one, other, name)) for name in metrics])
+            parts.Row(
+                f"{one} - {other}", [_difference_cell(paired(self.document, one, other, name)) for name in metrics]
+            )
             for one, other in pairs
         ]
         caption = (
             f"lists of {self.k}; mean of the per-user difference ± half of its 95 % interval; * survives Holm's "
             "correction at 5 % for all pairs of contenders on that metric"
         )
-        return Table(caption, ["contender - against", *metrics], rows)
+        return parts.Table(caption, ["contender - against", *metrics], rows)
 
     @property
     def difference_charts(self) -> list[Figure]:
@@ -293,7 +286,7 @@ class EvaluationView:
         figures = []
         for metric in self._at(("NDCG", "disliked", "true_reward"), self.k):
             rows = [
-                _interval_row(f"- {other}" if len(leaders) == 1 else f"{one} - {other}", Spread.of([value]), "s0")
+                _interval_row(f"- {other}" if len(leaders) == 1 else f"{one} - {other}", parts.Spread.of([value]), "s0")
                 for one, other in self.compared_pairs
                 if (value := paired(self.document, one, other, metric)) is not None
             ]
@@ -316,7 +309,7 @@ class EvaluationView:
                 metric,
                 f"{metric} of every contender with its 95 % interval",
                 [
-                    _interval_row(row.name, Spread.of(_values_of(row, metric)), row.style)
+                    _interval_row(row.name, parts.Spread.of(_values_of(row, metric)), row.style)
                     for row in self.rows
                     if metric in row.members[0]["metrics"]
                 ],
@@ -417,10 +410,14 @@ class EvaluationView:
         return "" if self.document["candidates"] is None else reading.candidates_sentence(self.document)
 
     @staticmethod
-    def facts(caption: str, facts: Mapping[str, Any], *without: str) -> Table:
+    def facts(caption: str, facts: Mapping[str, Any], *without: str) -> parts.Table:
         """A table of two columns: name and value."""
-        rows = [Row(name, [Cell(_plain(fact), style="words")]) for name, fact in facts.items() if name not in without]
-        return Table(caption, [], rows)
+        rows = [
+            parts.Row(name, [parts.Cell(_plain(fact), style="words")])
+            for name, fact in facts.items()
+            if name not in without
+        ]
+        return parts.Table(caption, [], rows)
 
     # helpers
 
@@ -439,7 +436,7 @@ class EvaluationView:
         periods = (self.document["labels"] or {"periods": {}})["periods"]
         return sorted(periods.items(), key=lambda period: period[0] != "train")
 
-    def _tables_per_k(self, names: Iterable[str], about: str, *, is_ranked: bool = True) -> list[Table]:
+    def _tables_per_k(self, names: Iterable[str], about: str, *, is_ranked: bool = True) -> list[parts.Table]:
         return [
             self._metrics_table(found, f"{about}lists of {k}", self.single, is_ranked=is_ranked)
             for k in self.setting["ks"]
@@ -447,10 +444,10 @@ class EvaluationView:
         ]
 
     def _metrics_table(
-        self, metrics: Sequence[str], about: str, rows: Sequence[Contenders], *, is_ranked: bool = True
-    ) -> Table:
+        self, metrics: Sequence[str], about: str, rows: Sequence[parts.Contenders], *, is_ranked: bool = True
+    ) -> parts.Table:
         """``metrics`` with intervals, for every row that has at least one of them; the best is marked."""
-        values = {row.name: [Spread.of(_values_of(row, metric)) for metric in metrics] for row in rows}
+        values = {row.name: [parts.Spread.of(_values_of(row, metric)) for metric in metrics] for row in rows}
         best = []
         for place, metric in enumerate(metrics):
             sign = -1 if lower_is_better(metric, self.document) else 1
@@ -458,7 +455,7 @@ class EvaluationView:
             leaders = [(sign * value.mean, name) for value, name in known if value is not None]
             best.append(max(leaders, key=lambda one: one[0])[1] if leaders else None)
         shown = [
-            Row(
+            parts.Row(
                 row.name,
                 [_spread_cell(v, "best" if row.name == b else "") for v, b in zip(values[row.name], best, strict=True)],
                 row.style,
@@ -473,10 +470,10 @@ class EvaluationView:
         caption = f"{about}; mean ± half of the 95 % interval over users"
         caption += "; seeds: mean, lowest to highest" if any(len(row.members) > 1 for row in rows) else ""
         caption += "; ↑ higher is better, ↓ lower; shaded: the best" if is_ranked else ""
-        return Table(caption, ["contender", *head], shown)
+        return parts.Table(caption, ["contender", *head], shown)
 
 
-def _values_of(row: Contenders, metric: str) -> list[Document | None]:
+def _values_of(row: parts.Contenders, metric: str) -> list[Document | None]:
     return [one["metrics"].get(metric) for one in row.members]
 
 
@@ -484,36 +481,38 @@ def _ends(what: str, low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{what} {number_text(low)} to {number_text(high)}"
 
 
-def _interval_row(label: str, value: Spread | None, style: str) -> svg.IntervalRow:
+def _interval_row(label: str, value: parts.Spread | None, style: str) -> svg.IntervalRow:
     if value is None:
         return svg.IntervalRow(label, None, None, None, style)
     return svg.IntervalRow(label, value.mean, value.low, value.high, style)
 
 
 def _points(values: Iterable[tuple[float, Sequence[Document | None]]]) -> list[svg.Point]:
-    spreads = [(x, Spread.of(found)) for x, found in values]
+    spreads = [(x, parts.Spread.of(found)) for x, found in values]
     return [svg.Point(x, spread.mean, spread.low, spread.high) for x, spread in spreads if spread is not None]
 
 
-def _spread_cell(value: Spread | None, style: str = "") -> Cell:
-    return Cell("-") if value is None else Cell(f"{value.mean:.4f}".replace("-", "\u2212"), value.note, style)
+def _spread_cell(value: parts.Spread | None, style: str = "") -> parts.Cell:
+    return (
+        parts.Cell("-") if value is None else parts.Cell(f"{value.mean:.4f}".replace("-", "\u2212"), value.note, style)
+    )
 
 
-def _share_cell(value: Mapping[str, Any]) -> Cell:
+def _share_cell(value: Mapping[str, Any]) -> parts.Cell:
     width = "" if value["half_width"] is None else f"±{100 * value['half_width']:.1f}"
-    return Cell(f"{100 * value['mean']:.1f} %".replace("-", "\u2212"), width)
+    return parts.Cell(f"{100 * value['mean']:.1f} %".replace("-", "\u2212"), width)
 
 
-def _difference_cell(value: Document | None) -> Cell:
+def _difference_cell(value: Document | None) -> parts.Cell:
     if value is None:
-        return Cell("-")
+        return parts.Cell("-")
     mean, _, half_width = reading.with_interval(value, signed=True).partition(" ")
     survives = value["survives_holm"]
-    return Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
+    return parts.Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
 
 
-def _total_cell(value: float | None) -> Cell:
-    return Cell("-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}")
+def _total_cell(value: float | None) -> parts.Cell:
+    return parts.Cell("-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}")
 
 
 def _plain(value: Any) -> str:

@@ -8,7 +8,7 @@ population. A user's rows may depend on each other in any way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from recpo.base.errors import RecpoError, validate_range
-from recpo.evaluation.estimates import Interval
+from recpo.evaluation.estimates import NOWHERE, Interval, percentile_interval, resampled
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
     Diagnostics,
@@ -41,10 +41,7 @@ from recpo.evaluation.off_policy.estimators import (
 if TYPE_CHECKING:
     import pandas as pd
 
-_CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
-_CELLS_KEPT = 1 << 23  # two bytes each
-
-NOWHERE = Interval(math.nan, math.nan)
+_CELLS_KEPT = 1 << 23  # of a resamples x users matrix, two bytes each
 
 
 def influence(sums: FloatArray) -> FloatArray:
@@ -88,36 +85,16 @@ def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -
     users = len(samples[0])
     joined = np.concatenate(samples, axis=1)
     draws: Callable[[int, int, int], Iterable[NDArray[np.integer]]]
-    draws = _kept_draws if users * resamples <= _CELLS_KEPT else _draws
+    draws = _kept_draws if users * resamples <= _CELLS_KEPT else resampled
     totals = np.concatenate([part.astype(np.float64) @ joined for part in draws(users, resamples, seed)])
     edges = np.cumsum([sample.shape[1] for sample in samples])[:-1]
     return [sum_of_ratios(part) for part in np.split(totals, edges, axis=1)]
 
 
-def _draws(users: int, resamples: int, seed: int) -> Iterator[NDArray[np.integer]]:
-    """How often each user is drawn, ``[rows, users]``, some of the resamples at a time."""
-    rng, at_once = np.random.default_rng(seed), max(1, _CELLS_AT_ONCE // users)
-    for begin in range(0, resamples, at_once):
-        rows = range(begin, min(begin + at_once, resamples))
-        yield np.array([np.bincount(rng.integers(0, users, users), minlength=users) for _ in rows])
-
-
 @lru_cache(maxsize=4)
 def _kept_draws(users: int, resamples: int, seed: int) -> tuple[NDArray[np.integer], ...]:
-    """``_draws``, kept: every contender, target and pair of contenders of an evaluation has the same."""
-    return tuple(part.astype(np.uint16) for part in _draws(users, resamples, seed))
-
-
-def percentile_interval(values: FloatArray, level: float = 0.95) -> Interval:
-    """The middle ``level`` of bootstrap values (Efron, 1979); resamples without an estimate are left out.
-
-    Closer than the normal interval where the estimate is skewed. Neither knows of a large weight that the log does not
-    happen to contain.
-    """
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return NOWHERE
-    return Interval(*np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist())
+    """``resampled``, kept: every contender, target and pair of contenders of an evaluation has the same."""
+    return tuple(part.astype(np.uint16) for part in resampled(users, resamples, seed))
 
 
 def empirical_bernstein_interval(values: FloatArray, low: float, high: float, level: float = 0.95) -> Interval:

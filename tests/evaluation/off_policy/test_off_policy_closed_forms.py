@@ -12,7 +12,8 @@ from scipy.special import ndtri
 
 import recpo
 from recpo.base.types import Slates
-from recpo.evaluation.estimates import as_json
+from recpo.evaluation import estimates
+from recpo.evaluation.estimates import as_json, percentile_interval
 from recpo.evaluation.off_policy import results as ratio_intervals
 from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
@@ -40,7 +41,6 @@ from recpo.evaluation.off_policy.results import (
     empirical_bernstein_interval,
     influence,
     normal_interval,
-    percentile_interval,
     result_of_rows,
     standard_error,
 )
@@ -215,7 +215,7 @@ def test_the_bootstrap_draws_every_user_alike_and_a_few_resamples_at_a_time(monk
         assert drawn.mean() == pytest.approx(1.0, abs=0.1)
         assert (drawn == 0).mean() == pytest.approx((3 / 4) ** 4, abs=0.05)
     for cells in (1, 12):  # one resample at a time, three
-        monkeypatch.setattr(ratio_intervals, "_CELLS_AT_ONCE", cells)
+        monkeypatch.setattr(estimates, "_CELLS_AT_ONCE", cells)
         for kept in (8000, 7999):  # all draws, which the next call takes again, or none
             monkeypatch.setattr(ratio_intervals, "_CELLS_KEPT", kept)
             assert bootstrap_values([sums], resamples=2000, seed=0)[0].tolist() == drawn.tolist()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from recpo.evaluation.estimates import percentile_interval
 from recpo.evaluation.off_policy.estimators import (
     DR,
     IPS,
@@ -21,7 +22,6 @@ from recpo.evaluation.off_policy.results import (
     empirical_bernstein_interval,
     influence,
     normal_interval,
-    percentile_interval,
 )
 from tests.reference.bandit import Bandit
 from tests.refusals import refused
