@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import pyarrow as pa
 
@@ -130,7 +130,7 @@ class Versions:
         name: name of the model; None = the name of the directory.
         on_change: called with each bundle that starts to serve.
         shortlist: minimum list length of a bundle, for exploration and re-ranking.
-        loading: ``threads``, ``reranking`` and ``provider`` of ``LoadedBundle.load``.
+        load: loads a bundle: ``LoadedBundle.load``, with options of its own.
 
     Raises:
         RecpoError: there is no bundle, or the one that should serve cannot.
@@ -142,7 +142,7 @@ class Versions:
         name: str | None = None,
         on_change: Callable[[LoadedBundle], None] = lambda _: None,
         shortlist: int = 0,
-        **loading: Any,
+        load: Callable[[Path, str, str | None], LoadedBundle] = LoadedBundle.load,
     ) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -150,7 +150,7 @@ class Versions:
         self._loading = threading.Lock()
         self._on_change = on_change
         self._tried: str | None = None
-        self._shortlist, self._loading_options = shortlist, loading
+        self._shortlist, self._load_bundle = shortlist, load
         self.current = self._load(None if self._alone else self._state()[0] or _newest(path))
         on_change(self.current)
 
@@ -232,7 +232,7 @@ class Versions:
     def _load(self, version: str | None) -> LoadedBundle:
         with self._loading:
             place = self.path if version is None else self.path / version
-            loaded = LoadedBundle.load(place, self.name, version, **self._loading_options)
+            loaded = self._load_bundle(place, self.name, version)
         if loaded.bundle.k < self._shortlist:
             message = (
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "

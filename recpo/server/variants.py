@@ -159,9 +159,9 @@ def open_variants(
     paths = {one.name: one.path for one in options.variants} or {"": bundle or Path()}
     if options.log is not None:
         validate_log_directory(options.log, paths.values())
-    loading = {"threads": options.threads, "reranking": options.reranking, "provider": options.provider}
+    load = partial(LoadedBundle.load, threads=options.threads, reranking=options.reranking, provider=options.provider)
     found = {
-        name: Versions(path, options.name, partial(on_change, name), options.shortlist, **loading)
+        name: Versions(path, options.name, partial(on_change, name), options.shortlist, load)
         for name, path in paths.items()
     }
     kinds = {name: log_kind(one.current) for name, one in found.items()}
