@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
@@ -35,9 +36,6 @@ from recpo.evaluation.reading import alike
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -583,8 +581,6 @@ class CalibrationReport:
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per reward, group of exposures (``lists`` = its greedy lists) and metric: ``value low high``."""
-        import pandas as pd
-
         rows = [
             (name, group, metric, number["value"], number["low"], number["high"])
             for name, entry in self.content["rewards"].items()

@@ -1,12 +1,11 @@
 """The result of ``evaluate``: the document with all numbers, and its directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+import pandas as pd
 import yaml
 
 from recpo.artifacts.artifact import Artifact
@@ -18,9 +17,6 @@ from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.view import html_report, html_table
 from recpo.evaluation.reading import Document
 from recpo.evaluation.variants import INTERVALS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 #: Files of the directory: every number, the report, and the options that repeat the evaluation.
 METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
@@ -110,8 +106,6 @@ class Evaluation(Artifact):
         Raises:
             RecpoError: there is no such kind of rows.
         """
-        import pandas as pd
-
         makers = {"metrics": _metric_rows, "differences": _difference_rows, "off_policy": _off_policy_rows}
         if rows not in makers:
             raise RecpoError(
@@ -181,8 +175,6 @@ class VariantEvaluation(Evaluation):
         Raises:
             RecpoError: other rows are wanted.
         """
-        import pandas as pd
-
         if rows != "metrics":
             raise RecpoError(f"to_pandas: variants have no rows {rows!r}", code="unknown_name", field="rows")
         found = []

@@ -1,7 +1,5 @@
 """The verb ``fit``: from a log to the policy that should ship, within a budget of time."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
@@ -9,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -42,9 +41,6 @@ from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DECISION: Final = "decision.json"
 RESOLVED: Final = "resolved.yaml"
@@ -81,7 +77,7 @@ class Decision(Artifact):
     facts: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def open(cls, root: Path | str) -> Decision:
+    def open(cls, root: Path | str) -> Self:
         """Opens a directory that ``fit`` finished.
 
         Raises:
@@ -121,8 +117,6 @@ class Decision(Artifact):
 
     def to_pandas(self) -> pd.DataFrame:
         """The leaderboard, best first: one row per contender, see ``recpo.evaluation.decision.Standing``."""
-        import pandas as pd
-
         return pd.DataFrame(self.facts["leaderboard"])
 
 

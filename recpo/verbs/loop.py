@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
+
+import pandas as pd
 
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
@@ -22,10 +24,6 @@ from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of, resumable_directory
 from recpo.worlds.replay import Replayed
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
@@ -98,8 +96,6 @@ class LoopResult(Artifact):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per round: ``round``, columns of the served day, of the lists and of the estimate."""
-        import pandas as pd
-
         rows = []
         for one in self.rounds:
             row: dict[str, Any] = {"round": one.number}
