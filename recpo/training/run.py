@@ -57,10 +57,7 @@ Curves = dict[str, list[list[float]]]
 
 _SHOWN: Final = ("train/loss", "val/")
 _MOST_POINTS: Final = 200
-# from here on, a share is worth a sentence
-_ZERO_GROUPS: Final = 0.5
-_SKIPPED_STEPS: Final = 0.2
-_CLIPPED: Final = 0.3
+_ZERO_GROUPS, _SKIPPED_STEPS, _CLIPPED = 0.5, 0.2, 0.3  # from here on, a share is worth a sentence
 _STILL_RISING: Final = 0.1  # share of the whole gain that the last validation adds
 _LEAST_VALIDATIONS: Final = 3
 _SAME_LISTS: Final = 2  # lists of all users come from fewer items than this many lists hold
@@ -520,7 +517,8 @@ def advice(run: Path, monitor: str | None, *, num_items: int, lower_is_better: b
         on_policy: whether the training drew its candidates (``rollout``).
     """
     curves = _logged(run)
-    late = {name: _late_mean(points) for name, points in curves.items() if name.startswith("train/")}
+    of_training = {name: points for name, points in curves.items() if name.startswith("train/")}
+    late = {name: float(np.mean(points[len(points) // 2 :], 0)[1]) for name, points in of_training.items()}
     said = []
     if on_policy and late.get("train/zero_group_share", 0.0) > _ZERO_GROUPS:
         said.append(
@@ -594,11 +592,6 @@ def _logged(run: Path) -> Curves:
 def _number_of_log(file: Path) -> int:
     digits = file.parent.name.removeprefix("version_")
     return int(digits) if digits.isdigit() else -1
-
-
-def _late_mean(points: Sequence[Sequence[float]]) -> float:
-    """The mean over the second half of the points."""
-    return float(np.mean([value for _, value in points[len(points) // 2 :]]))
 
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,7 +98,8 @@ def test_the_server_reranks_and_a_swap_reads_the_attributes_of_the_other_items(v
 def test_missing_inputs_are_reported_before_it_listens(bundle, attributes):
     def loaded(**options):
         chosen = ServerOptions(**options)
-        return Versions(bundle.root, shortlist=chosen.shortlist, reranking=chosen.reranking)
+        load = partial(LoadedBundle.load, reranking=chosen.reranking)
+        return Versions(bundle.root, shortlist=chosen.shortlist, load=load)
 
     with refused("out_of_range", "k"):
         loaded(rerank=Determinantal())
