@@ -306,7 +306,7 @@ def _quiet_decoding() -> Iterator[None]:
     """
     before = sys.unraisablehook
 
-    def report(fault: "sys.UnraisableHookArgs") -> None:
+    def report(fault: "sys.UnraisableHookArgs") -> None:  # a name that only type checkers know
         if not isinstance(fault.exc_value, UnicodeDecodeError):
             before(fault)
 
