@@ -34,7 +34,7 @@ from recpo.artifacts.documents import WRITING, os_errors
 from recpo.artifacts.outputs import locked_parent, output_file, write_json
 from recpo.base.errors import RecpoError, validate_range
 from recpo.lists.interleaving import Interleaving
-from recpo.server import segments
+from recpo.server import write_ahead
 
 JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
@@ -174,7 +174,7 @@ class Outcome(NamedTuple):
         values: the known values among ``LogLayout.outcomes``.
     """
 
-    address: segments.Address
+    address: write_ahead.Address
     time_ms: int
     item_id: Any
     values: Mapping[str, float | bool]
@@ -187,7 +187,7 @@ class Outcome(NamedTuple):
     def from_payload(cls, payload: bytes) -> Self:
         """Parses the result of ``payload``."""
         slot, segment, offset, time_ms, item_id, values = json.loads(payload[1:])
-        return cls(segments.Address(slot, segment, offset), time_ms, item_id, values)
+        return cls(write_ahead.Address(slot, segment, offset), time_ms, item_id, values)
 
 
 def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
@@ -253,9 +253,9 @@ class ImpressionLog:
                 _validate_files(root, root)
                 if kind_of(self._journal) is None:
                     write_json(self._journal / MARKER, {"kind": "impressions"})
-        self._slot = segments.Slot.claim(self._journal)
+        self._slot = write_ahead.Slot.claim(self._journal)
         self._slot.complete_segments()
-        self._writer = segments.SegmentWriter(
+        self._writer = write_ahead.SegmentWriter(
             self._slot, layout.header(), max_bytes=max_bytes, max_age_s=max_age_s, sync=sync
         )
 
@@ -291,10 +291,11 @@ class ImpressionLog:
         address, written = self._writer.append(impression.payload())
         return request_id(address, nonce), written
 
-    def find(self, identifier: str) -> tuple[segments.Address, Impression] | None:
+    def find(self, identifier: str) -> tuple[write_ahead.Address, Impression] | None:
         """The impression of a request id; None if there is none that still accepts outcomes."""
-        address = segments.Address(*(int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36])))
-        payload = segments.read_record(self._journal, address)
+        places = identifier[:4], identifier[4:20], identifier[20:36]
+        address = write_ahead.Address(*(int(part, 16) for part in places))
+        payload = write_ahead.read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
             return None
         impression = Impression.from_payload(payload)
@@ -302,7 +303,7 @@ class ImpressionLog:
         return None if impression.nonce != identifier[36:] or late else (address, impression)
 
     def add_outcomes(
-        self, address: segments.Address, outcomes: Mapping[Any, Mapping[str, float | bool]]
+        self, address: write_ahead.Address, outcomes: Mapping[Any, Mapping[str, float | bool]]
     ) -> Future[None]:
         """Appends outcomes by item to the impression at ``address``. They are stored once the future is done.
 
@@ -318,9 +319,9 @@ class ImpressionLog:
             _, written = self._writer.append(Outcome(address, now, item, values).payload())
         return written
 
-    def still_open(self, address: segments.Address) -> bool:
+    def still_open(self, address: write_ahead.Address) -> bool:
         """Whether the impression at ``address`` still accepts outcomes."""
-        return segments.read_record(self._journal, address) is not None
+        return write_ahead.read_record(self._journal, address) is not None
 
     def close(self) -> None:
         """Writes waiting records and releases the slot."""
@@ -328,13 +329,13 @@ class ImpressionLog:
         self._slot.release()
 
 
-def request_id(address: segments.Address, nonce: str) -> str:
+def request_id(address: write_ahead.Address, nonce: str) -> str:
     """The id in the answer, in the outcomes that a client reports, and in the rows of the log."""
     return f"{address.slot:04x}{address.segment:016x}{address.offset:016x}{nonce}"
 
 
 def joined_rows(
-    address: segments.Address, impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout
+    address: write_ahead.Address, impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout
 ) -> list[dict[str, Any]]:
     """The rows of a slate, one per item, with null values if the outcome is not known."""
     identifier = request_id(address, impression.nonce)
@@ -431,16 +432,16 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
     root, journal = Path(root), Path(root) / JOURNAL
     if not journal.is_dir():
         return Settled()
-    alone = segments.locked_handle(journal / "settling.lock", os.O_CREAT | os.O_RDWR)
+    alone = write_ahead.locked_handle(journal / "settling.lock", os.O_CREAT | os.O_RDWR)
     if alone is None:
         return Settled()
     try:
         _complete_orphans(journal)
-        for segment in list(_segments(journal, segments.COMPLETE)):
-            written = segments.segment_path(journal, *segment, segments.COMPLETE)
+        for segment in list(_segments(journal, write_ahead.COMPLETE)):
+            written = write_ahead.segment_path(journal, *segment, write_ahead.COMPLETE)
             if time.time() >= written.stat().st_mtime + outcome_window_s:
-                written.rename(written.with_suffix(segments.CLOSING))
-        closing = list(_segments(journal, segments.CLOSING))
+                written.rename(written.with_suffix(write_ahead.CLOSING))
+        closing = list(_segments(journal, write_ahead.CLOSING))
         if not closing:
             return Settled()
         outcomes, targets = _outcomes(journal, set(closing))
@@ -451,23 +452,23 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
         os.close(alone)
 
 
-def _publish(root: Path, segment: _Segment, outcomes: Mapping[segments.Address, Sequence[Outcome]]) -> Settled:
-    place = segments.segment_path(root / JOURNAL, *segment, segments.CLOSING)
-    layout, rows, impressions, whole = None, [], 0, len(segments.MAGIC)
-    for offset, payload in segments.read_records(place):
+def _publish(root: Path, segment: _Segment, outcomes: Mapping[write_ahead.Address, Sequence[Outcome]]) -> Settled:
+    place = write_ahead.segment_path(root / JOURNAL, *segment, write_ahead.CLOSING)
+    layout, rows, impressions, whole = None, [], 0, len(write_ahead.MAGIC)
+    for offset, payload in write_ahead.read_records(place):
         whole += 8 + len(payload)
         if payload[:1] == HEADER:
             layout = LogLayout.from_header(payload)
         elif layout is not None and payload[:1] == IMPRESSION:
             impressions += 1
             impression = Impression.from_payload(payload)
-            address = segments.Address(*segment, offset)
+            address = write_ahead.Address(*segment, offset)
             rows += joined_rows(address, impression, outcomes.get(address, ()), layout)
     lost = max(0, place.stat().st_size - whole)
     if lost:
         _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)
     if lost and layout is None:
-        place.rename(place.with_suffix(segments.DAMAGED))
+        place.rename(place.with_suffix(write_ahead.DAMAGED))
         return Settled(lost_bytes=lost)
     joined = 0
     if layout is not None and rows:
@@ -477,17 +478,17 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[segments.Address, 
         with output_file(root / name) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
         joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows)
-    place.rename(place.with_suffix(segments.DONE))
+    place.rename(place.with_suffix(write_ahead.DONE))
     return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
 
 
 def _outcomes(
     journal: Path, closing: set[_Segment]
-) -> tuple[dict[segments.Address, list[Outcome]], dict[_Segment, set[_Segment]]]:
+) -> tuple[dict[write_ahead.Address, list[Outcome]], dict[_Segment, set[_Segment]]]:
     """The outcomes of closing segments by impression, and for every segment the segments of its outcomes."""
-    found: dict[segments.Address, list[Outcome]] = defaultdict(list)
+    found: dict[write_ahead.Address, list[Outcome]] = defaultdict(list)
     targets: dict[_Segment, set[_Segment]] = defaultdict(set)
-    for suffix in segments.STATES:
+    for suffix in write_ahead.STATES:
         for segment in _segments(journal, suffix):
             for payload in _records_of(journal, segment):
                 if payload[:1] != OUTCOME:
@@ -502,10 +503,10 @@ def _outcomes(
 
 def _records_of(journal: Path, segment: _Segment) -> Iterator[bytes]:
     """The records of a segment in any of its states; a writer may complete it meanwhile."""
-    for suffix in segments.STATES:
+    for suffix in write_ahead.STATES:
         with suppress(FileNotFoundError):
             yield from (
-                payload for _, payload in segments.read_records(segments.segment_path(journal, *segment, suffix))
+                payload for _, payload in write_ahead.read_records(write_ahead.segment_path(journal, *segment, suffix))
             )
             return
 
@@ -514,19 +515,19 @@ def _remove_done(journal: Path, targets: Mapping[_Segment, set[_Segment]]) -> No
     """Removes published segments whose outcomes are all published as well."""
     waiting = {
         segment
-        for suffix in (segments.OPEN, segments.COMPLETE, segments.CLOSING)
+        for suffix in (write_ahead.OPEN, write_ahead.COMPLETE, write_ahead.CLOSING)
         for segment in _segments(journal, suffix)
     }
-    for segment in list(_segments(journal, segments.DONE)):
+    for segment in list(_segments(journal, write_ahead.DONE)):
         if not targets.get(segment, set()) & waiting:
-            segments.segment_path(journal, *segment, segments.DONE).unlink(missing_ok=True)
+            write_ahead.segment_path(journal, *segment, write_ahead.DONE).unlink(missing_ok=True)
 
 
 def _complete_orphans(journal: Path) -> None:
     """Completes the open segments of slots whose process has died."""
     for path in sorted(journal.glob("slot-*")):
-        if any(path.glob(f"*{segments.OPEN}")) and (number := _number(path.name)) is not None:
-            slot = segments.Slot.try_claim(journal, number)
+        if any(path.glob(f"*{write_ahead.OPEN}")) and (number := _number(path.name)) is not None:
+            slot = write_ahead.Slot.try_claim(journal, number)
             if slot is not None:
                 slot.complete_segments()
                 slot.release()
@@ -542,4 +543,4 @@ def _segments(journal: Path, suffix: str) -> Iterator[_Segment]:
 
 def _number(name: str) -> int | None:
     text = name.removeprefix("slot-")
-    return int(text) if text.isdecimal() and int(text) < segments.MAX_SLOTS else None
+    return int(text) if text.isdecimal() and int(text) < write_ahead.MAX_SLOTS else None

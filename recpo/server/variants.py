@@ -52,7 +52,7 @@ from recpo.base.errors import (
 from recpo.evaluation.variants import EmpiricalBernstein, PerUser, Slates, read_log, slates
 from recpo.server.bundles import LoadedBundle, Versions, log_kind
 from recpo.server.impressions import JOURNAL, validate_log_directory
-from recpo.server.segments import locked_handle
+from recpo.server.write_ahead import locked_handle
 
 if TYPE_CHECKING:
     from recpo.server.options import ServerOptions

@@ -1,10 +1,14 @@
 """The verb ``doctor``: reports which libraries are installed and whether they work."""
 
 import importlib.metadata
+import json
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from recpo.verbs.verb import Verb
@@ -43,6 +47,8 @@ print(", ".join(name.removesuffix("ExecutionProvider") for name in onnxruntime.g
 _IBIS_PROGRAM = "import ibis; ibis.duckdb.connect().raw_sql('select 1')"
 _FBGEMM_PROGRAM = "import torch, fbgemm_gpu; torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2).long())"
 _SPARK_PROGRAM = """
+import os
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # it ends before more would pay
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
 assert spark.range(3).count() == 3
@@ -52,6 +58,23 @@ _CUDA_PROGRAM = """
 import torch
 assert torch.cuda.is_available(), "no device: everything runs on the CPU"
 print(", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+"""
+# Runs programs one after the other; what each said, or its error, is a line of a file. The alarm ends the process.
+_RUN_ALL = """
+import contextlib, io, json, signal, sys
+file, seconds, programs = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+for program in programs:
+    signal.alarm(seconds)
+    said, works = io.StringIO(), False
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(program, {})
+        works = True
+    except BaseException as error:
+        said = io.StringIO(str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}")
+    with open(file, "a") as lines:
+        lines.write(json.dumps([works, said.getvalue()]) + "\\n")
+signal.alarm(0)
 """
 PARTS = (
     Part("torch", ("torch",), _TORCH_PROGRAM, True),
@@ -72,16 +95,22 @@ PARTS = (
 class Doctor(Verb[list[Finding]]):
     """Reports versions and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA work.
 
-    Each library is tried in a separate process, because a broken library may crash its process. The exit status is 0
-    unless a required library is broken.
+    The libraries are tried in a process of their own, because a broken one may crash it; the others are then tried in a
+    new one. The exit status is 0 unless a required library is broken.
     """
 
     is_tracked: ClassVar = False
 
     def execute(self) -> list[Finding]:
         """Tries every library."""
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            return list(pool.map(_examine, PARTS))
+        versions = {part.name: _version(part) for part in PARTS}
+        tried = [part for part in PARTS if not part.distributions or versions[part.name] is not None]
+        results: list[tuple[bool, str]] = []
+        while len(results) < len(tried):
+            results += _tried([part.program for part in tried[len(results) :]])
+        found = dict(zip([part.name for part in tried], results, strict=True))
+        missing = (False, "not installed")
+        return [Finding(part, versions[part.name], *found.get(part.name, missing)) for part in PARTS]
 
 
 def advice(findings: list[Finding]) -> str:
@@ -106,19 +135,24 @@ def advice(findings: list[Finding]) -> str:
     )
 
 
-def _examine(part: Part) -> Finding:
-    version = _version(part)
-    if part.distributions and version is None:
-        return Finding(part, None, False, "not installed")
-    command = [sys.executable, "-W", "ignore", "-c", part.program]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding(part, version, False, f"no answer within {_TIMEOUT_SECONDS} s")
-    if done.returncode == 0:
-        return Finding(part, version, True, done.stdout.strip())
-    reason = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-    return Finding(part, version, False, reason.removeprefix("AssertionError: "))
+def _tried(programs: Sequence[str]) -> list[tuple[bool, str]]:
+    """Whether each program works and what it said, up to one that ends the process."""
+    with tempfile.TemporaryDirectory(prefix="recpo-doctor-") as folder:
+        file = Path(folder) / "results.jsonl"
+        arguments = [str(file), str(_TIMEOUT_SECONDS), json.dumps(programs)]
+        command = [sys.executable, "-W", "ignore", "-c", _RUN_ALL, *arguments]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    results = [(works, _last_line(said)) for works, said in map(json.loads, lines)]
+    if len(results) < len(programs):
+        alarmed = done.returncode == -signal.SIGALRM
+        died = _last_line(done.stderr) or f"ended with status {done.returncode}"
+        results.append((False, f"no answer within {_TIMEOUT_SECONDS} s" if alarmed else died))
+    return results
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def _version(part: Part) -> str | None:

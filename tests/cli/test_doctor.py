@@ -7,7 +7,7 @@ import pytest
 
 from recpo.cli.main import main
 from recpo.verbs import doctor as module
-from recpo.verbs.doctor import Finding, Part, advice
+from recpo.verbs.doctor import Doctor, Finding, Part, advice
 
 
 def finding(name, works, words="", version="1.0"):
@@ -43,6 +43,30 @@ def test_a_broken_core_library_fails_and_a_broken_extra_does_not(monkeypatch, ca
     monkeypatch.setattr(module, "PARTS", [parts[0]._replace(program=broken), *parts[1:]])
     assert main(["doctor"]) == 1
     assert "torch must work" in capsys.readouterr().err
+
+
+def test_a_library_that_ends_its_process_or_never_answers_hides_no_other(monkeypatch):
+    programs = {
+        "before": "print('ready')",
+        "crashes": "import os; os.abort()",
+        "says": "import os, sys; print('no driver', file=sys.stderr); sys.stderr.flush(); os._exit(3)",
+        "hangs": "import time; time.sleep(60)",
+        "exits": "raise SystemExit('not for this machine')",
+        "missing": "import no_such_library",
+        "after": "print('first'); print('second')",
+    }
+    monkeypatch.setattr(module, "PARTS", [Part(name, ("pip",), program, False) for name, program in programs.items()])
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 1)
+    found = {finding.part.name: (finding.works, finding.words) for finding in Doctor().execute()}
+    assert found == {
+        "before": (True, "ready"),
+        "crashes": (False, "ended with status -6"),
+        "says": (False, "no driver"),
+        "hangs": (False, "no answer within 1 s"),
+        "exits": (False, "SystemExit: not for this machine"),
+        "missing": (False, "ModuleNotFoundError: No module named 'no_such_library'"),
+        "after": (True, "second"),
+    }
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

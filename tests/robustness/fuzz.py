@@ -814,7 +814,7 @@ def guided(name: str, base: Path, work: Path, seconds: float, seed: int) -> None
     import atheris
 
     with atheris.instrument_imports(include=["recpo", "jsonargparse", "yaml"]):
-        import recpo.server.segments
+        import recpo.server.write_ahead
         import recpo.serving.manifest
         import recpo.training.configuration  # noqa: F401
     fuzzer = Fuzzer(name, base, work, seed)

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 import recpo
-from recpo.server import segments
+from recpo.server import write_ahead
 from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows, settle
 from recpo.server.options import ServerOptions
-from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, Address, SegmentWriter, Slot, read_records
 from recpo.server.service import Service
+from recpo.server.write_ahead import COMPLETE, DONE, MAGIC, OPEN, Address, SegmentWriter, Slot, read_records
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
 from recpo.worlds.log import SCHEMA
@@ -279,7 +279,7 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path, monkeypatc
             return write(handle, bytes(content[:40]))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(segments.os, "write", half)
+    monkeypatch.setattr(write_ahead.os, "write", half)
     with refused("failed", "log"):
         add(log, 2)
     assert not log.writable
@@ -299,7 +299,7 @@ def test_many_threads_append_at_once(tmp_path):
     for _, written in futures:
         written.result(5)
     for number, (address, _) in enumerate(futures):
-        assert segments.read_record(tmp_path, address) == b"%d" % number
+        assert write_ahead.read_record(tmp_path, address) == b"%d" % number
     writer.close()
     slot.release()
 
@@ -427,7 +427,7 @@ def test_a_failing_disk_is_reported_and_the_server_is_not_ready(bundle, tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def calls(server):
-        monkeypatch.setattr(segments.os, "write", full)
+        monkeypatch.setattr(write_ahead.os, "write", full)
         failed = await server.client.post("/v1/recommend", json=request())
         ready = await server.client.get("/v2/health/ready")
         monkeypatch.undo()
