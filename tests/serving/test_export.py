@@ -15,7 +15,7 @@ import recpo
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
-from recpo.base.types import Recommendations
+from recpo.base.types import Histories, Recommendations
 from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
@@ -51,6 +51,16 @@ class Counting(Policy):
         return Recommendations(top.indices.masked_fill(top.values == -torch.inf, 0), top.values)
 
 
+class Unusual(Counting):
+    """Uses what ONNX has no operation for, also in place: torch has to decompose it."""
+
+    def recommend(self, histories, k, exclude=None):
+        items, scores = super().recommend(histories, k, exclude)
+        scores = scores.nan_to_num(neginf=-9.0)
+        torch.nn.functional.hardtanh(scores[:, 1:], -9.0, 9.0, inplace=True)
+        return Recommendations(items, scores)
+
+
 class Drifting(Counting):
     """Is not the same policy once it is exported."""
 
@@ -82,6 +92,15 @@ def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
     assert set(bundle.manifest.files) == {"README.md", "golden.json", "items.parquet", "model.onnx"}
     with refused("unsupported", "engine"):
         Bundle.open(tmp_path / "bundle", engine="torch")
+
+
+def test_operations_that_onnx_does_not_have_are_decomposed(tmp_path):
+    export_bundle(Unusual(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=7))
+    found = Bundle.open(tmp_path / "bundle").recommend_one([{"item_id": 12, "timestamp": 1}], k=3)
+    with torch.no_grad():
+        expected = Unusual().recommend(Histories(torch.tensor([[3, 0, 0]]), torch.tensor([1])), 3, torch.tensor([[3]]))
+    assert [item - 9 for item, _ in found] == expected.item_ids[0].tolist()
+    assert [score for _, score in found] == pytest.approx(expected.scores[0].tolist(), abs=1e-5)
 
 
 @pytest.mark.slow
