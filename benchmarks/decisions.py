@@ -4,7 +4,8 @@
     python benchmarks/decisions.py --logs replay --matrix matrix.parquet kuairand=log.parquet beauty=beauty_directory
 
 A log is the kind of a simulated world; with ``:blind`` its log has no propensities and no random exposures are marked;
-or NAME=FILE, a log of your own (a directory: its tables of items and users are read too). One world per kind
+with ``:positives`` it has users, items and times alone, of what was watched to four fifths and not disliked; or
+NAME=FILE, a log of your own (a directory: its tables of items and users are read too). One world per kind
 (``--world-seed``): the seeds are those of `recpo fit`, so that they show whether one log gives one decision.
 
 Every contender of a fit, those that lost too, is evaluated on the test period. What judges is the true value of the
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from rich.console import Console
@@ -41,8 +43,9 @@ from recpo.worlds.parameters import WORLDS
 from recpo.worlds.replay import REPLAY
 
 ROWS = "decisions.jsonl"
-BLIND = "blind"
+BLIND, POSITIVES = "blind", "positives"
 LOGGED = ("propensity", "is_random")
+WATCHED = 0.8  # of the duration
 LIVE = ("oracle", "logging policy")
 QUICK = {"users": 120, "items": 60, "events": 6000}
 
@@ -55,13 +58,14 @@ class Log(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Log:
-        """The log of ``world``, ``world:blind`` or ``NAME=FILE``."""
+        """The log of ``world``, ``world:blind``, ``world:positives`` or ``NAME=FILE``."""
         name, is_own, path = text.partition("=")
         if is_own:
             return cls(name, Path(path))
         kind, _, suffix = name.partition(":")
-        if kind not in WORLDS or suffix not in ("", BLIND):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(WORLDS)}, with or without :{BLIND}")
+        if kind not in WORLDS or suffix not in ("", BLIND, POSITIVES):
+            expected = f"{', '.join(WORLDS)}, with or without :{BLIND} or :{POSITIVES}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
         return cls(name)
 
     @property
@@ -72,17 +76,20 @@ class Log(NamedTuple):
 
 def simulated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
     """What `recpo fit` gets of a world, and the directory of its truth."""
-    kind, _, blind = log.name.partition(":")
+    kind, _, lacking = log.name.partition(":")
     root = options.work / f"world-{kind}-{options.world_seed}"
     if not root.is_dir():
         sizes = {"matrix": options.matrix} if kind == REPLAY else QUICK if options.quick else {}
         recpo.simulate(root, world=kind, seed=options.world_seed, **sizes)
     simulation = Simulation.open(root)
-    if not blind:
+    if not lacking:
         return simulation, root
     file = options.work / f"{log.directory}-{options.world_seed}.parquet"
     if not file.is_file():
         table = ds.dataset(simulation.log).to_table()
+        if lacking == POSITIVES:
+            liked = pc.greater_equal(pc.divide(table["watch_time"], table["duration"]), WATCHED)
+            table = table.filter(pc.and_not(liked, table["dislike"])).select(["user_id", "item_id", "timestamp"])
         pq.write_table(table.drop_columns([name for name in LOGGED if name in table.column_names]), file)
     return [str(one) for one in (file, simulation.items) if one is not None], root
 

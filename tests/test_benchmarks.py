@@ -9,6 +9,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -434,6 +435,19 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path):
     written = (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8")
     assert lines_of("decisions.py", *flags) == lines
     assert (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8") == written, "rows are not made again"
+
+
+def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path):
+    decisions = benchmark("decisions")
+    options = SimpleNamespace(work=tmp_path, world_seed=0, quick=True, matrix=None)
+    (simulation, _), ((file, *_), _) = (
+        decisions.simulated(decisions.Log.parse(log), options) for log in ("default", "default:positives")
+    )
+    events = simulation.to_pandas()
+    liked = events[(events["watch_time"] >= 0.8 * events["duration"]) & ~events["dislike"]]
+    expected = liked[["user_id", "item_id", "timestamp"]].to_numpy().tolist()
+    assert pq.read_table(file).to_pandas().to_numpy().tolist() == expected
+    assert 0 < len(expected) < len(events)
 
 
 def test_values_of_explored_logs_have_intervals_that_can_be_counted(lines_of):

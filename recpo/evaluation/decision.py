@@ -19,8 +19,7 @@ from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estim
 CRITERIA: Final = {
     "AUC_mixed": "how far positives rank above the same user's other exposures (weight .6) and above items that the "
     "user was never shown (.4)",
-    "AUC_unseen": "how far positives rank above items that the user was never shown: the log has no other exposures",
-    "NDCG": "agreement with the logged positives: the period has too little to compare value",
+    "NDCG": "how high the lists have what users chose: the period has too few exposures that they did not like",
 }
 _LEAST_USERS: Final = 30
 #: Which of the policies that ``AUC_mixed`` cannot tell apart ranks what a user was shown best.
@@ -28,15 +27,15 @@ _ORDER: Final = "AUC_other"
 
 
 def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
-    """The per-user metric that stands for value: the first criterion that enough users have for every contender.
+    """The per-user metric that stands for value.
 
-    ``AUC_mixed`` needs exposures that were not liked; a log of positives alone has ``AUC_unseen``. A period in which
-    nothing can be compared has ``NDCG@k``.
+    ``AUC_mixed``, if enough users have it for every contender: it needs exposures that were not liked. A log of
+    positives alone has ``NDCG@k``. ``AUC_unseen`` has more power there, but it weighs all ranks alike, and users see
+    only the first: it ships policies whose lists are worse (docs/choosing_an_objective.md#positives-alone).
     """
-    for metric in CRITERIA:
-        if all(metric in one.result.per_user and one.result.estimate(metric).n >= _LEAST_USERS for one in measured):
-            return metric
-    return f"NDCG@{k}"
+    preferred = next(iter(CRITERIA))
+    known = (one.result.estimate(preferred).n if preferred in one.result.per_user else 0 for one in measured)
+    return preferred if min(known) >= _LEAST_USERS else f"NDCG@{k}"
 
 
 class Standing(NamedTuple):

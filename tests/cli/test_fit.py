@@ -157,7 +157,7 @@ def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
     log = ds.dataset(demo.log / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
     log = log[log["user_id"].isin(log["user_id"].unique()[::2])]
     decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
-    assert decision.facts["criterion"]["metric"] != "AUC_mixed"
+    assert decision.facts["criterion"]["metric"] == "NDCG@10"
     assert {"popularity", "implicit_als", "pretrain"} <= set(decision.to_pandas()["name"])
     assert not (tmp_path / "fit" / "factors").exists()
     assert decision.facts["oracle"] is None

@@ -80,9 +80,9 @@ def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
     assert (found.leader, found.policy, found.name) == ("log", "taste", "taste")
     assert found.reason.startswith("taste, which of 2 that are as good ranks the exposures of a user best, beats")
     assert found.gain.mean == pytest.approx(0.1, abs=0.02)
-    unseen = [measured(one.name, one.result.per_user["AUC_mixed"], metric="AUC_unseen") for one in (log, taste)]
-    best = measured("als", noisy(0.6, 1), baseline=True, metric="AUC_unseen")
-    assert choose([best, *unseen], "AUC_unseen").name == found.leader
+    lists = [measured(one.name, one.result.per_user["AUC_mixed"], metric="NDCG@10") for one in (log, taste)]
+    best = measured("als", noisy(0.6, 1), baseline=True, metric="NDCG@10")
+    assert choose([best, *lists], "NDCG@10").name == found.leader
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():
@@ -140,13 +140,14 @@ def test_the_leaderboard_is_paired_and_says_who_has_lost():
     assert rows[1].half_width > 10 * rows[1].behind_half_width
 
 
-def test_the_criterion_is_the_first_that_enough_users_have():
-    nothing = torch.full((USERS,), math.nan)
+def test_the_criterion_is_that_of_exposures_if_enough_users_have_it():
+    nothing, few = torch.full((USERS,), math.nan), noisy(0.5, 3)
+    few[29:] = math.nan
     full = {"AUC_unseen": noisy(0.5, 1), "NDCG@10": noisy(0.1, 2)}
     assert criterion_of([measured("a", noisy(0.5, 0), **full)], 10) == "AUC_mixed"
-    assert criterion_of([measured("a", nothing, **full)], 10) == "AUC_unseen"
-    lacking = measured("b", nothing, AUC_unseen=nothing, **{"NDCG@10": noisy(0.1, 2)})
-    assert criterion_of([measured("a", noisy(0.5, 0), **full), lacking], 10) == "NDCG@10"
+    for lacking in (nothing, few):
+        assert criterion_of([measured("a", lacking, **full)], 10) == "NDCG@10"
+        assert criterion_of([measured("a", noisy(0.5, 0), **full), measured("b", lacking, **full)], 10) == "NDCG@10"
 
 
 def test_of_a_single_contender_the_p_value_is_the_normal_one():
