@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+from copy import copy
 from functools import cache
 
 import pytest
@@ -64,11 +65,18 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session", autouse=True)
 def registry_of_onnx():
-    """One registry for all exports to ONNX: torch makes a new one for each, which is an eighth of the time of it."""
+    """Copies of one registry for all exports to ONNX: torch makes a new one for each, an eighth of the time of it."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    made = cache(ONNXRegistry.from_torchlib)
+
+    def copied(**options):
+        one = copy(made(**options))
+        one.functions = {name: [*translations] for name, translations in one.functions.items()}
+        return one
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
         yield
 
 

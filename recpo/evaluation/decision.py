@@ -35,7 +35,7 @@ def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
     """
     preferred = next(iter(CRITERIA))
     known = (one.result.estimate(preferred).n if preferred in one.result.per_user else 0 for one in measured)
-    return preferred if min(known) >= _LEAST_USERS else f"NDCG@{k}"
+    return preferred if min(known, default=0) >= _LEAST_USERS else f"NDCG@{k}"
 
 
 class Standing(NamedTuple):

@@ -228,17 +228,19 @@ def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> No
     exported, names = exported_program(program), [one.name for one in program.inputs]
     with _tracing():
         try:
-            onnx = _onnx_of(_as_it_is(exported), names, outputs)
+            own = {torch.ops.aten.rms_norm.default: _rms_norm}
+            onnx = _onnx_of(_as_it_is(exported), names, outputs, own)
         except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
             del vars(exported)["run_decompositions"]
-            onnx = _onnx_of(exported, names, outputs)
+            onnx = _onnx_of(exported, names, outputs, {})
         _simplify(onnx.model)
     size = sum(values.nbytes for values in exported.state_dict.values())
     onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
 
 
-def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
-    own: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.rms_norm.default: _rms_norm}
+def _onnx_of(
+    exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], own: dict[Any, Callable[..., Any]]
+) -> torch.onnx.ONNXProgram:
     onnx = torch.onnx.export(
         exported, input_names=inputs, output_names=outputs, dynamo=True, verbose=False, optimize=False,
         custom_translation_table=own,
@@ -264,10 +266,11 @@ def _as_it_is(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _rms_norm(values: Any, shape: Sequence[int], weight: Any, eps: float | None = None) -> Any:
-    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension, in ONNX."""
+    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension, in ONNX; of others, torch's decomposition."""
     from onnxscript import opset18 as op
 
-    assert len(shape) == 1
+    if len(shape) != 1 or weight is None:
+        raise NotImplementedError
     last: Any = op.Constant(value_ints=[-1])
     squares = op.ReduceMean(op.Mul(values, values), last)
     return op.Mul(op.Div(values, op.Sqrt(op.Add(squares, eps or torch.finfo(torch.float32).eps))), weight)

@@ -57,6 +57,7 @@ class Unusual(Counting):
     def recommend(self, histories, k, exclude=None):
         items, scores = super().recommend(histories, k, exclude)
         scores = scores.nan_to_num(neginf=-9.0)
+        scores = scores + torch.nn.functional.rms_norm(scores, scores.shape[-1:])  # without weights
         torch.nn.functional.hardtanh(scores[:, 1:], -9.0, 9.0, inplace=True)
         return Recommendations(items, scores)
 
@@ -98,9 +99,9 @@ def test_operations_that_onnx_does_not_have_are_decomposed(tmp_path):
     export_bundle(Unusual(), SEVEN, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=7))
     found = Bundle.open(tmp_path / "bundle").recommend_one([{"item_id": 12, "timestamp": 1}], k=3)
     with torch.no_grad():
-        expected = Unusual().recommend(Histories(torch.tensor([[3, 0, 0]]), torch.tensor([1])), 3, torch.tensor([[3]]))
-    assert [item - 9 for item, _ in found] == expected.item_ids[0].tolist()
-    assert [score for _, score in found] == pytest.approx(expected.scores[0].tolist(), abs=1e-5)
+        expected = Unusual().recommend(Histories(torch.tensor([[3, 0, 0]]), torch.tensor([1])), 7, torch.tensor([[3]]))
+    assert [item - 9 for item, _ in found] == expected.item_ids[0, :3].tolist()
+    assert [score for _, score in found] == pytest.approx(expected.scores[0, :3].tolist(), abs=1e-4)
 
 
 @pytest.mark.slow
