@@ -15,7 +15,7 @@ from recpo.evaluation import Z95
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
 
-#: Criteria without propensities, the preferred one first, and what they measure, as the end of a sentence.
+#: The criteria, and what they measure, as the end of a sentence.
 CRITERIA: Final = {
     "AUC_mixed": "how far positives rank above the same user's other exposures (weight .6) and above items that the "
     "user was never shown (.4)",
@@ -33,9 +33,9 @@ def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
     positives alone has ``NDCG@k``. ``AUC_unseen`` has more power there, but it weighs all ranks alike, and users see
     only the first: it ships policies whose lists are worse (docs/choosing_an_objective.md#positives-alone).
     """
-    preferred = next(iter(CRITERIA))
-    known = (one.result.estimate(preferred).n if preferred in one.result.per_user else 0 for one in measured)
-    return preferred if min(known, default=0) >= _LEAST_USERS else f"NDCG@{k}"
+    metric = "AUC_mixed"
+    known = all(metric in one.result.per_user and one.result.estimate(metric).n >= _LEAST_USERS for one in measured)
+    return metric if known else f"NDCG@{k}"
 
 
 class Standing(NamedTuple):

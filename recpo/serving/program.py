@@ -228,19 +228,17 @@ def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> No
     exported, names = exported_program(program), [one.name for one in program.inputs]
     with _tracing():
         try:
-            own = {torch.ops.aten.rms_norm.default: _rms_norm}
-            onnx = _onnx_of(_as_it_is(exported), names, outputs, own)
+            onnx = _onnx_of(_as_it_is(exported), names, outputs)
         except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
             del vars(exported)["run_decompositions"]
-            onnx = _onnx_of(exported, names, outputs, {})
+            onnx = _onnx_of(exported, names, outputs)
         _simplify(onnx.model)
     size = sum(values.nbytes for values in exported.state_dict.values())
     onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
 
 
-def _onnx_of(
-    exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], own: dict[Any, Callable[..., Any]]
-) -> torch.onnx.ONNXProgram:
+def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
+    own: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.rms_norm.default: _rms_norm}
     onnx = torch.onnx.export(
         exported, input_names=inputs, output_names=outputs, dynamo=True, verbose=False, optimize=False,
         custom_translation_table=own,
@@ -265,15 +263,14 @@ def _as_it_is(exported: ExportedProgram) -> ExportedProgram:
     return exported
 
 
-def _rms_norm(values: Any, shape: Sequence[int], weight: Any, eps: float | None = None) -> Any:
-    """``w x / sqrt(mean(x^2) + eps)`` over the last dimension, in ONNX; of others, torch's decomposition."""
+def _rms_norm(values: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """``w x / sqrt(mean(x^2) + eps)`` over the last dimensions, in ONNX."""
     from onnxscript import opset18 as op
 
-    if len(shape) != 1 or weight is None:
-        raise NotImplementedError
-    last: Any = op.Constant(value_ints=[-1])
+    last: Any = op.Constant(value_ints=[*range(-len(shape), 0)])
     squares = op.ReduceMean(op.Mul(values, values), last)
-    return op.Mul(op.Div(values, op.Sqrt(op.Add(squares, eps or torch.finfo(torch.float32).eps))), weight)
+    normed = op.Div(values, op.Sqrt(op.Add(squares, torch.finfo(torch.float32).eps if eps is None else eps)))
+    return normed if weight is None else op.Mul(normed, weight)
 
 
 def _simplify(model: Any) -> None:
