@@ -73,7 +73,7 @@ PARTS = (
     ("report", "evaluation/html_report", "jinja2/"),
     ("baselines", "evaluation/baselines.py:"),
     ("graph of the program", "serving/program.py:exported_program"),
-    ("ONNX program of the graph", "serving/program.py:save_onnx"),
+    ("ONNX program of the graph", "serving/onnx_program.py:save_onnx"),
     ("comparison with the policy", "program.py:verify_", "program.py:overlap"),
     ("program in ONNX Runtime", "runtimes.py:run"),
     ("histories of users", "serving/histories.py:", "recommend.py:_blocks", "frames.py:"),

@@ -11,11 +11,10 @@ import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
-import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from tests.server.conftest import bundles, process, request  # noqa: F401  `bundles` is a fixture
+from tests.server.conftest import bundles, get, post, process, request  # noqa: F401  `bundles` is a fixture
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = {"sharding", "serve", "spark", "notebooks"}
@@ -117,11 +116,11 @@ def test_a_bundle_is_served_where_only_the_packages_of_the_server_are(wheel, bun
     flags = ["--log", log, "--publish_on_stop", "true", "--exploration.temperature", 1, "--exploration.shortlist", 10]
     flags += ["--rerank", "MaximalMarginalRelevance", "--rerank_options.shortlist", 10]
     with process(bundles[0], *flags, program=[home / "bin" / "recpo"], environment=clean_environment()) as server:
-        shown = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60).json()
+        shown = post(f"{server.url}/v1/recommend", json=request()).json()
         feedback = {"request_id": shown["request_id"], "outcomes": [{"item_id": shown["items"][0]["item_id"]}]}
         feedback["outcomes"][0] |= {"watch_time": 6.0, "duration": 9.0}
-        assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
-        assert "recpo_impressions_total 1.0" in httpx.get(f"{server.url}/metrics").text
+        assert post(f"{server.url}/v1/feedback", json=feedback).json() == {"accepted": 1}
+        assert "recpo_impressions_total 1.0" in get(f"{server.url}/metrics").text
     assert server.process.returncode == 0
     rows = pq.read_table(log).to_pylist()
     assert [row["item_id"] for row in rows] == [item["item_id"] for item in shown["items"]]

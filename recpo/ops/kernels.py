@@ -17,7 +17,7 @@ Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,14 @@ _LEAST_INT64 = -(2**63)
 
 
 # ---------------------------------------------------------------- products
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Computes in the types of the inputs, also under autocast.
+
+    No program is exported under autocast, and one would keep what is within as a graph of its own, unknown to ONNX.
+    """
+    return nullcontext() if torch.compiler.is_exporting() else torch.autocast(device.type, enabled=False)
+
+
 def _onednn_available() -> bool:
     """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""
     if not torch.backends.mkldnn.is_available():

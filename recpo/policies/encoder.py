@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import Histories
+from recpo.ops import kernels
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
 from recpo.policies.grade_factors import solve_positive_definite
 
@@ -89,7 +90,7 @@ class FoldIn(nn.Module):
 
     def forward(self, items: Tensor, feedback: Tensor) -> Tensor:
         """What is known after every number of events, ``[B, H + 1, d]``, of scaled item vectors ``[B, H, d]``."""
-        with torch.autocast(items.device.type, enabled=False):
+        with kernels.without_autocast(items.device):
             rows, targets = self._rows(items, feedback)
             left = F.pad((rows[..., :, None] * rows[..., None, :]).cumsum(1), (0, 0, 0, 0, 1, 0))
             right = F.pad((rows * targets).cumsum(1), (0, 0, 1, 0))
@@ -97,7 +98,7 @@ class FoldIn(nn.Module):
 
     def last(self, items: Tensor, feedback: Tensor) -> Tensor:
         """The same after the whole history, ``[B, d]``; padding has feedback level 0 and counts nothing."""
-        with torch.autocast(items.device.type, enabled=False):
+        with kernels.without_autocast(items.device):
             rows, targets = self._rows(items, feedback)
             transposed = rows.transpose(1, 2)
             return self._solved(transposed @ rows, (transposed @ targets).squeeze(-1))

@@ -106,7 +106,7 @@ class FeatureEncoder(nn.Module):
 
     def encode(self, inputs: FeatureInputs) -> Tensor:
         """``[..., d]`` float32 of ``inputs``, also under autocast."""
-        with torch.autocast(inputs.dense.device.type, enabled=False):
+        with kernels.without_autocast(inputs.dense.device):
             summed = self.bias if self.dense is None else kernels.linear(inputs.dense, self.dense, self.bias)
             if self.table is not None:
                 summed = summed + self._bags(inputs)

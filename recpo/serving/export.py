@@ -38,6 +38,7 @@ from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import BLOCK_ROWS, Precision
 from recpo.serving.bundle import Bundle, load_runtime, write_golden
 from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest, readable
+from recpo.serving.onnx_program import save_onnx
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
@@ -45,7 +46,6 @@ from recpo.serving.program import (
     build_index,
     exported_program,
     ranker_of,
-    save_onnx,
     traces_forgotten,
     verify_index,
     verify_rounded,

@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,6 @@ from recpo.serving.runtimes import IndexOptions, IndexRuntime, ItemIndex, Runtim
 from recpo.serving.saved_policy import PolicyRuntime
 
 _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
-_PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
 
@@ -219,87 +218,8 @@ def exported_program(program: ServingProgram) -> ExportedProgram:
     users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
     inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
     shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)
-    with _tracing():
+    with tracing():
         return torch.export.export(program, inputs, dynamic_shapes=shapes)
-
-
-def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
-    """Writes the program as ONNX, with its weights beside it where they exceed what one file can hold."""
-    exported, names = exported_program(program), [one.name for one in program.inputs]
-    with _tracing():
-        try:
-            onnx = _onnx_of(_as_it_is(exported), names, outputs)
-        except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
-            del vars(exported)["run_decompositions"]
-            onnx = _onnx_of(exported, names, outputs)
-        _simplify(onnx.model)
-    size = sum(values.nbytes for values in exported.state_dict.values())
-    onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
-
-
-def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
-    own: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.rms_norm.default: _rms_norm}
-    onnx = torch.onnx.export(
-        exported, input_names=inputs, output_names=outputs, dynamo=True, verbose=False, optimize=False,
-        custom_translation_table=own,
-    )  # fmt: skip
-    assert onnx is not None
-    return onnx
-
-
-def _as_it_is(exported: ExportedProgram) -> ExportedProgram:
-    """The program with operations of which ONNX knows a translation, so that it need not be decomposed.
-
-    That would trace it twice more, which is half of the time of an export.
-    """
-    aten = torch.ops.aten
-    known = {aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.numpy_T.default: aten.t.default}
-    for graph in exported.graph_module.modules():
-        for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
-            if node.target is aten.to.dtype:
-                node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": node.args[1]}
-            node.target = known.get(node.target, node.target)
-    vars(exported)["run_decompositions"] = lambda table: exported
-    return exported
-
-
-def _rms_norm(values: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    """``w x / sqrt(mean(x^2) + eps)`` over the last dimensions, in ONNX."""
-    from onnxscript import opset18 as op
-
-    last: Any = op.Constant(value_ints=[*range(-len(shape), 0)])
-    squares = op.ReduceMean(op.Mul(values, values), last)
-    normed = op.Div(values, op.Sqrt(op.Add(squares, torch.finfo(torch.float32).eps if eps is None else eps)))
-    return normed if weight is None else op.Mul(normed, weight)
-
-
-def _simplify(model: Any) -> None:
-    """What ``onnxscript.optimizer.optimize`` does, with those of its rules that apply to these programs.
-
-    One of the others, for splits into two slices, compares every slice with every other one and finds nothing: it takes
-    a fifth to a third of the time of an export.
-
-    Args:
-        model: the ``onnx_ir.Model``, changed in place.
-    """
-    from onnxscript import optimizer, rewriter  # imported here because only an export needs it
-    from onnxscript.rewriter.rules import common
-
-    no_op = (
-        common.mul_by_1_rule,
-        common.add_0_rule,
-        common.sub_0_rule,
-        common.no_op_cast_rule,
-        common.no_op_expand_rule,
-    )
-    shape = (common.materialize_reshape_shape_rule, common.reshape_reshape_rule, common.squeeze_reshape_1d_rule)
-    order = (common.no_op_transpose_rule, common.transpose_transpose_rule, common.unsqueeze_unsqueeze_rule)
-    other = (common.cast_cast_rule, common.collapse_slice_rule, common.collapse_slice2_rule)
-    optimizer.inline(model)
-    for _ in range(2):  # folded constants make further rules apply
-        optimizer.fold_constants(model)
-        rewriter.rewrite(model, [*no_op, *shape, *order, *other])
-    optimizer.optimize(model, num_iterations=0)
 
 
 @contextmanager
@@ -316,7 +236,7 @@ def traces_forgotten() -> Iterator[None]:
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
+def tracing() -> Iterator[None]:
     """Traces without gradients, without notes of the exporter about its own internals, and without stack traces.
 
     Stack traces contain file names of the exporting machine, and they take a tenth of the time of an export. Torch's

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
 
-from recpo.artifacts.documents import lies_in, named_class, parse_yaml
+from recpo.artifacts.documents import FAST_LOADER, lies_in, named_class, parse_yaml
 from recpo.base.errors import RecpoError
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")
@@ -61,8 +61,6 @@ _BUILT: Final = (("policy",), ("objective",), ("critic",), ("data", "layout"))
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 #: options that hold paths: nothing there is ever imported
 _PATHS = frozenset({"prepared", "out", "init_from", "codes", "run", "truth", "dirpath", "save_dir", "default_root_dir"})
-#: what jsonargparse reads text with, where the slower loader of read_yaml differs; it overflows the stack on deep text
-_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _LONGEST_TEXT: Final = 4_000
 
 
@@ -225,7 +223,7 @@ def _options_in(text: str, keys: tuple[str, ...]) -> Any:
             field=".".join(keys),
         )
     with suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
-        return parse_yaml(text, _LOADER)
+        return parse_yaml(text, FAST_LOADER)
     return None
 
 

@@ -9,11 +9,10 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import httpx
 import pytest
 
 import recpo
-from tests.server.conftest import process
+from tests.server.conftest import post, process
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "examples" / "daily"
@@ -45,7 +44,7 @@ def test_a_day_that_the_gate_refuses_and_then_lets_pass(road, tmp_path):
     with process(tmp_path / "bundles", "--admin_keys", tmp_path / "admin.keys") as server:
 
         def serving():
-            return httpx.post(f"{server.url}/v1/recommend", json=asked, timeout=60).json()["version"]
+            return post(f"{server.url}/v1/recommend", json=asked).json()["version"]
 
         def day_of(day, *steps, **limits):
             log = str(tmp_path / "worlds" / day / "log")

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -25,6 +26,8 @@ from recpo.serving.manifest import ITEMS, BundleManifest
 from tests.serving.conftest import FEEDBACK, NUM_ITEMS, K, item_ids, make_policy
 
 FIRST_MS = 1_700_000_000_000
+#: A new connection each, without certificates: no server of the tests has one, and reading the system's takes 50 ms.
+get, post = (partial(call, timeout=60, verify=False) for call in (httpx.get, httpx.post))
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +126,7 @@ def process(bundle, *flags, program=(sys.executable, "-m", "recpo.cli.main"), en
             time.sleep(0.02)
         while True:
             try:
-                if httpx.get(f"{found.url}/v2/health/ready").status_code == 200:
+                if get(f"{found.url}/v2/health/ready").status_code == 200:
                     break
             except httpx.TransportError:
                 time.sleep(0.02)

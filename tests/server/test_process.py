@@ -22,12 +22,12 @@ from recpo.server.impressions import settle
 from recpo.server.processes import begin_no_connections
 from recpo.serving.bundle import Bundle
 from tests.refusals import refused
-from tests.server.conftest import process, request
+from tests.server.conftest import post, process, request
 
 
 def acknowledged(url, stop, found, client_id):
     """Asks until the server is gone; keeps what was answered."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=60, verify=False) as client:
         while not stop.is_set():
             try:
                 answer = client.post("/v1/recommend", json=request(client_id))
@@ -66,16 +66,16 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
     keys.write_text("the-key-of-an-operator\n")
     flags = ["--log", log, "--publish_on_stop", "true", "--admin_keys", keys, "--name", "films"]
     with process(versions, *flags) as server:
-        shown = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60).json()
+        shown = post(f"{server.url}/v1/recommend", json=request()).json()
         assert (shown["bundle"], shown["version"]) == ("films", "10")
         items = [(item["item_id"], item["score"]) for item in shown["items"]]
         assert items == Bundle.open(bundles[1]).recommend_one(request()["history"], 5)
         outcome = {"item_id": items[0][0], "watch_time": 6.0, "duration": 9.0}
         feedback = {"request_id": shown["request_id"], "outcomes": [outcome]}
-        assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
+        assert post(f"{server.url}/v1/feedback", json=feedback).json() == {"accepted": 1}
         found, ended = load(server.url, 3)
         operator = {"Authorization": "Bearer the-key-of-an-operator"}
-        swap = httpx.post(f"{server.url}/v1/admin/swap", json={"version": "9"}, headers=operator, timeout=60)
+        swap = post(f"{server.url}/v1/admin/swap", json={"version": "9"}, headers=operator)
         assert swap.json()["version"] == "9"
         wait_for(lambda: any(answer.json().get("version") == "9" for answer in list(found)))
         server.process.send_signal(signal.SIGHUP)  # the newest again
@@ -195,14 +195,14 @@ def test_six_swaps_and_a_rollback_with_two_workers_lose_nothing(versions, bundle
         operator = {"Authorization": "Bearer the-key-of-an-operator"}
         for number in range(6):
             wanted = {"version": ("9", "10")[number % 2]}
-            answer = httpx.post(f"{server.url}/v1/admin/swap", json=wanted, headers=operator, timeout=60)
+            answer = post(f"{server.url}/v1/admin/swap", json=wanted, headers=operator)
             assert answer.status_code == 200, answer.text
             count = len(found)
             wait_for(lambda more=count + 20: len(found) > more)
-        assert httpx.post(f"{server.url}/v1/admin/rollback", headers=operator, timeout=60).json()["version"] == "9"
+        assert post(f"{server.url}/v1/admin/rollback", headers=operator).json()["version"] == "9"
 
         def late():
-            asked = (httpx.post(f"{server.url}/v1/recommend", json=body, timeout=60) for _ in range(20))
+            asked = (post(f"{server.url}/v1/recommend", json=body) for _ in range(20))
             return {answer.json()["version"] for answer in asked}
 
         wait_for(lambda: late() == {"9"})  # both workers follow
@@ -226,7 +226,7 @@ def test_a_dead_worker_is_replaced_and_the_others_continue(bundles, tmp_path):
         wait_for(lambda: sum(line["message"] == "serving" for line in server.lines) == 3)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             url = f"{server.url}/v1/recommend"
-            asked = [pool.submit(httpx.post, url, json=request(), timeout=60) for _ in range(40)]
+            asked = [pool.submit(post, url, json=request()) for _ in range(40)]
             assert {answer.result().status_code for answer in asked} == {200}
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -236,7 +236,7 @@ def test_a_dead_worker_is_replaced_and_the_others_continue(bundles, tmp_path):
 
 def until_refused(url, keeps_its_connection, found):
     """Asks 500 times, or until nobody listens any more. Keeps statuses and faults."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=60, verify=False) as client:
         for _ in range(500):
             headers = {} if keeps_its_connection else {"Connection": "close"}
             try:
@@ -270,7 +270,7 @@ def test_stopping_resets_no_connection(bundles, tmp_path, workers):
 @pytest.mark.slow
 def test_draining_answers_what_arrives_until_it_is_over(bundles):
     with process(bundles[0], "--drain_s", 8) as server:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=60, verify=False) as client:
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: client.get("/v2/health/ready").status_code == 503)
             assert client.get("/v2/health/live").status_code == 200

@@ -15,7 +15,7 @@ from recpo.server.bundles import LoadedBundle, Reranking, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker
 from tests.refusals import refused
-from tests.server.conftest import answers, event, process, request
+from tests.server.conftest import answers, event, post, process, request
 from tests.serving.conftest import NUM_ITEMS, K
 
 PAST = Query([event(3), event(7)], ["item-50"], 5)
@@ -111,10 +111,8 @@ def test_missing_inputs_are_reported_before_it_listens(bundle, attributes):
 
 @pytest.mark.slow
 def test_the_command_line_takes_a_method_and_its_options(bundle, attributes):
-    import httpx
-
     flags = ["--rerank", "AttributeCap", "--rerank.attribute", "author", "--rerank.at_most", 2]
     flags += ["--rerank_options.attributes", attributes, "--rerank_options.shortlist", K]
     with process(bundle.root, *flags) as server:
-        answer = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60)
+        answer = post(f"{server.url}/v1/recommend", json=request())
     assert max(np.bincount(authors(one["item_id"] for one in answer.json()["items"]))) <= 2

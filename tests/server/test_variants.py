@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 
-import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from recpo.server.options import ServerOptions
 from recpo.server.variants import ENDED, EndedVariants, assigned, parse_variants
 from recpo.verbs.serve import Serve
 from tests.refusals import refused
-from tests.server.conftest import answers, process, request
+from tests.server.conftest import answers, post, process, request
 
 THREE = parse_variants(["old=a:0.7", "new=b:0.2", "other=c:0.1"])
 
@@ -219,7 +218,7 @@ def test_two_workers_agree_on_variants_and_on_their_end(bundles, tmp_path):
     with process(None, *flags, "--workers", 2) as server:
 
         def served():
-            answers = [httpx.post(f"{server.url}/v1/recommend", json=request(user)).json() for user in range(12)]
+            answers = [post(f"{server.url}/v1/recommend", json=request(user)).json() for user in range(12)]
             return [answer["variant"] for answer in answers]  # every request has a connection, so both workers answer
 
         assert [served() for _ in range(3)] == [expected] * 3

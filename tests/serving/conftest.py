@@ -27,12 +27,12 @@ ORIGIN = {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
 def make_policy(kind, root=None, codebooks=CODEBOOKS):
     """The policy and the options that it was built with."""
     torch.manual_seed(3)
-    options = {"dim": 16, "max_history": MAX_HISTORY}
+    options = {"dim": 16, "max_history": MAX_HISTORY, "layers": 1}  # every layer is long to trace
     if kind == "semantic":
         tuples = np.random.default_rng(0).permutation(np.prod(codebooks))[:NUM_ITEMS]
         codes = Codes(np.stack(np.unravel_index(tuples, codebooks), 1), codebooks, "checksum")
         codes.save(root, pa.array(range(NUM_ITEMS)), {})
-        options |= {"codes": str(root), "beam_width": NUM_ITEMS, "layers": 1, "decoder_layers": 1}  # long to trace
+        options |= {"codes": str(root), "beam_width": NUM_ITEMS, "decoder_layers": 1}
         policy = SemanticIdPolicy(NUM_ITEMS, **options).eval()
     else:
         options["block"] = {"sasrec": SASRecBlock, "hstu": HSTUBlock}[kind]
@@ -67,6 +67,15 @@ def export_once(tmp_path_factory):
         return policy, out
 
     return exported
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_decomposed(request):
+    """ONNX has every operation of recpo's own policies: decomposing a program traces it twice more."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.path.name not in {"test_export.py", "test_compiled.py"}:  # policies from outside, other compilers
+            patched.setattr(torch.export.ExportedProgram, "run_decompositions", None)
+        yield
 
 
 @pytest.fixture(scope="session", params=["sasrec", "hstu", pytest.param("semantic", marks=pytest.mark.slow)])
