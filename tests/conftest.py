@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 from copy import copy
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from recpo.artifacts.checksums import seal
+from tests.sharding.ranks import Ranks
 
 settings.register_profile("recpo", deadline=None, max_examples=40)
 settings.load_profile("recpo")
@@ -30,7 +32,7 @@ def resealed(content):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file with a fixture of its own runs in one process, which makes it once; other tests where there is room."""
+    """A file with a fixture for all its tests runs in one process, which makes it once; other tests where it fits."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFixture(LoadScopeScheduling):
@@ -43,7 +45,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @cache
 def has_fixture(file):
-    return 'scope="module"' in file.read_text(encoding="utf-8")
+    return re.search(r'scope="module"|def test_\w+\([^)]*\btwo\b', file.read_text(encoding="utf-8")) is not None
 
 
 def pytest_collection_modifyitems(items):
@@ -78,6 +80,13 @@ def registry_of_onnx():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
         yield
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks. Not for the whole session: every group that a test makes in them wakes up a hundred times a second."""
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

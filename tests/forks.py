@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torchrec", "recpo.cli.main", "recpo.training.fit", "recpo.sharding.strategy"])
+_OF_RECPO = ["torchrec", "recpo.cli.main", "recpo.training.fit", "recpo.sharding.strategy", "pyarrow.dataset"]
+_OF_TESTS = ["pytest", "hypothesis", "scipy.stats", "recpo.policies.catalog_search", "recpo.sharding.row_tables"]
+FORKS.set_forkserver_preload(_OF_RECPO + _OF_TESTS)
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,10 +1,8 @@
-"""Shared fixtures of the verbs' tests: a simulated log, prepared data, two short runs and a bundle; and two ranks."""
+"""Shared fixtures of the verbs' tests: a simulated log, prepared data, two short runs and a bundle."""
 
 from __future__ import annotations
 
 import pytest
-
-from tests.sharding.ranks import Ranks
 
 SMALL = ["--policy.init_args.dim", "16", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "20"]
 SMALL += ["--data.layout.init_args.history_length", "20", "--trainer.max_epochs", "1"]
@@ -26,10 +24,3 @@ def road(tmp_path_factory, request):
     export = ["export", "--run", str(root / "run-0"), "--out", str(root / "bundle")]
     assert main(export) == 0
     return root
-
-
-@pytest.fixture(scope="session")
-def two():
-    """Two ranks."""
-    with Ranks(2) as ranks:
-        yield ranks

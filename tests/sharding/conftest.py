@@ -1,16 +1,8 @@
-"""Process groups that the files here share, because importing torchrec takes seconds per process."""
+"""This process as a group."""
 
 import pytest
 
-from tests.sharding.ranks import shared
 from tests.sharding.tables import only_rank
-
-
-@pytest.fixture(scope="session")
-def two():
-    """Two ranks."""
-    with shared(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

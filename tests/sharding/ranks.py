@@ -1,9 +1,4 @@
-"""Processes of a group that run test functions. The files of a folder share theirs, so that a group is made once.
-
-    @pytest.fixture(scope="session")
-    def two():
-        with shared(2) as ranks:
-            yield ranks
+"""Processes of a group that run test functions. ``two`` of tests/conftest.py is a group of two, one for each file.
 
     def sum_of_ranks(summand):                      # at the top level of the test file: the processes import it
         total = torch.tensor(dist.get_rank() + summand)
@@ -101,12 +96,6 @@ class Ranks:
         if late:
             raise TimeoutError(f"{call[1]} takes ranks {late} over {timeout} s")
         return [answer.result() for answer in answers]
-
-
-@cache
-def shared(world_size: int) -> Ranks:
-    """The group of this size that the folders of tests have in common."""
-    return Ranks(world_size)
 
 
 def _ask(pipe: Connection, call: tuple[Any, ...]) -> Any:
