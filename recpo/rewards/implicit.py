@@ -291,23 +291,36 @@ def sweep(
     return solve(total, scaled(counts, num_users), unobserved * of_users)
 
 
+_FEW_ITEMS = 3_000
+
+
 @dataclass(frozen=True)
 class EaseOptions:
     """Hyper-parameters of EASE. The validation period selects the ridge.
 
     Args:
-        ridges: ridges to try.
-        max_items: a larger catalog is rejected: fitting needs about ``32 V^2`` bytes, which is 3.2 GB for 10,000 items,
+        ridges: ridges to try; null = 30, 100, 300 and 1000, or 100 alone above 3,000 items, where each takes long.
+        max_items: a larger catalog is rejected: fitting needs about ``32 V^2`` bytes, which is 7.2 GB for 15,000 items,
             and each ridge takes ``V^3`` operations.
         max_history: number of history events that are read; null = as many as the prepared data keep per user.
     """
 
-    ridges: tuple[PositiveFloat, ...] = (30.0, 100.0, 300.0, 1000.0)
-    max_items: int = 10_000
+    ridges: tuple[PositiveFloat, ...] | None = None
+    max_items: int = 15_000
     max_history: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        _validate(self, "ridges")
+        _validate(self, *[] if self.ridges is None else ["ridges"])
+
+    def ridges_for(self, num_items: int) -> tuple[float, ...]:
+        """The ridges that are tried for a catalog of this size."""
+        if self.ridges is not None:
+            return self.ridges
+        return (30.0, 100.0, 300.0, 1000.0) if num_items <= _FEW_ITEMS else (100.0,)
+
+    def operations(self, num_items: int) -> float:
+        """Multiplications and additions of a fit, nearly: those of the inverses."""
+        return len(self.ridges_for(num_items)) * float(num_items) ** 3
 
 
 @dataclass(frozen=True)
@@ -369,12 +382,13 @@ def fit_ease(
     pairs, max_history = cooccurrences(data), options.max_history or int(data.manifest["max_context"])
     best: EASE | None = None
     tried: list[float | None] = []
-    for ridge in tqdm(options.ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
+    ridges = options.ridges_for(data.num_items)
+    for ridge in tqdm(ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
         model = EASE(torch.from_numpy(item_weights(pairs, ridge)), data.catalog_checksum, max_history)
         value = best_on_validation(data, [model])[1][0]
-        if value is None and len(options.ridges) > 1:
+        if value is None and len(ridges) > 1:
             raise RecpoError(
-                f"{data.root}: no validation user has a positive event, so nothing says which of {len(options.ridges)} "
+                f"{data.root}: no validation user has a positive event, so nothing says which of {len(ridges)} "
                 "ridges is best: give one",
                 code="empty",
                 field="ridges",
@@ -383,7 +397,7 @@ def fit_ease(
         best = model if best is None or (value or 0.0) > max(known for known in tried if known is not None) else best
         tried.append(value)
     assert best is not None
-    named = [{"ridge": ridge, "NDCG@10": value} for ridge, value in zip(options.ridges, tried, strict=True)]
+    named = [{"ridge": ridge, "NDCG@10": value} for ridge, value in zip(ridges, tried, strict=True)]
     return replace(best, facts={"options": plain(options), "tried": named})
 
 

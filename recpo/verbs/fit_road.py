@@ -29,6 +29,7 @@ from recpo.evaluation.decision import criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.log.prepared import Prepared
+from recpo.rewards.implicit import EaseOptions
 from recpo.training.run import Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
@@ -56,7 +57,8 @@ GSPO: Final = "gspo"
 REWARD_MODEL: Final = "reward_model"
 
 _WITH_FEATURES: Final = "features_pretrain"
-_EASE_ITEMS: Final = 3_000  # a larger catalog takes minutes, for lists like those of implicit ALS
+_EASE_SHARE: Final = 0.15  # of the budget, at most: it takes the cube of the number of items
+_EASE_RATE: Final = 2e10  # operations per second, of one core
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
 _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
 _ENOUGH: Final = 0.5  # a recipe is rather left out than all are trained for less than this share
@@ -216,7 +218,10 @@ class Road:
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
         found: list[Baseline] = ["popularity", "item_rate", "implicit_als"]
-        found += ["ease"] if self.data.num_items <= _EASE_ITEMS else []
+        ease, items = EaseOptions(), self.data.num_items
+        seconds = ease.operations(items) / _EASE_RATE
+        is_soon = seconds <= _EASE_SHARE * 60 * self.options.minutes
+        found += ["ease"] if is_soon and items <= ease.max_items else []
         return [*found, "factorization"] if self.graded else found
 
     @cached_property

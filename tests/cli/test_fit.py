@@ -321,6 +321,16 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
     assert again.plan.effort == effort
 
 
+@pytest.mark.parametrize(
+    ("items", "minutes", "is_fitted"),
+    [(3_000, 1, True), (3_000, 0.1, False), (12_000, 14, True), (12_000, 5, False), (16_000, 600, False)],
+)
+def test_ease_is_a_baseline_where_it_takes_a_small_part_of_the_budget(tmp_path, items, minutes, is_fitted):
+    road = Road(tmp_path, RoadOptions(minutes=minutes))
+    road.data = SimpleNamespace(num_items=items, feedback_counts={"train": {"skipped": 0, "disliked": 0}})
+    assert road.baselines == ["popularity", "item_rate", "implicit_als"] + ["ease"] * is_fitted
+
+
 @pytest.mark.slow
 def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_path, monkeypatch):
     trained = {}

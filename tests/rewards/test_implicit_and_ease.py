@@ -215,6 +215,11 @@ def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data)
     assert [one["ridge"] for one in ridges] == [1.0, 30.0]
 
 
+def test_a_large_catalog_gets_one_ridge():
+    assert [EaseOptions().ridges_for(items) for items in (3_000, 3_001)] == [(30.0, 100.0, 300.0, 1000.0), (100.0,)]
+    assert EaseOptions(ridges=(7.0,)).ridges_for(3_000) == (7.0,)
+
+
 def test_without_validation_positives_there_must_be_no_choice(data, monkeypatch):
     monkeypatch.setattr(positives, "validation_batches", lambda *_: iter(()))
     assert fit_ease(data, EaseOptions(ridges=(5.0,))).facts["tried"] == [{"ridge": 5.0, "NDCG@10": None}]
