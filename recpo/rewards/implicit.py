@@ -322,6 +322,10 @@ class EaseOptions:
         """Multiplications and additions of a fit, nearly: those of the inverses."""
         return len(self.ridges_for(num_items)) * float(num_items) ** 3
 
+    def memory(self, num_items: int) -> int:
+        """Bytes that a fit needs, about: the co-occurrences, an inverse, and the weights of two ridges."""
+        return 32 * num_items**2
+
 
 @dataclass(frozen=True)
 class EASE(ModelInOneFile):

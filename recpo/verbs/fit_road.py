@@ -6,10 +6,12 @@ that was stopped decides as it would have, and its commands give the same result
 """
 
 import json
+import os
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -220,8 +222,8 @@ class Road:
         found: list[Baseline] = ["popularity", "item_rate", "implicit_als"]
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
-        is_soon = seconds <= _EASE_SHARE * 60 * self.options.minutes
-        found += ["ease"] if is_soon and items <= ease.max_items else []
+        fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
+        found += ["ease"] if fits and seconds <= _EASE_SHARE * 60 * self.options.minutes else []
         return [*found, "factorization"] if self.graded else found
 
     @cached_property
@@ -446,6 +448,15 @@ class Road:
         self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()
     ) -> None:
         continued(out, config=list(files), callbacks=callbacks, progress=self.options.progress, **options)
+
+
+def _memory() -> int:
+    """Bytes of memory of the machine, or of the container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits)
 
 
 class _Clock(Callback):

@@ -28,7 +28,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of
-from recpo.verbs import fit as fit_verb
+from recpo.verbs import fit as fit_verb, fit_road
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions
 from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
@@ -322,10 +322,19 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("items", "minutes", "is_fitted"),
-    [(3_000, 1, True), (3_000, 0.1, False), (12_000, 14, True), (12_000, 5, False), (16_000, 600, False)],
+    ("items", "minutes", "memory", "is_fitted"),
+    [
+        (3_000, 1, 2**30, True),
+        (3_000, 0.1, 2**30, False),
+        (12_000, 14, 2**34, True),
+        (12_000, 5, 2**34, False),
+        (12_000, 14, 2**33, False),
+        (16_000, 600, 2**40, False),
+    ],
 )
-def test_ease_is_a_baseline_where_it_takes_a_small_part_of_the_budget(tmp_path, items, minutes, is_fitted):
+def test_ease_is_a_baseline_where_it_fits_the_budget(tmp_path, monkeypatch, items, minutes, memory, is_fitted):
+    assert 2**28 < fit_road._memory() < 2**50
+    monkeypatch.setattr(fit_road, "_memory", lambda: memory)
     road = Road(tmp_path, RoadOptions(minutes=minutes))
     road.data = SimpleNamespace(num_items=items, feedback_counts={"train": {"skipped": 0, "disliked": 0}})
     assert road.baselines == ["popularity", "item_rate", "implicit_als"] + ["ease"] * is_fitted
