@@ -38,7 +38,6 @@ from recpo.policies.baseline import FactorPolicy
 from recpo.policies.catalog_search import BLOCK_ROWS, Precision
 from recpo.serving.bundle import Bundle, load_runtime, write_golden
 from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest, readable
-from recpo.serving.onnx_program import save_onnx
 from recpo.serving.program import (
     CatalogSearch,
     ServingProgram,
@@ -230,6 +229,8 @@ def grows(policy: Policy) -> bool:
 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
     """The program that ranks the complete catalog, compared with the policy."""
+    from recpo.serving.onnx_program import save_onnx
+
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
     # a program that scores a small catalog at once takes forbidden items as ids
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
@@ -245,6 +246,8 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
 
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that computes states, and the index, compared with the policy."""
+    from recpo.serving.onnx_program import save_onnx
+
     manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
     save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
     verify_index(IndexRuntime(root, manifest), policy, manifest.k)

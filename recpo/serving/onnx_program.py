@@ -1,4 +1,7 @@
-"""A program as ONNX: as it is where ONNX has every operation, with translations of those that torch has none for."""
+"""A program as ONNX: as it is where ONNX has every operation, with translations of those that torch has none for.
+
+Imported by exports alone, because onnxscript takes a second to import.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import torch
+from onnxscript import opset18 as op, optimizer, rewriter
+from onnxscript.rewriter.rules import common
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -65,8 +71,6 @@ def _as_it_is(exported: ExportedProgram) -> ExportedProgram:
 
 def _rms_norm(values: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     """``w x / sqrt(mean(x^2) + eps)`` over the last dimensions, in ONNX."""
-    from onnxscript import opset18 as op
-
     dtype = _dtype(values)
     squares = op.ReduceMean(_square(values), _constant(torch.arange(-len(shape), 0)))
     least = _constant(torch.tensor(torch.finfo(dtype).eps if eps is None else eps, dtype=dtype))
@@ -75,15 +79,11 @@ def _rms_norm(values: Any, shape: Sequence[int], weight: Any = None, eps: float 
 
 
 def _square(values: Any) -> Any:
-    from onnxscript import opset18 as op
-
     return op.Mul(values, values)
 
 
 def _nan_to_num(values: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
     """The values, and numbers in place of NaN and of the infinities: 0 and the largest of the type where not given."""
-    from onnxscript import opset18 as op
-
     dtype = _dtype(values)
     largest = torch.finfo(dtype).max
 
@@ -102,8 +102,6 @@ def _eye(size: int, *, dtype: int | None = None, **options: Any) -> Any:
 
 def _diag(values: Any) -> Any:
     """The square matrix with a vector on its diagonal."""
-    from onnxscript import opset18 as op
-
     return op.Mul(_constant(torch.eye(values.shape[0], dtype=_dtype(values))), values)
 
 
@@ -118,9 +116,6 @@ def _dtype(values: Any) -> torch.dtype:
 
 def _constant(values: Tensor, dtype: int | None = None) -> Any:
     """The values in a program, in the type of this number in ONNX, or in their own."""
-    import onnx_ir
-    from onnxscript import opset18 as op
-
     array = values.numpy()
     constant: Any = onnx_ir.tensor(array if dtype is None else array.astype(onnx_ir.DataType(dtype).numpy()))
     return op.Constant(value=constant)
@@ -135,9 +130,6 @@ def _simplify(model: Any) -> None:
     Args:
         model: the ``onnx_ir.Model``, changed in place.
     """
-    from onnxscript import optimizer, rewriter  # imported here because only an export needs it
-    from onnxscript.rewriter.rules import common
-
     no_op = (
         common.mul_by_1_rule,
         common.add_0_rule,
