@@ -105,8 +105,8 @@ def _reported_by(error: Exception) -> OSError | None:
 
 _MOST_VALUES = 1_000_000
 _DEEPEST = 5_000
-FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""What jsonargparse reads text with. It recurses in C, where deep text overflows the stack."""
+#: what jsonargparse reads text with, eight times as fast; it recurses in C, where deep text overflows the stack
+_FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
@@ -152,29 +152,18 @@ def _damage(shown: object, problem: str, remedy: str) -> RecpoError:
     return RecpoError(f"{shown} is damaged: {problem}; {remedy}", code="damaged", field=Path(str(shown)).name)
 
 
-def parse_yaml(text: str, loader: Any = None) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parses YAML without building objects from its tags.
-
-    Args:
-        text: YAML.
-        loader: ``yaml.SafeLoader`` or ``FAST_LOADER``; None: the latter, eight times as fast, for text that cannot nest
-            deeply.
 
     Raises:
         ValueError, RecursionError, AttributeError, yaml.YAMLError: not YAML; an anchor that contains itself; or anchors
             that multiply into more than a million values ("billion laughs").
     """
-    if loader is None:  # each level opens a bracket, or is further right than the one but one around it
-        deepest = text.count("[") + text.count("{") + 2 * max(map(len, text.splitlines()), default=0)
-        loader = FAST_LOADER if deepest < _DEEPEST else yaml.SafeLoader
-    content = yaml.load(text, loader)
+    # each level opens a bracket, or is further right than the one but one around it
+    deepest = text.count("[") + text.count("{") + 2 * max(map(len, text.splitlines()), default=0)
+    content = yaml.load(text, _FAST_LOADER if min(len(text), deepest) < _DEEPEST else yaml.SafeLoader)
     _count(content, {})
     return content
-
-
-def parse_own_yaml(text: str) -> Any:
-    """Parses YAML that this process has written itself, an order of magnitude faster than ``yaml.safe_load``."""
-    return yaml.load(text, FAST_LOADER)
 
 
 def _count(value: Any, counted: dict[int, int]) -> int:

@@ -45,7 +45,6 @@ ROW_MULTIPLE, SMALL_ROW_MULTIPLE = 64, 16
 _LEAST_INT64 = -(2**63)
 
 
-# ---------------------------------------------------------------- products
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Computes in the types of the inputs, also under autocast.
 
@@ -54,6 +53,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_exporting() else torch.autocast(device.type, enabled=False)
 
 
+# ---------------------------------------------------------------- products
 def _onednn_available() -> bool:
     """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""
     if not torch.backends.mkldnn.is_available():

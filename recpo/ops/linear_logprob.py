@@ -45,7 +45,7 @@ def linear_logprob(states: Tensor, table: Tensor, targets: Tensor, state_index: 
     if state_index is not None or targets.shape != states.shape[:1]:
         state_index = state_of_targets(states, targets, state_index)
     inputs = as_float(states), as_float(table), targets.reshape(-1)
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         logp = _LinearLogProb.apply(*inputs, state_index)
     return logp.view(targets.shape)
 
@@ -56,7 +56,7 @@ def linear_entropy(states: Tensor, table: Tensor) -> Tensor:
     Arguments as in ``linear_logprob``; the backward pass computes the blocks again.
     """
     check_states(states, table, len(table) - 1)
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         return _LinearEntropy.apply(as_float(states), as_float(table))
 
 
@@ -83,7 +83,7 @@ def linear_divergence(states: Tensor, table: Tensor, reference_states: Tensor, r
     check_reference(states, table, reference_states, reference_table)
     own = as_float(states), as_float(table)
     reference = as_float(reference_states.detach()), as_float(reference_table.detach())
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         return _LinearDivergence.apply(*own, *reference)
 
 
@@ -93,7 +93,7 @@ def linear_log_softmax(states: Tensor, table: Tensor) -> Tensor:
     Arguments as in ``linear_logprob``; float32 (float64 for float64 states), under autocast too.
     """
     check_states(states, table, len(table) - 1)
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         scores: Tensor = _Scores.apply(as_float(states), as_float(table)[1:])
         return scores.log_softmax(-1)
 

@@ -56,7 +56,7 @@ def sharded_logprob(states: Tensor, shard: RowShard, targets: Tensor, state_inde
     check_states(states, shard.rows, shard.num_rows - 1)
     index = state_of_targets(states, targets, state_index)
     inputs = as_float(states), as_float(shard.rows), targets.reshape(-1)
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         logp = _ShardedLogProb.apply(*inputs, index, shard)
     return logp.view(targets.shape)
 
@@ -64,7 +64,7 @@ def sharded_logprob(states: Tensor, shard: RowShard, targets: Tensor, state_inde
 def sharded_entropy(states: Tensor, shard: RowShard) -> Tensor:
     """Entropy of ``softmax(states tableᵀ)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
     check_states(states, shard.rows, shard.num_rows - 1)
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         return _ShardedEntropy.apply(as_float(states), as_float(shard.rows), shard)
 
 
@@ -84,7 +84,7 @@ def sharded_divergence(states: Tensor, shard: RowShard, reference_states: Tensor
     check_reference(states, shard.rows, reference_states, reference.rows)
     own = as_float(states), as_float(shard.rows)
     other = as_float(reference_states.detach()), as_float(reference.rows.detach())
-    with torch.autocast(states.device.type, enabled=False):
+    with kernels.without_autocast(states.device):
         return _ShardedDivergence.apply(*own, *other, shard)
 
 

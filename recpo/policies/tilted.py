@@ -19,7 +19,7 @@ from recpo.base.contracts import DotProductPolicy, Policy, StatePolicy
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
-from recpo.ops.kernels import take_rows
+from recpo.ops.kernels import take_rows, without_autocast
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.encoder import readable_ids
@@ -212,7 +212,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         """Scores ``[n, V]`` of all items, a few contexts at a time, with a gradient."""
         table = self.output_vectors()[1:]
         for part in states.split(self._at_once):
-            with torch.autocast(states.device.type, enabled=False):
+            with without_autocast(states.device):
                 scores = catalog_search.scores_of(part.float(), table, self.factors.rooted, catalog_search.product)
             yield scores
 

@@ -146,7 +146,7 @@ def _validate(options: ImplicitOptions | EaseOptions, *tried: str) -> None:
     """Raises ``RecpoError`` if an option is out of range, or there is no value to try of one of ``tried``."""
     validate_ranges(options)
     for name in tried:
-        validate_range(bool(getattr(options, name)), name, "must have at least one value", ())
+        validate_range(getattr(options, name) != (), name, "must have at least one value", ())
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class EaseOptions:
     max_history: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        _validate(self, *[] if self.ridges is None else ["ridges"])
+        _validate(self, "ridges")
 
     def ridges_for(self, num_items: int) -> tuple[float, ...]:
         """The ridges that are tried for a catalog of this size."""

@@ -15,6 +15,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
+from recpo.ops.kernels import without_autocast
 from recpo.ops.reduce import zero_masked
 from recpo.rewards.factors import Factors
 
@@ -343,7 +344,7 @@ class FactorReward(RewardFunction):
         """See ``RewardFunction``."""
         items = candidates.item_ids
         model = self.model(items.device)
-        with torch.autocast(items.device.type, enabled=False):
+        with without_autocast(items.device):
             users = None if self.users == "folded" else self._trained(model, batch)
             rewards = model.bounded_grades(batch.histories, items, self.lower_bound, users)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)

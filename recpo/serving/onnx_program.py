@@ -25,8 +25,10 @@ def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> No
     """Writes the program as ONNX, with its weights beside it where they exceed what one file can hold."""
     exported, names = exported_program(program), [one.name for one in program.inputs]
     with tracing():
+        # a program as it is: decomposing traces it twice more, which is half of the time of an export
+        vars(exported)["run_decompositions"] = lambda table: exported
         try:
-            onnx = _onnx_of(_as_it_is(exported), names, outputs)
+            onnx = _onnx_of(exported, names, outputs)
         except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
             del vars(exported)["run_decompositions"]
             onnx = _onnx_of(exported, names, outputs)
@@ -38,6 +40,9 @@ def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> No
 def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
     aten = torch.ops.aten
     own: dict[Callable[..., Any], Callable[..., Any]] = {
+        aten.to.dtype: _to,
+        aten.numpy_T.default: _transposed,
+        aten.__and__.Tensor: _and,
         aten.rms_norm.default: _rms_norm,
         aten.nan_to_num.default: _nan_to_num,
         aten.square.default: _square,
@@ -53,20 +58,16 @@ def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence
     return onnx
 
 
-def _as_it_is(exported: ExportedProgram) -> ExportedProgram:
-    """The program with operations of which ONNX knows a translation, so that it need not be decomposed.
+def _to(values: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: Any = None) -> Any:
+    return op.Cast(values, to=dtype)
 
-    That would trace it twice more, which is half of the time of an export.
-    """
-    aten = torch.ops.aten
-    known = {aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.numpy_T.default: aten.t.default}
-    for graph in exported.graph_module.modules():
-        for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
-            if node.target is aten.to.dtype:
-                node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": node.args[1]}
-            node.target = known.get(node.target, node.target)
-    vars(exported)["run_decompositions"] = lambda table: exported
-    return exported
+
+def _transposed(values: Any) -> Any:
+    return op.Transpose(values)
+
+
+def _and(values: Any, others: Any) -> Any:
+    return (op.And if values.dtype.name == "BOOL" else op.BitwiseAnd)(values, others)
 
 
 def _rms_norm(values: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:

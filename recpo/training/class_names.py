@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 
 import yaml
 
-from recpo.artifacts.documents import FAST_LOADER, lies_in, named_class, parse_yaml
+from recpo.artifacts.documents import lies_in, named_class, parse_yaml
 from recpo.base.errors import RecpoError
 
 TRUSTED: Final = ("recpo", "torch.optim", "lightning")
@@ -223,7 +223,7 @@ def _options_in(text: str, keys: tuple[str, ...]) -> Any:
             field=".".join(keys),
         )
     with suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
-        return parse_yaml(text, FAST_LOADER)
+        return parse_yaml(text)
     return None
 
 

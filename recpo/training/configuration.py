@@ -23,7 +23,7 @@ import recpo.objectives.gae
 import recpo.policies.semantic_id
 import recpo.rewards.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
-from recpo.artifacts.documents import as_configuration, parse_own_yaml, validate_configuration_files
+from recpo.artifacts.documents import as_configuration, parse_yaml, validate_configuration_files
 from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.objectives.advantages import TernaryAdvantage
@@ -159,7 +159,7 @@ def resolved(configuration: Namespace) -> str:
     for name in _UNRECORDED:
         kept.pop(name, None)
     text: str = _parser().dump(kept, skip_unset=False, skip_validation=True)
-    recorded = parse_own_yaml(text)
+    recorded = parse_yaml(text)
     kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
     return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
 

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from recpo.artifacts.documents import describe_os_error, parse_own_yaml
+from recpo.artifacts.documents import describe_os_error, parse_yaml
 from recpo.base.contracts import Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.datamodule import Phases
@@ -67,8 +67,8 @@ def run_configuration(
     options, out = with_monitor(configuration), Path(configuration.out)
     text = resolved(configuration)
     # training with a class implies trust in it; without its package nobody could open the run
-    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_own_yaml(text)) if "." in one.name})
-    validate_class_names(parse_own_yaml(text), packages, out / Run.RESOLVED)
+    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_yaml(text)) if "." in one.name})
+    validate_class_names(parse_yaml(text), packages, out / Run.RESOLVED)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -146,7 +146,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> 
             code="unsupported",
             field="init_training",
         )
-    same = not options.trainer.shards_tables and same_training(base, growth, parse_own_yaml(resolved(configuration)))
+    same = not options.trainer.shards_tables and same_training(base, growth, parse_yaml(resolved(configuration)))
     return WarmStart(base, growth, same if asked is None else asked)
 
 

@@ -17,6 +17,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
+from recpo.ops.kernels import without_autocast
 from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import CriticOptions
 from recpo.training.run import Run, checkpoint_path, load_weights
@@ -47,7 +48,7 @@ class RewardModel(nn.Module):
         scored after the complete history.
         """
         histories, slates = self._readable(histories, slates)
-        with torch.autocast(slates.item_ids.device.type, enabled=False):
+        with without_autocast(slates.item_ids.device):
             return item_scores(self.policy, self.head, histories, slates)
 
     def _readable(self, histories: Histories, slates: Slates) -> tuple[Histories, Slates]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import parse_own_yaml, read_json, read_yaml
+from recpo.artifacts.documents import parse_yaml, read_json, read_yaml
 from recpo.artifacts.outputs import PARTIAL, directory_in_place
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
@@ -60,7 +60,7 @@ class RunDirectory:
     """
 
     def __init__(self, root: Path, text: str, options: TrainOptions, base: Path | None, world_size: int) -> None:
-        self._root, self._text, self._configuration = root, text, parse_own_yaml(text)
+        self._root, self._text, self._configuration = root, text, parse_yaml(text)
         self._data, self._shards_tables = options.data.prepared, options.trainer.shards_tables
         batch_size = int(self._configuration["data"]["init_args"]["batch_size"])
         self._origin: dict[str, Any] = {

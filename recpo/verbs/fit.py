@@ -327,7 +327,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "minutes": self.minutes,
             "seconds": road.plan.spent,
             "effort": road.plan.effort,
-            "left_out": [*({"ease"} - {*road.baselines}), *road.plan.left_out],
+            "left_out": road.left_out,
             "trials": road.plan.trials,
             "oracle": {name: tested["oracle"]["metrics"].get(name) for name in wanted} if "oracle" in tested else None,
             "seed": self.seed,

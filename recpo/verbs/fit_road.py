@@ -226,6 +226,11 @@ class Road:
         found += ["ease"] if fits and seconds <= _EASE_SHARE * 60 * self.options.minutes else []
         return [*found, "factorization"] if self.graded else found
 
+    @property
+    def left_out(self) -> list[str]:
+        """EASE and recipes for which time or memory are too short."""
+        return [*([] if "ease" in self.baselines else ["ease"]), *self.plan.left_out]
+
     @cached_property
     def graded(self) -> bool:
         """Whether the log has graded feedback to fit and select a reward model with."""
