@@ -120,12 +120,41 @@ def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
-    """The choice against the best contender and the strongest baseline, on the test period."""
-    root, names = decision.root, list(decision.to_pandas()["name"])
+    """The choice against the best contender, and what ships against the strongest baseline, on the test period.
+
+    What ships from a small log was made again on more events: it is compared with baselines that have the same events,
+    and ``decided_value`` is its value before.
+    """
+    root, names, chosen = decision.root, list(decision.to_pandas()["name"]), decision.chosen
+    value, kinds, found, metric = values(decision, root, names, truth, k)
+    best = max(value, key=lambda name: value[name])
+    regret, decided = paired(found, best, chosen, metric), value
+    row = {"metric": metric, "best": best, "best_value": value[best], "decided_value": value[chosen]}
+    if (root / "final").is_dir():
+        baselines = [name for name in names if kinds.get(name) == "baseline"]
+        value, kinds, found, _ = values(decision, root / "final", [*{*baselines, chosen}], truth, k)
+    baseline = max((name for name in value if kinds[name] == "baseline"), key=lambda name: value[name])
+    gain = paired(found, chosen, baseline, metric)
+    return row | {
+        "value": value[chosen],
+        "regret": regret[0],
+        "regret_error": regret[1] / Z95,
+        "baseline": baseline,
+        "baseline_value": value[baseline],
+        "gain": gain[0],
+        "gain_half_width": gain[1],
+        "values": decided,
+    }
+
+
+def values(
+    decision: Decision, root: Path, names: Sequence[str], truth: Path | None, k: int
+) -> tuple[dict[str, float], dict[str, str], dict[str, Any], str]:
+    """Values and kinds of contenders by name, their evaluation on the test period, and the metric that judges."""
     runs = {name: root / "runs" / name for name in names} | {"factors": root / "factors"}
     found = recpo.evaluate(
         root / "prepared",
-        [runs[name] if runs.get(name, root / "none").is_dir() else name for name in names],
+        [runs[name] if runs[name].is_dir() else name for name in names],
         ks=[k],
         truth=truth,
         baselines=False,
@@ -136,23 +165,7 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
     metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
     known = {one["name"]: one for one in found["contenders"] if one["name"] not in LIVE and metric in one["metrics"]}
     value = {name: one["metrics"][metric]["mean"] for name, one in known.items()}
-    best = max(value, key=lambda name: value[name])
-    baseline = max((name for name in value if known[name]["kind"] == "baseline"), key=lambda name: value[name])
-    chosen = decision.chosen
-    regret, gain = (paired(found, *pair, metric) for pair in ((best, chosen), (chosen, baseline)))
-    return {
-        "metric": metric,
-        "value": value[chosen],
-        "best": best,
-        "best_value": value[best],
-        "regret": regret[0],
-        "regret_error": regret[1] / Z95,
-        "baseline": baseline,
-        "baseline_value": value[baseline],
-        "gain": gain[0],
-        "gain_half_width": gain[1],
-        "values": value,
-    }
+    return value, {name: one["kind"] for name, one in known.items()}, found, metric
 
 
 def paired(document: dict[str, Any], one: str, other: str, metric: str) -> tuple[float, float]:

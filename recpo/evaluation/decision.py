@@ -15,9 +15,11 @@ from recpo.evaluation import Z95
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
 
+#: The criterion of a log with exposures that were not liked.
+CRITERION: Final = "AUC_mixed"
 #: The criteria, and what they measure, as the end of a sentence.
 CRITERIA: Final = {
-    "AUC_mixed": "how far positives rank above the same user's other exposures (weight .6) and above items that the "
+    CRITERION: "how far positives rank above the same user's other exposures (weight .6) and above items that the "
     "user was never shown (.4)",
     "NDCG": "how high the lists have what users chose: the period has too few exposures that they did not like",
 }
@@ -33,9 +35,9 @@ def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
     positives alone has ``NDCG@k``. ``AUC_unseen`` has more power there, but it weighs all ranks alike, and users see
     only the first: it ships policies whose lists are worse (docs/choosing_an_objective.md#positives-alone).
     """
-    metric = "AUC_mixed"
-    known = all(metric in one.result.per_user and one.result.estimate(metric).n >= _LEAST_USERS for one in measured)
-    return metric if known else f"NDCG@{k}"
+    results = [one.result for one in measured]
+    known = all(CRITERION in one.per_user and one.estimate(CRITERION).n >= _LEAST_USERS for one in results)
+    return CRITERION if known else f"NDCG@{k}"
 
 
 class Standing(NamedTuple):
@@ -173,7 +175,7 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
 def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criterion: str) -> list[str]:
     """The best policy, and those that ``AUC_mixed`` cannot tell from it, by one standard error of the difference."""
     best = by_name[policies[0].name].result
-    if criterion != "AUC_mixed":
+    if criterion != CRITERION:
         return [policies[0].name]
     behind = {row.name: best.difference(by_name[row.name].result, criterion) for row in policies[1:]}
     return [policies[0].name, *(name for name, one in behind.items() if one.mean <= one.half_width / Z95)]

@@ -32,6 +32,7 @@ _SMOOTHING: Final = 10
 _LEAST_WATCHED: Final = 1_000
 _MOST_WATCHED: Final = 100_000
 _YEAR: Final = 365.0  # days
+_HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 _MS_PER_DAY: Final = 86_400_000.0
 
 
@@ -140,13 +141,14 @@ class Inspection(Recognition):
         """How the log is split, in the time zone that its times state."""
         days, time = self.counts.days, self.column(LogColumns.TIMESTAMP)
         if days is None:
-            return Choice("LeaveLastOut", {}, "there is no clock: each user's last event is the test")
+            return self._last_out("there is no clock")
         if days < 3:
-            return Choice("LeaveLastOut", {}, f"the log has {days:.1f} days, fewer than periods of days need")
+            return self._last_out(f"the log has {days:.1f} days, fewer than periods of days need")
         is_watched = self.column(LogColumns.WATCH_TIME) is not None
         if days > _YEAR and self.label.class_name == "NumericColumn" and not is_watched:
-            why = f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
-            return Choice("LeaveLastOut", {}, why)
+            return self._last_out(
+                f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
+            )
         each = max(1, min(14, round(days / 15)))
         options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
@@ -156,6 +158,13 @@ class Inspection(Recognition):
         return Choice(
             "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
         )
+
+    def _last_out(self, why: str) -> Choice:
+        """Each user's last event; of graded events a share, to compare what a user liked with what the user did not."""
+        if self.label.class_name == "EveryEvent":
+            return Choice("LeaveLastOut", {}, f"{why}: each user's last event is the test")
+        shares = {"valid_share": _HELD_OUT, "test_share": _HELD_OUT}
+        return Choice("LeaveLastOut", shares, f"{why}: the last {_HELD_OUT:.0%} of each user's events are the test")
 
     @property
     def objectives(self) -> dict[str, str]:

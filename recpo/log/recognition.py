@@ -25,6 +25,10 @@ _RATIO: Final = (0.02, 3.0)
 _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
+_WITHOUT_TIME: Final = (
+    "; a log without times needs a column that orders the events of a user, such as the number of the row, and "
+    "--columns.time_unit order"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class _Recognizer:
         opinion_doubts = self._add_opinions(texts)
         self.questions += [
             f"{role}: not recognized among the columns {', '.join(self.facts)}: pass --columns.{role} NAME"
+            + (_WITHOUT_TIME if role == LogColumns.TIMESTAMP else "")
             for role in LogColumns.REQUIRED
             if role not in self.columns
         ]

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import ibis
 import ibis.expr.types as ir
 
-from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
+from recpo.base.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.log.events import more_columns, time_order
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT
 from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
@@ -127,7 +127,7 @@ class TemporalSplit(Split):
 
 @dataclass(frozen=True)
 class LeaveLastOut(Split):
-    """Each user's last event is test, the previous one valid, and all earlier ones train.
+    """Each user's last event is test, the previous one valid, and all earlier ones train; or shares of their events.
 
     The last event is determined by the fixed order of a user's events (``recpo.log.schema.TIE_RULE``), so ties in time
     do not depend on the order of the log. Events of other users may be later than a user's test event; use
@@ -136,9 +136,24 @@ class LeaveLastOut(Split):
 
     Args:
         min_history: minimum number of train events of a held-out user; users with shorter histories are only in train.
+        valid_share: share of a user's events that is valid, rounded down, and at least one event. Metrics that compare
+            what a user liked with what the same user did not like need several.
+        test_share: the same for the last events, which are test.
     """
 
     min_history: NonNegativeInt = 1
+    valid_share: NonNegativeFloat = 0.0
+    test_share: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.valid_share + self.test_share < 1:
+            shares = f"valid_share {self.valid_share:g} and test_share {self.test_share:g}"
+            raise RecpoError(
+                f"split LeaveLastOut: {shares} leave nothing to train on: choose shares whose sum is below 1",
+                code="out_of_range",
+                field="valid_share",
+            )
 
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
         """Does nothing: the split does not depend on the log."""
@@ -149,8 +164,13 @@ class LeaveLastOut(Split):
         user = events[LogColumns.USER_ID]
         from_end = ibis.row_number().over(group_by=user, order_by=time_order(events, newest_first=True))
         total = events.count().over(group_by=user)
-        held_out = total >= self.min_history + 2
-        period = ibis.cases((held_out & (from_end == 0), TEST), (held_out & (from_end == 1), VALID), else_=TRAIN)
+        valid, test = (
+            ibis.greatest((total.cast("float64") * share).floor().cast("int64"), ibis.literal(1, "int64"))
+            for share in (self.valid_share, self.test_share)
+        )
+        held_out = total >= self.min_history + valid + test
+        is_test, is_valid = held_out & (from_end < test), held_out & (from_end < test + valid)
+        period = ibis.cases((is_test, TEST), (is_valid, VALID), else_=TRAIN)
         return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
 

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
@@ -35,8 +35,7 @@ from recpo.training.run import Run
 from recpo.verbs import fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
-from recpo.verbs.factorize import Factorize
-from recpo.verbs.fit_road import Road, RoadOptions
+from recpo.verbs.fit_road import Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
@@ -50,7 +49,6 @@ _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _PREPARE: Final = "prepare.yaml"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
-_TILTED: Final = "tilted"
 _IMPLICIT: Final = "implicit_als"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
@@ -127,7 +125,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     Fits the baselines that a team would use, selects a reward model, pre-trains, aligns in the ways that the feedback
     allows, and searches the options that matter in what is left of the budget. Contenders are compared on the
     validation period, on the same users. A policy ships if it beats the strongest baseline beyond doubt; otherwise the
-    bundle serves that baseline, and the decision says so. The test period is evaluated once, at the end.
+    bundle serves that baseline, and the decision says so. The test period is evaluated once, at the end. The validation
+    period of a small log is long, up to a quarter of it; what ships is then made again, with most of that period to
+    learn from. Data that were prepared before keep their split.
 
     Writes decision.json, report.html, bundle/, and every step's output with the command that repeats it. The time is a
     budget for training and search, not a limit: preparation, reward model and baselines are always complete. A fit that
@@ -160,14 +160,15 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         root = Path(self.out)
         with self._directory(root):
             road = Road(root, self)
-            understood, truth = self._prepare(road)
-            names = self._contenders(road)
+            understood, truth, again = self._prepare(road)
+            names = self._contenders(road, twice=again is not None)
             measured = [road.measure(name) for name in names]
             criterion = road.criterion
             choice = choose(measured, criterion)
             road.say(choice.reason)
-            self._finish(road, choice, truth)
-            facts = self._facts(road, criterion, choice, understood)
+            final = road if again is None else self._again(road, again, choice.name)
+            self._finish(road, final, choice, truth)
+            facts = self._facts(road, final, criterion, choice, understood)
             Decision.write_facts(root, facts)
             with output_file(root / REPORT) as working:
                 working.write_text(decision_report(facts), encoding="utf-8")
@@ -210,14 +211,18 @@ class Fit(RoadOptions, WritingVerb[Decision]):
                     shutil.rmtree(root, ignore_errors=True)
                 raise
 
-    def _prepare(self, road: Road) -> tuple[list[str], Path | str | None]:
-        """Prepares the log. Returns what it understood of it, and where the truth is."""
+    def _prepare(self, road: Road) -> tuple[list[str], Path | str | None, Prepare | None]:
+        """Prepares the log.
+
+        Returns:
+            What it understood of the log, where the truth is, and the preparation for what ships; None = the same.
+        """
         given, truth = self.log, self.truth
         if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
             given = cast(Prepared | Simulation, load(given))
         if isinstance(given, Prepared):
             road.data = given
-            return [f"prepared data in {given.root}"], truth
+            return [f"prepared data in {given.root}"], truth, None
         if isinstance(given, Simulation):
             truth = truth or given.root
             log = [str(one) for one in (given.log, given.items) if one is not None]
@@ -228,13 +233,30 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         else:
             log = [str(self._kept_frame(road.root, given))]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
-        out = road.root / fit_road.PREPARED
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        verb = Prepare(out=out, progress=self.progress, **preparation_of(found), **tables)
-        verb.write_resolved(road.root / _PREPARE)
-        road.step(verb, out, ["prepare", "--config", road.root / _PREPARE])
-        road.data = Prepared.open(out)
-        return _understood(found), truth
+        options = {"progress": self.progress, **preparation_of(found), **tables}
+        verb = Prepare(out=road.root / fit_road.FINAL / fit_road.PREPARED, **options)
+        split = deciding_split(options["split"], found.counts)
+        road.data = self._prepared(road, replace(verb, out=road.root / fit_road.PREPARED, split=split))
+        understood = _understood(found)
+        if split == verb.split:
+            return understood, truth, None
+        understood.append(f"small log: decided by {_changed(verb.split, split)}; what ships is made again without that")
+        return understood, truth, verb
+
+    @staticmethod
+    def _prepared(road: Road, verb: Prepare) -> Prepared:
+        """The data, with the file that repeats their preparation beside them."""
+        out = Path(verb.out)
+        out.parent.mkdir(exist_ok=True)
+        verb.write_resolved(out.parent / _PREPARE)
+        road.step(verb, out, ["prepare", "--config", out.parent / _PREPARE])
+        return Prepared.open(out)
+
+    def _again(self, road: Road, verb: Prepare, name: str) -> Road:
+        """The road with what ships: made again, or, where that fails, as it was decided."""
+        final = road.again(self._prepared(road, verb))
+        return final if final.remake(name) else road
 
     @staticmethod
     def _kept_frame(root: Path, frame: Any) -> Path:
@@ -245,14 +267,18 @@ class Fit(RoadOptions, WritingVerb[Decision]):
                 pq.write_table(to_arrow(frame, "log"), working)
         return file
 
-    def _contenders(self, road: Road) -> list[str]:
-        """Fits, trains, tilts and searches; returns the names of all contenders."""
+    def _contenders(self, road: Road, twice: bool) -> list[str]:
+        """Fits, trains, tilts and searches; returns the names of all contenders.
+
+        Args:
+            road: the steps so far.
+            twice: whether what ships is made again.
+        """
         names: list[str] = list(road.baselines)
         wanted, spare = [fit_road.PRETRAIN], [fit_road.GSPO] if road.graded else []
         counts = road.data.feedback_counts["train"]
         if road.graded:
-            factors = road.root / fit_road.FACTORS
-            road.step(Factorize(road.data, factors, seed=self.seed, progress=self.progress), factors)
+            road.factorize()
             names.append(fit_road.FACTORS)
             wanted.append(fit_road.MPO)
             if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
@@ -261,43 +287,44 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
         for name in names:
             road.measure(name)
-        if road.graded:  # who chose what, and the grades
+        is_tilted = road.graded and road.has_pairs
+        if is_tilted:  # who chose what, and the grades
             names += self._tilted(road, _IMPLICIT)
         road.show_list()
-        road.decide_effort(wanted, spare)
+        road.decide_effort(wanted, spare, twice)
         for name in road.plan.recipes:
             if not road.train(name, fit_road.RECIPES[name]):
                 continue
             road.measure(name)
             names.append(name)
-            if road.graded and name in (fit_road.PRETRAIN, fit_road.MPO, fit_road.MPO_MODEL):
+            if is_tilted and name in (fit_road.PRETRAIN, fit_road.MPO, fit_road.MPO_MODEL):
                 names += self._tilted(road, name)
-        found = search(road, reserve=_RESERVE * road.measuring_seconds)
+        found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
         names += found
-        if road.graded and found:
+        if is_tilted and found:
             names += self._tilted(road, max(found, key=road.value))
         return names
 
     @staticmethod
     def _tilted(road: Road, base: str) -> list[str]:
-        name = f"{_TILTED}-{base}"
+        name = f"{fit_road.TILTED}{base}"
         road.tilt(name, base)
         if not road.finished(name):
             return []
         road.measure(name)
         return [name]
 
-    def _finish(self, road: Road, choice: Choice, truth: Path | str | None) -> None:
-        """Evaluates ``Choice.tested`` on the test period; exports the chosen contender."""
-        paths = [road.path_of(name) for name in choice.tested]
+    def _finish(self, road: Road, final: Road, choice: Choice, truth: Path | str | None) -> None:
+        """Evaluates ``Choice.tested``, or the baselines and what was made again, on the test period; exports."""
+        names = choice.tested if final is road else list(dict.fromkeys([*final.baselines, choice.name]))
         out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
-        shared: dict[str, Any] = {"baseline_cache": road.root / fit_road.BASELINES}
+        shared: dict[str, Any] = {"baseline_cache": final.root / fit_road.BASELINES}
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        ks = [min(self.k, road.data.num_items)]
-        road.step(Evaluate(road.data, paths, out=out, ks=ks, **how, **shared), out)
-        road.step(Export(road.path_of(choice.name), out=bundle, prepared=road.data, evaluation=out, **shared), bundle)
+        data, ks = final.data, [min(self.k, final.data.num_items)]
+        final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared), out)
+        final.step(Export(final.path_of(choice.name), out=bundle, prepared=data, evaluation=out, **shared), bundle)
 
-    def _facts(self, road: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
+    def _facts(self, road: Road, final: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
         tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
         wanted = [criterion, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
         rows = []
@@ -305,7 +332,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
             rows.append({**as_json(row), "temperature": _temperature(road.run_of(row.name)), "test": test})
-        shipped = road.run_of(choice.name)
+        shipped = final.run_of(choice.name)
         advice = [
             *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
             *choice.advice,
@@ -355,6 +382,13 @@ def _understood(found: Inspection) -> list[str]:
     return [*said, *found.doubts]
 
 
+def _changed(one: Any, other: Any) -> str:
+    """The options of ``other`` that differ from those of ``one``."""
+    before = asdict(one)
+    differing = [(name, value, before[name]) for name, value in asdict(other).items() if value != before[name]]
+    return ", ".join(f"{name} {value:g} instead of {old:g}" for name, value, old in differing)
+
+
 def decision_report(facts: Mapping[str, Any]) -> str:
     """The report of a fit: the answer and a picture first, then the leaderboard and the commands.
 
@@ -397,7 +431,7 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
     rows = []
     for row in facts["leaderboard"]:
         behind = row["behind"]
-        apart = Cell("-" if not behind else f"{behind:.4f}", f"± {row['behind_half_width']:.4f}" if behind else "")
+        apart = _measured({"mean": behind or None, "half_width": row["behind_half_width"]})
         warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
         value = _measured({"mean": row["value"], "half_width": row["half_width"]})
         cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
@@ -530,7 +564,7 @@ def _leading_recipe(road: Road) -> str | None:
     """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
     trained, failed = road.plan.recipes, road.plan.failed
     for row in leaderboard(road.measured, road.criterion):
-        recipe = row.name.removeprefix("tilted-")
+        recipe = row.name.removeprefix(fit_road.TILTED)
         if recipe in trained:
             # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
             by_reward = recipe == fit_road.PRETRAIN and fit_road.MPO in trained and fit_road.MPO not in failed

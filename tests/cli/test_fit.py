@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
@@ -23,13 +24,14 @@ from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
 from recpo.evaluation.decision import criterion_of
-from recpo.log.inspection import inspect_log
+from recpo.log.inspection import LogCounts, inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
+from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of
 from recpo.verbs import fit as fit_verb, fit_road
-from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions
+from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
@@ -161,6 +163,88 @@ def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
     assert {"popularity", "implicit_als", "pretrain"} <= set(decision.to_pandas()["name"])
     assert not (tmp_path / "fit" / "factors").exists()
     assert decision.facts["oracle"] is None
+
+
+@pytest.mark.slow
+def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted):
+    decision = recpo.load(fitted)
+    data = [Prepared.open(fitted / place / "prepared").manifest for place in (".", "final")]
+    days = [one["config"]["split"]["init_args"]["valid_days"] for one in data]
+    assert days == [3, 1]
+    assert any("valid_days 3 instead of 1" in text for text in decision.facts["understood"])
+    events = [one["counts"]["splits"] for one in data]
+    assert events[1]["train"]["targets"] > events[0]["train"]["targets"]
+    assert events[1]["test"]["targets"] == events[0]["test"]["targets"]
+    assert f" --prepared {fitted}/final/prepared " in decision.commands[-1]  # of the export
+    tested = {row["name"] for row in decision.facts["leaderboard"] if row["test"]}
+    baselines = {row["name"] for row in decision.facts["leaderboard"] if row["is_baseline"]}
+    assert tested == baselines | {decision.chosen}
+
+
+@pytest.mark.slow
+def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(demo, tmp_path):
+    found = inspect_log([str(demo.log / "log")])
+    data = recpo.prepare(**{**preparation_of(found), "split": LeaveLastOut()}, out=tmp_path / "prepared")
+    decision = recpo.fit(data, tmp_path / "fit", minutes=MINUTES)
+    assert decision.facts["criterion"]["metric"] == "NDCG@10"
+    names = set(decision.to_pandas()["name"])
+    assert {"factors", "pretrain", "mpo"} <= names
+    assert not any(name.startswith("tilted-") for name in names)
+    assert not (tmp_path / "fit" / "final").exists()  # data that were prepared before keep their split
+
+
+def counts(events, days):
+    return LogCounts(events, users=100, items=100, requests=events, events_per_user=9, days=days)
+
+
+@pytest.mark.parametrize(
+    ("split", "events", "days", "changed"),
+    [
+        (TemporalSplit(), 200_000, 14.0, {}),
+        (TemporalSplit(), 60_000, 14.0, {"valid_days": 3}),  # 10,000 events
+        (TemporalSplit(), 20_000, 14.0, {"valid_days": 4}),  # a quarter
+        (TemporalSplit(valid_days=5), 20_000, 14.0, {}),
+        (TemporalSplit(), 300, 3.0, {}),
+        (LeaveLastOut(), 6_960, None, {}),
+        (LeaveLastOut(valid_share=0.1, test_share=0.1), 6_960, None, {"valid_share": 0.25}),
+        (LeaveLastOut(valid_share=0.1, test_share=0.1), 60_000, None, {"valid_share": 0.167}),
+        (LeaveLastOut(valid_share=0.1, test_share=0.1), 100_000, None, {}),
+    ],
+)
+def test_what_decides_has_enough_events_or_a_quarter_of_the_log(split, events, days, changed):
+    assert deciding_split(split, counts(events, days)) == replace(split, **changed)
+
+
+def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): done.append((out, options)))
+    monkeypatch.setattr(Road, "factorize", lambda self: done.append((self.root / "factors", {})))
+    road = road_of(prepared, tmp_path)
+    for name, changed in {"pretrain": {}, "mpo": {}, "mpo-1": {"optimizer.init_args.lr": 0.02}}.items():
+        road.train(name, RECIPES[name.partition("-")[0]], changed)
+    done.clear()
+    final = road.again(Prepared.open(prepared))
+    assert final.remake("mpo-1")
+    made = {str(out.relative_to(tmp_path)): options for out, options in done}
+    assert list(made) == ["final/runs/pretrain", "final/factors", "final/runs/mpo-1"]
+    assert made["final/runs/mpo-1"]["optimizer.init_args.lr"] == 0.02
+    assert made["final/runs/mpo-1"]["init_from"] == tmp_path / "final" / "runs" / "pretrain"
+    assert made["final/runs/mpo-1"]["reward.init_args.factors"] == tmp_path / "final" / "factors"
+    assert final.remake("popularity")
+
+
+def test_what_collapses_when_it_is_made_again_is_no_contender_that_is_left_out(prepared, tmp_path, monkeypatch):
+    road = road_of(prepared, tmp_path)
+    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): None)
+    assert road.train("pretrain", RECIPES["pretrain"])
+
+    def collapse(self, out, files, options, callbacks=()):
+        raise RecpoError("the policy has collapsed: entropy fell", code="diverged")
+
+    monkeypatch.setattr(Road, "_train", collapse)
+    assert not road.again(Prepared.open(prepared)).remake("pretrain")
+    assert road.plan.failed == {"final/pretrain": "the policy has collapsed: entropy fell"}
+    assert Plan.open(tmp_path).failed == road.plan.failed
 
 
 def test_a_log_with_an_open_question_is_refused_and_nothing_is_left(tmp_path):

@@ -170,6 +170,12 @@ def test_what_it_recognizes(log, tmp_path, capfd):
     assert (found.counts.events, found.counts.users, found.counts.items) == (600, USERS, ITEMS)
 
 
+@pytest.mark.parametrize(("log", "shares"), [(listens, {"valid_share": 0.1, "test_share": 0.1}), (sequences, {})])
+def test_without_days_a_share_of_graded_events_is_held_out_and_else_the_last_event(log, shares, tmp_path):
+    split = recpo.init(log(tmp_path), tmp_path / "out").split
+    assert (split.class_name, split.init_args) == ("LeaveLastOut", shares)
+
+
 def test_tables_of_items_and_users_are_told_from_the_log(tmp_path):
     found = recpo.init(kuairand(tmp_path), tmp_path / "out")
     assert [file.name for file in found.sample.files] == ["log_standard.csv"]

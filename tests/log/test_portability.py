@@ -87,7 +87,7 @@ def test_the_pipeline_compiles_for_spark():
     events = unbound(standardize(log("int64"), PRESETS["plain"], 86_400.0, EventColumns()), "standard")
     split = TemporalSplit()
     boundaries = split.boundaries(1_700_000_000_000, 1_700_000_000_000 + 9 * DAY_MS, True)
-    assert compiles(split.assign(events, boundaries), LeaveLastOut().assign(events, {}))
+    assert compiles(split.assign(events, boundaries), LeaveLastOut(valid_share=0.2).assign(events, {}))
     events = unbound(split.assign(events, boundaries), "events")
     items, users = item_indices(events, "train", 1), user_indices(events, 0)
     assert compiles(items, users)

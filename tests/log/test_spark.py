@@ -170,7 +170,7 @@ def test_a_standalone_cluster_of_two_workers_prepares_files_of_several_kinds_to_
 @pytest.mark.slow
 def test_a_hostile_log_with_features_gives_the_same_bytes(spark, tmp_path):
     log = hostile_log()
-    choice = {"features": COLUMNS, "behaviors": BEHAVIORS, "split": LeaveLastOut(min_history=2), "min_user_events": 2}
+    choice = {"features": COLUMNS, "behaviors": BEHAVIORS, "split": LeaveLastOut(2, 0.2, 0.1), "min_user_events": 2}
     choice |= {"label": WatchQuantiles(min_history=3, smoothing=2.5, duration_exponent=0.7)}
     choice |= {"rows_per_shard": 80, "max_context": 7}
     items, users = item_rows(ids=log["item_id"].unique().to_pylist()), user_rows()

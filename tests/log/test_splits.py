@@ -66,6 +66,8 @@ def test_explicit_boundaries():
         (lambda: TemporalSplit(timezone="Mars/Olympus"), True, "unknown_name", "timezone"),
         (lambda: TemporalSplit(), False, "conflicting_options", "time_unit"),
         (lambda: LeaveLastOut(min_history=-1), True, "out_of_range", "min_history"),
+        (lambda: LeaveLastOut(valid_share=-0.1), True, "out_of_range", "valid_share"),
+        (lambda: LeaveLastOut(valid_share=0.5, test_share=0.5), True, "out_of_range", "valid_share"),
     ],
 )
 def test_what_cannot_be_split_is_reported(split, has_clock, code, field):
@@ -81,3 +83,12 @@ def test_leave_last_out_by_the_stated_order(engine):
     assert periods(engine, LeaveLastOut(), table) == [0, 2, 1, 0, 0, 0]
     assert periods(engine, LeaveLastOut(min_history=0), table) == [0, 2, 1, 1, 2, 0]
     assert periods(engine, LeaveLastOut(min_history=2), table) == [0, 0, 0, 0, 0, 0]
+
+
+def test_shares_are_rounded_down_and_hold_out_at_least_one_event(engine):
+    users = ["a"] * 10 + ["b"] * 3 + ["c"] * 2
+    table = events(users, list(range(len(users))))
+    split = LeaveLastOut(valid_share=0.25, test_share=0.1)  # of a, 2 and 1; of b, 1 and 1; c is too short
+    assert periods(engine, split, table) == [*[0] * 7, 1, 1, 2, 0, 1, 2, 0, 0]
+    longer = LeaveLastOut(min_history=2, valid_share=0.25, test_share=0.1)
+    assert periods(engine, longer, table) == [*[0] * 7, 1, 1, 2, 0, 0, 0, 0, 0]
