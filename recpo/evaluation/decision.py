@@ -24,7 +24,7 @@ CRITERIA: Final = {
     "NDCG": "how high the lists have what users chose: the period has too few exposures that they did not like",
 }
 _LEAST_USERS: Final = 30
-#: Which of the policies that ``AUC_mixed`` cannot tell apart ranks what a user was shown best.
+#: How well policies that ``AUC_mixed`` cannot tell apart rank what a user was shown.
 _ORDER: Final = "AUC_other"
 
 
@@ -128,16 +128,23 @@ def leaderboard(measured: Sequence[Evaluated], criterion: str) -> tuple[Standing
     return tuple(rows)
 
 
-def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
+def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the number of policies
     (``adjusted_p_values``), is at most 5 %. In this difference, users weigh by the precision of their AUC
     (``auc_precision``): a user with one pair of items says much less than one with fifty.
 
-    Of several such policies, the best one ships. By ``AUC_mixed``, it is the one with the highest ``AUC_other`` of
-    those within one standard error of the best one, by the paired difference: ``AUC_mixed`` also rewards what was
-    likely to be shown, so of policies that it cannot tell apart it would take the one that is most like the log.
+    Of several such policies, the best one ships. ``AUC_mixed`` also rewards what was likely to be shown, so of policies
+    that it cannot tell apart it would take the one that is most like the log. So those within one standard error of the
+    best one, by the paired difference, are compared by ``AUC_other``, and those that it cannot tell apart either by
+    ``NDCG@k``: an AUC weighs all ranks alike, and where items have few events, policies with the same AUC can have
+    lists of very different value.
+
+    Args:
+        measured: the contenders on the same users.
+        criterion: of ``criterion_of``.
+        k: length of the lists.
 
     Raises:
         RecpoError: there is no baseline.
@@ -156,14 +163,17 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
     sure = [row for row in policies if p_values[row.name] <= LEVEL]
-    near = _near(sure or policies, by_name, criterion)
-    best = max(near, key=lambda name: by_name[name].result.estimate(_ORDER).mean) if len(near) > 1 else near[0]
+    near = [row.name for row in sure or policies]
+    near = _alike(near, by_name, criterion) if criterion == CRITERION else near[:1]
+    nearest = _alike(near, by_name, _ORDER) if len(near) > 1 else near
+    best = max(nearest, key=lambda name: by_name[name].result.estimate(f"NDCG@{k}").mean) if nearest[1:] else nearest[0]
     gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"
     known += f" (p = {p_value:.2g}"
     known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
-    why = f", which of {len(near)} that are as good ranks the exposures of a user best," if len(near) > 1 else ""
+    does = "has the best lists" if len(nearest) > 1 else "ranks the exposures of a user best"
+    why = f", which of {len(near)} that are as good {does}," if len(near) > 1 else ""
     if sure:
         reason = f"{best}{why} beats the strongest baseline, {strongest}, by {known}"
     else:
@@ -172,13 +182,12 @@ def choose(measured: Sequence[Evaluated], criterion: str) -> Choice:
     return Choice(best if sure else strongest, leader, strongest, best, gain, p_value, reason, standings)
 
 
-def _near(policies: Sequence[Standing], by_name: Mapping[str, Evaluated], criterion: str) -> list[str]:
-    """The best policy, and those that ``AUC_mixed`` cannot tell from it, by one standard error of the difference."""
-    best = by_name[policies[0].name].result
-    if criterion != CRITERION:
-        return [policies[0].name]
-    behind = {row.name: best.difference(by_name[row.name].result, criterion) for row in policies[1:]}
-    return [policies[0].name, *(name for name, one in behind.items() if one.mean <= one.half_width / Z95)]
+def _alike(names: Sequence[str], by_name: Mapping[str, Evaluated], metric: str) -> list[str]:
+    """The best contender by a metric, and those within one standard error of the paired difference to it."""
+    results = {name: by_name[name].result for name in names}
+    best = max(names, key=lambda name: _known(results[name].estimate(metric).mean))
+    behind = {name: results[best].difference(results[name], metric) for name in names}
+    return [name for name, one in behind.items() if name == best or one.mean <= one.half_width / Z95]
 
 
 def _known(value: float) -> float:

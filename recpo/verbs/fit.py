@@ -164,7 +164,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             names = self._contenders(road, twice=again is not None)
             measured = [road.measure(name) for name in names]
             criterion = road.criterion
-            choice = choose(measured, criterion)
+            choice = choose(measured, criterion, min(self.k, road.data.num_items))
             road.say(choice.reason)
             final = road if again is None else self._again(road, again, choice.name)
             self._finish(road, final, choice, truth)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from scipy.stats import norm
 
+from recpo.evaluation import decision
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.decision import choose, criterion_of, leaderboard
+from recpo.evaluation.decision import criterion_of, leaderboard
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import adjusted_p_values
 from tests.refusals import refused
 
 USERS = 400
+choose = partial(decision.choose, k=10)
 
 
 def measured(name, values, *, baseline=False, metric="AUC_mixed", **others):
-    per_user = {metric: values, "AUC_other": values, **others}
+    per_user = {metric: values, "AUC_other": values, "NDCG@10": values, **others}
     result = RankingResult(torch.arange(len(values)), per_user, {}, {}, {}, {})
     kind = "baseline" if baseline else "run"
     return Evaluated(name, kind, result)
@@ -83,6 +86,16 @@ def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
     lists = [measured(one.name, one.result.per_user["AUC_mixed"], metric="NDCG@10") for one in (log, taste)]
     best = measured("als", noisy(0.6, 1), baseline=True, metric="NDCG@10")
     assert choose([best, *lists], "NDCG@10").name == found.leader
+
+
+def test_of_policies_with_the_same_auc_the_one_with_the_best_lists_ships():
+    als, shared, apart = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1), torch.linspace(-0.1, 0.1, USERS)
+    tail = measured("tail", shared + 0.002, **{"NDCG@10": noisy(0.03, 3)})
+    head = measured("head", shared + apart, **{"NDCG@10": noisy(0.08, 3)})  # 0.7 standard errors behind by both AUCs
+    log = measured("log", shared + apart, AUC_other=noisy(0.6, 4), **{"NDCG@10": noisy(0.2, 3)})
+    found = choose([als, tail, head, log], "AUC_mixed")
+    assert (found.leader, found.name) == ("tail", "head")
+    assert found.reason.startswith("head, which of 3 that are as good has the best lists, beats")
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():
