@@ -275,16 +275,10 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             twice: whether what ships is made again.
         """
         names: list[str] = list(road.baselines)
-        wanted, spare = [fit_road.PRETRAIN], [fit_road.GSPO] if road.graded else []
-        counts = road.data.feedback_counts["train"]
         if road.graded:
             road.factorize()
             names.append(fit_road.FACTORS)
-            wanted.append(fit_road.MPO)
-            if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
-                wanted.append(fit_road.MPO_MODEL)
-        if counts["disliked"] or counts["skipped"]:
-            wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
+        wanted, spare = self._recipes(road)
         for name in names:
             road.measure(name)
         is_tilted = road.graded and road.has_pairs
@@ -304,6 +298,21 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         if is_tilted and found:
             names += self._tilted(road, max(found, key=road.value))
         return names
+
+    @staticmethod
+    def _recipes(road: Road) -> tuple[list[str], list[str]]:
+        """What the feedback allows to train, the most promising first, and what is trained if there is time for all."""
+        wanted = [fit_road.PRETRAIN]
+        counts = road.data.feedback_counts["train"]
+        if road.graded:
+            wanted.append(fit_road.MPO)
+            if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
+                wanted.append(fit_road.MPO_MODEL)
+        if counts["disliked"] or counts["skipped"]:
+            wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
+        if len(wanted) == 1:  # positives alone
+            return wanted, [fit_road.PRETRAIN_RANKING]
+        return wanted, [fit_road.GSPO] if road.graded else []
 
     @staticmethod
     def _tilted(road: Road, base: str) -> list[str]:
@@ -469,12 +478,17 @@ class Dimension(NamedTuple):
     choices: tuple[float | int, ...] = ()
 
 
-#: What is searched of every recipe. Defaults are those of its configuration.
+#: What is searched of every recipe. Defaults are those of its configuration; those that follow from the log go before.
 SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
     fit_road.PRETRAIN: (
         Dimension("optimizer.init_args.lr", 0.001, 0.0003, 0.005),
         Dimension("policy.init_args.dropout", 0.2, choices=(0.0, 0.1, 0.2, 0.35, 0.5)),
         Dimension("policy.init_args.dim", 64, choices=(32, 64, 128)),
+    ),
+    fit_road.PRETRAIN_RANKING: (
+        Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
+        Dimension("policy.init_args.dropout", 0.5, 0.05, 0.7),
+        Dimension("policy.init_args.dim", 128, choices=(64, 128, 256)),
     ),
     fit_road.MPO: (
         Dimension("objective.init_args.temperature", 0.035, 0.0125, 0.1),
@@ -530,11 +544,15 @@ def search(road: Road, reserve: float) -> list[str]:
     sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     log_scale, choice = optuna.distributions.FloatDistribution, optuna.distributions.CategoricalDistribution
+    recipe = fit_road.RECIPES[leading]
+    known = road.options_of(recipe)
+    defaults = {one.option: known.get(one.option, one.default) for one in SPACES[leading]}
     space: dict[str, Any] = {
-        one.option: choice(one.choices) if one.choices else log_scale(one.low, one.high, log=True)
+        one.option: choice(sorted({*one.choices, defaults[one.option]}))
+        if one.choices
+        else log_scale(one.low, one.high, log=True)
         for one in SPACES[leading]
     }
-    defaults = {one.option: one.default for one in SPACES[leading]}
     study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
     found: list[str] = []
     number = 0
@@ -549,7 +567,7 @@ def search(road: Road, reserve: float) -> list[str]:
         name = f"{leading}-{number}"
         values = trial.params.items()
         changed = {key: float(f"{one:.{_DIGITS}g}") if isinstance(one, float) else one for key, one in values}
-        if road.train(name, fit_road.RECIPES[leading], changed):
+        if road.train(name, recipe, changed):
             study.tell(trial, _value(road, name))
             found.append(name)
         else:

@@ -55,6 +55,8 @@ RUNS: Final = "runs"
 FINAL: Final = "final"
 #: Recipes, by the names of their runs.
 PRETRAIN: Final = "pretrain"
+#: Pre-training as an end in itself, for logs of positives alone: wider, and for longer.
+PRETRAIN_RANKING: Final = "pretrain_ranking"
 MPO: Final = "mpo"
 GBPO: Final = "gbpo"
 VALUE_DPO: Final = "value_dpo"
@@ -150,6 +152,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     ),
     GSPO: Recipe(("on_policy", "gspo"), "mpo", PRETRAIN, FACTORS),
     REWARD_MODEL: Recipe(("features_reward_model",), None),
+    PRETRAIN_RANKING: Recipe(("published_catalog",), "ranking", changed={"optimizer.init_args.lr": 0.002}),
 }
 
 
@@ -299,7 +302,7 @@ class Road:
         if self._key(name) in self.plan.failed or (recipe.after and self._key(recipe.after) in self.plan.failed):
             return False
         out, files = self.root / RUNS / name, self._files(recipe)
-        options = {**self._options(recipe), **self._sized(recipe), **(changed or {})}
+        options = {**self.options_of(recipe), **(changed or {})}
         flags = [("config", file) for file in files] + [*options.items(), ("out", out)]
         words = ["train", *(word for name, value in flags for word in (f"--{name}", value))]
         if (out / Run.FINISHED).exists():
@@ -481,7 +484,7 @@ class Road:
         """Predicted seconds of every recipe at its full length; a step that is not timed costs one of pre-training."""
         probes, seconds = self.root / "probe", {}
         shutil.rmtree(probes, ignore_errors=True)
-        for name in (PRETRAIN, MPO, MPO_MODEL):
+        for name in (PRETRAIN, PRETRAIN_RANKING, MPO, MPO_MODEL):
             if name in wanted:
                 clock, recipe = _Clock(), RECIPES[name]
                 options = {**self._options(recipe, start=probes / PRETRAIN), **self._sized(recipe, 1.0)}
@@ -494,17 +497,18 @@ class Road:
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
         shared, counts = seconds[PRETRAIN], counts_of(self.data)
-        return {
-            name: _OVERHEAD * seconds.get(name, shared) * sizes_of(RECIPES[name].sizes or "gbpo", counts).steps
-            for name in wanted
-        }
+        return {name: _OVERHEAD * seconds.get(name, shared) * _full_length(RECIPES[name], counts) for name in wanted}
 
     def _files(self, recipe: Recipe) -> list[Path]:
         """The configurations; where the data have features of the items, pre-training reads them."""
         names = list(recipe.configs)
-        if PRETRAIN in recipe.configs and self.data.feature_schema.item:
+        if recipe.after is None and recipe.sizes is not None and self.data.feature_schema.item:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
+
+    def options_of(self, recipe: Recipe) -> dict[str, Any]:
+        """The options of a recipe that differ from its configurations, by dotted name."""
+        return {**self._options(recipe), **self._sized(recipe)}
 
     def _options(self, recipe: Recipe, start: Path | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
@@ -529,21 +533,32 @@ class Road:
         """The options that follow from the size of the log and the budget."""
         if recipe.sizes is None:
             return {}
-        sizes = sizes_of(recipe.sizes, counts_of(self.data))
+        counts = counts_of(self.data)
+        sizes = sizes_of(recipe.sizes, counts)
         share = (self.plan.effort or 1.0) if effort is None else effort
         options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
         if recipe.after is None:
             options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
+        if recipe.sizes == "ranking":
+            options |= {"policy.init_args.layers": sizes.layers, "policy.init_args.dropout": sizes.dropout}
+            options |= {"weight_averaging.decay": sizes.averaging_decay, "patience": sizes.patience}
+        elif recipe.after is None:
             options["policy.init_args.attention_length"] = sizes.history_length
         longest = sizes.max_history if recipe.sizes == "mpo" else sizes.history_length
         options["data.layout.init_args.history_length"] = longest
-        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * sizes.steps))
+        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * _full_length(recipe, counts)))
         return options if most is None else {**options, "trainer.max_steps": most}
 
     def _train(
         self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()
     ) -> None:
         continued(out, config=list(files), callbacks=callbacks, progress=self.options.progress, **options)
+
+
+def _full_length(recipe: Recipe, counts: LogCounts) -> int:
+    """Optimizer steps of a recipe; one with patience stops after about half of its epochs."""
+    steps = sizes_of(recipe.sizes or "gbpo", counts).steps
+    return steps // 2 if recipe.sizes == "ranking" else steps
 
 
 def _memory() -> int:

@@ -27,9 +27,10 @@ from recpo.evaluation.decision import criterion_of
 from recpo.log.inspection import LogCounts, inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
+from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.training.configuration import parse_arguments
-from recpo.training.sizes import counts_of
+from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit as fit_verb, fit_road
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
@@ -359,6 +360,42 @@ def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monke
     road = road_of(prepared, tmp_path)
     assert fit_verb.search(road, reserve=0.0) == []
     assert "recpo[search]" in road.plan.failed["the search"]
+
+
+def positives(tmp_path):
+    """A road on a log that says nothing of how good its events were."""
+    log = tmp_path / "log.parquet"
+    pd.DataFrame(EVENTS).to_parquet(log)
+    recpo.prepare(log, tmp_path / "prepared", label=EveryEvent())
+    return road_of(tmp_path / "prepared", tmp_path)
+
+
+def test_positives_alone_are_also_trained_on_as_the_published_tables_are(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): asked.append((files, options)))
+    road = positives(tmp_path)
+    road.plan.effort = 0.5
+    assert road.train("pretrain_ranking", RECIPES["pretrain_ranking"])
+    (((file,), options),) = asked
+    assert file.stem == "published_catalog"
+    sizes = sizes_of("ranking", counts_of(road.data))
+    assert options["policy.init_args.layers"] == sizes.layers
+    assert options["policy.init_args.dropout"] == sizes.dropout
+    assert (options["patience"], options["weight_averaging.decay"]) == (sizes.patience, sizes.averaging_decay)
+    assert options["trainer.max_steps"] == max(20, sizes.steps // 4)  # half of half: patience ends most trainings
+    parse_arguments(shlex.split(road.plan.steps[-1]["command"])[2:])
+
+
+@pytest.mark.parametrize("leading", ["pretrain", "pretrain_ranking"])
+def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, monkeypatch, leading):
+    tried = []
+    monkeypatch.setattr(Road, "train", lambda self, name, recipe, changed: not tried.append((name, changed)))
+    monkeypatch.setattr(fit_verb, "_leading_recipe", lambda road: leading)
+    monkeypatch.setattr(fit_verb, "_value", lambda road, name: 0.5)
+    road = positives(tmp_path)
+    road.plan.trials = 2
+    assert fit_verb.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
+    assert [set(changed) for _, changed in tried] == [{one.option for one in fit_verb.SPACES[leading]}] * 2
 
 
 @pytest.mark.slow
