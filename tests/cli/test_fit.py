@@ -31,7 +31,7 @@ from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
-from recpo.verbs import fit as fit_verb, fit_road
+from recpo.verbs import fit_road, fit_search
 from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
@@ -356,9 +356,9 @@ def test_prepare_yaml_and_the_preparation_in_python_are_the_same(more, tmp_path)
 
 def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.setattr(fit_verb, "_leading_recipe", lambda road: "mpo")
+    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: "mpo")
     road = road_of(prepared, tmp_path)
-    assert fit_verb.search(road, reserve=0.0) == []
+    assert fit_search.search(road, reserve=0.0) == []
     assert "recpo[search]" in road.plan.failed["the search"]
 
 
@@ -390,12 +390,12 @@ def test_positives_alone_are_also_trained_on_as_the_published_tables_are(tmp_pat
 def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, monkeypatch, leading):
     tried = []
     monkeypatch.setattr(Road, "train", lambda self, name, recipe, changed: not tried.append((name, changed)))
-    monkeypatch.setattr(fit_verb, "_leading_recipe", lambda road: leading)
-    monkeypatch.setattr(fit_verb, "_value", lambda road, name: 0.5)
+    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: leading)
+    monkeypatch.setattr(fit_search, "_value", lambda road, name: 0.5)
     road = positives(tmp_path)
     road.plan.trials = 2
-    assert fit_verb.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
-    assert [set(changed) for _, changed in tried] == [{one.option for one in fit_verb.SPACES[leading]}] * 2
+    assert fit_search.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
+    assert [set(changed) for _, changed in tried] == [{one.option for one in fit_search.SPACES[leading]}] * 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,142 @@
+"""The search of ``fit``: variants of the leading recipe, in what is left of the budget."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from recpo.evaluation.decision import leaderboard
+from recpo.verbs import fit_road
+from recpo.verbs.fit_road import Road
+
+_SEARCH: Final = "the search"
+_MOST_TRIALS: Final = 20
+_STARTUP_TRIALS: Final = 4  # drawn at random before the sampler has a model
+_DIGITS: Final = 3
+
+
+class Dimension(NamedTuple):
+    """An option that is searched on a logarithmic scale between two values, or among choices; and its default."""
+
+    option: str
+    default: float | int
+    low: float = math.nan
+    high: float = math.nan
+    choices: tuple[float | int, ...] = ()
+
+
+#: What is searched of every recipe. Defaults are those of its configuration; those that follow from the log go before.
+SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
+    fit_road.PRETRAIN: (
+        Dimension("optimizer.init_args.lr", 0.001, 0.0003, 0.005),
+        Dimension("policy.init_args.dropout", 0.2, choices=(0.0, 0.1, 0.2, 0.35, 0.5)),
+        Dimension("policy.init_args.dim", 64, choices=(32, 64, 128)),
+    ),
+    fit_road.PRETRAIN_RANKING: (
+        Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
+        Dimension("policy.init_args.dropout", 0.5, 0.05, 0.7),
+        Dimension("policy.init_args.dim", 128, choices=(64, 128, 256)),
+    ),
+    fit_road.MPO: (
+        Dimension("objective.init_args.temperature", 0.035, 0.0125, 0.1),
+        Dimension("reward.init_args.lower_bound", 1.0, choices=(0.0, 0.5, 1.0, 2.0)),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    fit_road.MPO_MODEL: (
+        Dimension("objective.init_args.temperature", 0.05, 0.02, 0.3),
+        Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
+    ),
+    fit_road.GSPO: (
+        Dimension("optimizer.init_args.lr", 0.003, 0.001, 0.01),
+        Dimension("objective.init_args.kl_coef", 0.5, 0.1, 1.0),
+    ),
+    fit_road.GBPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+    fit_road.VALUE_DPO_LIKELIHOOD: (
+        Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
+        Dimension("objective.init_args.beta", 0.1, 0.03, 0.5),
+        Dimension("objective.init_args.nll_coef", 0.1, 0.03, 0.5),
+    ),
+    fit_road.VALUE_DPO: (
+        Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
+        Dimension("objective.init_args.beta", 0.3, 0.03, 1.0),
+        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+    ),
+}
+
+
+def search(road: Road, reserve: float) -> list[str]:
+    """Trains variants of the leading recipe while the budget lasts; returns their names.
+
+    The sampler is Optuna's tree-structured Parzen estimator with the seed of the fit, so one seed and one number of
+    trials give the same trials. Without Optuna (``pip install recpo[search]``) nothing is searched, which is said.
+
+    Args:
+        road: the steps so far.
+        reserve: seconds to keep for what follows.
+    """
+    leading = _leading_recipe(road)
+    if road.plan.trials == 0 or leading is None:
+        return []
+    try:
+        import optuna
+    except ImportError:
+        road.plan.failed[_SEARCH] = "Optuna is not installed (pip install 'recpo[search]')"
+        road.say(f"no search: {road.plan.failed[_SEARCH]}")
+        return []
+    road.plan.failed.pop(_SEARCH, None)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    log_scale, choice = optuna.distributions.FloatDistribution, optuna.distributions.CategoricalDistribution
+    recipe = fit_road.RECIPES[leading]
+    known = road.options_of(recipe)
+    defaults = {one.option: known.get(one.option, one.default) for one in SPACES[leading]}
+    space: dict[str, Any] = {
+        one.option: choice(sorted({*one.choices, defaults[one.option]}))
+        if one.choices
+        else log_scale(one.low, one.high, log=True)
+        for one in SPACES[leading]
+    }
+    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
+    found: list[str] = []
+    number = 0
+    longest = max(
+        (step["seconds"] for step in road.plan.steps if f"/{leading}" in step["command"].split()[-1]), default=0.0
+    )
+    while number < (_MOST_TRIALS if road.plan.trials is None else road.plan.trials):
+        if road.plan.trials is None and road.left - reserve < 1.2 * longest:
+            break
+        number += 1
+        began, trial = time.monotonic(), study.ask(space)
+        name = f"{leading}-{number}"
+        values = trial.params.items()
+        changed = {key: float(f"{one:.{_DIGITS}g}") if isinstance(one, float) else one for key, one in values}
+        if road.train(name, recipe, changed):
+            study.tell(trial, _value(road, name))
+            found.append(name)
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        longest = max(longest, time.monotonic() - began)
+    road.plan.trials = number
+    road.save()
+    return found
+
+
+def _leading_recipe(road: Road) -> str | None:
+    """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
+    trained, failed = road.plan.recipes, road.plan.failed
+    for row in leaderboard(road.measured, road.criterion):
+        recipe = row.name.removeprefix(fit_road.TILTED)
+        if recipe in trained:
+            # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
+            by_reward = recipe == fit_road.PRETRAIN and fit_road.MPO in trained and fit_road.MPO not in failed
+            return fit_road.MPO if by_reward else recipe
+    return None
+
+
+def _value(road: Road, name: str) -> float:
+    value = road.value(name)
+    return value if math.isfinite(value) else 0.0
