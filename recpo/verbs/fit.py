@@ -30,9 +30,10 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
-from recpo.verbs import fit_road
+from recpo.verbs import fit_recipes, fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
+from recpo.verbs.fit_recipes import Recipes, recipes_of
 from recpo.verbs.fit_road import Road, RoadOptions, deciding_split
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
@@ -272,21 +273,21 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         names: list[str] = list(road.baselines)
         if road.graded:
             road.factorize()
-            names.append(fit_road.FACTORS)
-        wanted, spare = self._recipes(road)
+            names.append(fit_recipes.FACTORS)
+        recipes = self._recipes(road)
         for name in names:
             road.measure(name)
         is_tilted = road.graded and road.has_pairs
         if is_tilted:  # who chose what, and the grades
             names += self._tilted(road, _IMPLICIT)
         road.show_list()
-        road.decide_effort(wanted, spare, twice)
+        road.decide_effort(recipes, twice)
         for name in road.plan.recipes:
-            if not road.train(name, fit_road.RECIPES[name]):
+            if not road.train(name, fit_recipes.RECIPES[name]):
                 continue
             road.measure(name)
             names.append(name)
-            if is_tilted and name in (fit_road.PRETRAIN, fit_road.MPO, fit_road.MPO_MODEL):
+            if is_tilted and name in (fit_recipes.PRETRAIN, fit_recipes.MPO, fit_recipes.MPO_MODEL):
                 names += self._tilted(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
         names += found
@@ -295,19 +296,21 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return names
 
     @staticmethod
-    def _recipes(road: Road) -> tuple[list[str], list[str]]:
-        """What the feedback allows to train, the most promising first, and what is trained if there is time for all."""
-        wanted = [fit_road.PRETRAIN]
+    def _recipes(road: Road) -> Sequence[Recipes]:
+        """What the feedback allows to train, the most wanted first."""
+        wanted = [fit_recipes.PRETRAIN]
         counts = road.data.feedback_counts["train"]
         if road.graded:
-            wanted.append(fit_road.MPO)
-            if road.has_features and road.train(fit_road.REWARD_MODEL, fit_road.RECIPES[fit_road.REWARD_MODEL]):
-                wanted.append(fit_road.MPO_MODEL)
+            wanted.append(fit_recipes.MPO)
+            if road.has_features and road.train(
+                fit_recipes.REWARD_MODEL, fit_recipes.RECIPES[fit_recipes.REWARD_MODEL]
+            ):
+                wanted.append(fit_recipes.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
-            wanted += [fit_road.GBPO, fit_road.VALUE_DPO, fit_road.VALUE_DPO_LIKELIHOOD]
-        if len(wanted) == 1:  # positives alone
-            return wanted, [fit_road.PRETRAIN_RANKING]
-        return wanted, [fit_road.GSPO] if road.graded else []
+            wanted += [fit_recipes.GBPO, fit_recipes.VALUE_DPO, fit_recipes.VALUE_DPO_LIKELIHOOD]
+        if len(wanted) == 1:
+            return fit_recipes.POSITIVES
+        return recipes_of(wanted, [fit_recipes.GSPO] if road.graded else [])
 
     @staticmethod
     def _tilted(road: Road, base: str) -> list[str]:

@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from lightning import LightningModule, Trainer
@@ -40,6 +39,17 @@ from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
 from recpo.verbs.contenders import ModelOptions, contenders_of
 from recpo.verbs.factorize import Factorize
+from recpo.verbs.fit_recipes import (
+    FACTORS,
+    MPO,
+    MPO_MODEL,
+    PRETRAIN,
+    PRETRAIN_RANKING,
+    RECIPES,
+    REWARD_MODEL,
+    Recipe,
+    Recipes,
+)
 from recpo.verbs.tilt import Tilt
 from recpo.verbs.tracking import run_tracked
 from recpo.verbs.train import continued
@@ -48,26 +58,12 @@ from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 PLAN: Final = "plan.json"
 #: Directories of a fit.
 PREPARED: Final = "prepared"
-FACTORS: Final = "factors"
 BASELINES: Final = "baselines"
 RUNS: Final = "runs"
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
-#: Recipes, by the names of their runs.
-PRETRAIN: Final = "pretrain"
-#: Pre-training as an end in itself, for logs of positives alone: wider, and for longer.
-PRETRAIN_RANKING: Final = "pretrain_ranking"
-MPO: Final = "mpo"
-GBPO: Final = "gbpo"
-VALUE_DPO: Final = "value_dpo"
-VALUE_DPO_LIKELIHOOD: Final = "value_dpo_likelihood"
-MPO_MODEL: Final = "mpo_reward_model"
-GSPO: Final = "gspo"
 #: In front of the name of what is tilted.
 TILTED: Final = "tilted-"
-#: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
-REWARD_MODEL: Final = "reward_model"
-
 _ENOUGH_EVENTS: Final = 10_000  # of the validation period, to tell contenders apart
 _LARGEST_SHARE: Final = 0.25  # of the log that decides, at most
 _WITH_FEATURES: Final = "features_pretrain"
@@ -75,8 +71,6 @@ _EASE_SHARE: Final = 0.15  # of the budget, at most: it takes the cube of the nu
 _EASE_RATE: Final = 2e10  # operations per second, of one core
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
 _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
-_ENOUGH: Final = 0.5  # a recipe is rather left out than all are trained for less than this share
-_LEAST_RECIPES: Final = 2
 _OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training steps
 _LEAST_STEPS: Final = 20
 _PROBE_STEPS: Final = 12
@@ -115,45 +109,6 @@ class Plan:
     def save(self, root: Path) -> None:
         """Writes ``plan.json``."""
         write_json(root / PLAN, asdict(self))
-
-
-class Recipe(NamedTuple):
-    """How a policy or a reward model is trained.
-
-    Attributes:
-        configs: recpo's own configurations.
-        sizes: the kind of its contexts (``sizes_of``); None = the configuration has its sizes.
-        after: name of the run that it starts from.
-        reward: ``FACTORS`` or ``REWARD_MODEL``, which it trains toward.
-        changed: options that differ from the configurations, by dotted name.
-    """
-
-    configs: tuple[str, ...]
-    sizes: str | None
-    after: str | None = None
-    reward: str | None = None
-    changed: Mapping[str, Any] = MappingProxyType({})
-
-
-RECIPES: Final[Mapping[str, Recipe]] = {
-    PRETRAIN: Recipe(("pretrain",), "pretrain"),
-    MPO: Recipe(("mpo",), "mpo", PRETRAIN, FACTORS),
-    # its probabilities spread farther over the catalog than the grades of a factorization, which are shrunk to their
-    # mean: at the temperature of mpo.yaml, lists leave more of what the log supports (docs/features.md)
-    MPO_MODEL: Recipe(("mpo",), "mpo", PRETRAIN, REWARD_MODEL, {"objective.init_args.temperature": 0.05}),
-    GBPO: Recipe(("gbpo",), "gbpo", PRETRAIN),
-    VALUE_DPO: Recipe(("preference_lists", "value_dpo"), "gbpo", PRETRAIN),
-    # with features, what a list compares also moves items in no list: the likelihood holds them (docs/features.md)
-    VALUE_DPO_LIKELIHOOD: Recipe(
-        ("preference_lists", "value_dpo_kuairand"),
-        "gbpo",
-        PRETRAIN,
-        changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
-    ),
-    GSPO: Recipe(("on_policy", "gspo"), "mpo", PRETRAIN, FACTORS),
-    REWARD_MODEL: Recipe(("features_reward_model",), None),
-    PRETRAIN_RANKING: Recipe(("published_catalog",), "ranking", changed={"optimizer.init_args.lr": 0.002}),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,36 +401,30 @@ class Road:
 
     # the length of training
 
-    def decide_effort(self, wanted: Sequence[str], spare: Sequence[str] = (), twice: bool = False) -> None:
+    def decide_effort(self, choices: Sequence[Recipes], twice: bool = False) -> None:
         """Decides which recipes are trained, and for which share of their recommended steps.
 
-        A few steps of pre-training and MPO are timed. All wanted recipes are trained if half of their steps fit into
-        the budget; else the last ones are left out, down to two, which are then shortened further. Shares are powers
-        of one half, so that small differences in speed decide the same.
+        A few steps of pre-training and MPO are timed. The first recipes are taken of which enough fits into the budget;
+        if there are none, the last ones, shortened. Shares are powers of one half, so that small differences in speed
+        decide the same.
 
         Args:
-            wanted: names of recipes, the most promising first; pre-training is the first.
-            spare: recipes that promise no more than these; they are trained if all fit at their full length.
+            choices: the most wanted first (``recipes_of``).
             twice: whether what ships is trained again: pre-training, and perhaps the longest other one.
         """
         if self.plan.effort is not None:
             return
         self.say("timing a few training steps")
-        named = [*wanted, *spare]
-        costs, budget = self._costs(named), _TRAINING_SHARE * self.left
-
-        def cost(names: Sequence[str]) -> float:
+        named = list(dict.fromkeys(name for one in choices for name in one.names))
+        costs, budget, fitting = self._costs(named), _TRAINING_SHARE * self.left, list[float]()
+        for names, enough in choices:
             again = costs[names[0]] + max((costs[name] for name in names[1:]), default=0.0)
-            return sum(costs[name] for name in names) + twice * again
-
-        wanted = named if cost(named) <= budget else wanted
-        for kept in range(len(wanted), min(_LEAST_RECIPES, len(wanted)) - 1, -1):
-            total = cost(wanted[:kept])
+            total = sum(costs[name] for name in names) + twice * again
             fitting = [effort for effort in _EFFORTS if effort * total <= budget]
-            if fitting and fitting[0] >= _ENOUGH:
+            if fitting and fitting[0] >= enough:
                 break
         self.plan.effort = fitting[0] if fitting else _EFFORTS[-1]
-        self.plan.recipes, self.plan.left_out = named[:kept], named[kept:]
+        self.plan.recipes, self.plan.left_out = list(names), [name for name in named if name not in names]
         self.save()
         told = f"; left out: {', '.join(self.plan.left_out)}" if self.plan.left_out else ""
         self.say(f"training {', '.join(self.plan.recipes)}, each for {self.plan.effort:.3g} of its full length{told}")

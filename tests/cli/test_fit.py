@@ -32,7 +32,8 @@ from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
-from recpo.verbs.fit_road import PLAN, RECIPES, Plan, Road, RoadOptions, deciding_split
+from recpo.verbs.fit_recipes import POSITIVES, RECIPES, recipes_of
+from recpo.verbs.fit_road import PLAN, Plan, Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
@@ -315,7 +316,7 @@ def test_steps_are_timed_also_where_the_policy_of_a_few_steps_collapses(prepared
 
     monkeypatch.setattr(Road, "_train", collapse)
     road = road_of(prepared, tmp_path)
-    road.decide_effort(["pretrain", "mpo", "gbpo"])
+    road.decide_effort(recipes_of(["pretrain", "mpo", "gbpo"]))
     assert road.plan.recipes[:2] == ["pretrain", "mpo"]
     assert not road.plan.failed
 
@@ -433,12 +434,12 @@ def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch)
 def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, monkeypatch, costs, recipes, effort):
     road = road_of(prepared, tmp_path)
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
-    road.decide_effort(list(costs))  # of 60 seconds, 36 are for training
+    road.decide_effort(recipes_of(list(costs)))  # of 60 seconds, 36 are for training
     assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
     assert recipes + road.plan.left_out == list(costs)
     again = road_of(prepared, tmp_path)
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
-    again.decide_effort(list(costs))
+    again.decide_effort(recipes_of(list(costs)))
     assert again.plan.effort == effort
 
 
@@ -498,9 +499,30 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
 def test_what_promises_no_more_is_trained_if_all_fit(prepared, tmp_path, monkeypatch, gspo, recipes):
     road = road_of(prepared, tmp_path)
     monkeypatch.setattr(Road, "_costs", lambda self, wanted: {"pretrain": 10.0, "mpo": 20.0 - 0.1, "gspo": gspo})
-    road.decide_effort(["pretrain", "mpo"], ["gspo"])
+    road.decide_effort(recipes_of(["pretrain", "mpo"], ["gspo"]))
     assert (road.plan.recipes, road.plan.effort) == (recipes, 1.0)
     assert recipes + road.plan.left_out == ["pretrain", "mpo", "gspo"]
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "recipes", "effort"),
+    [
+        (10, 20, ["pretrain_ranking", "pretrain"], 1.0),
+        (20, 50, ["pretrain_ranking", "pretrain"], 0.5),
+        (30, 60, ["pretrain_ranking"], 0.5),
+        (30, 100, ["pretrain"], 1.0),
+        (100, 300, ["pretrain"], 0.25),
+    ],
+)
+def test_positives_alone_are_trained_on_for_long_where_half_of_it_fits(
+    prepared, tmp_path, monkeypatch, short, long, recipes, effort
+):
+    road = road_of(prepared, tmp_path)
+    costs = {"pretrain": short, "pretrain_ranking": long}  # of 60 seconds, 36 are for training
+    monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
+    road.decide_effort(POSITIVES)
+    assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
+    assert {*recipes, *road.plan.left_out} == set(costs)
 
 
 def test_a_plan_survives_its_file(tmp_path):

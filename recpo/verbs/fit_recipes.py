@@ -1,0 +1,88 @@
+"""How ``fit`` trains policies and reward models, and which of them it wants most."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+#: Directory of the reward model that is a factorization.
+FACTORS: Final = "factors"
+#: Recipes, by the names of their runs.
+PRETRAIN: Final = "pretrain"
+#: Pre-training as an end in itself, for logs of positives alone: wider, and for longer.
+PRETRAIN_RANKING: Final = "pretrain_ranking"
+MPO: Final = "mpo"
+GBPO: Final = "gbpo"
+VALUE_DPO: Final = "value_dpo"
+VALUE_DPO_LIKELIHOOD: Final = "value_dpo_likelihood"
+MPO_MODEL: Final = "mpo_reward_model"
+GSPO: Final = "gspo"
+#: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
+REWARD_MODEL: Final = "reward_model"
+
+_LEAST_RECIPES: Final = 2
+
+
+class Recipe(NamedTuple):
+    """How a policy or a reward model is trained.
+
+    Attributes:
+        configs: recpo's own configurations.
+        sizes: the kind of its contexts (``sizes_of``); None = the configuration has its sizes.
+        after: name of the run that it starts from.
+        reward: ``FACTORS`` or ``REWARD_MODEL``, which it trains toward.
+        changed: options that differ from the configurations, by dotted name.
+    """
+
+    configs: tuple[str, ...]
+    sizes: str | None
+    after: str | None = None
+    reward: str | None = None
+    changed: Mapping[str, Any] = MappingProxyType({})
+
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    PRETRAIN: Recipe(("pretrain",), "pretrain"),
+    MPO: Recipe(("mpo",), "mpo", PRETRAIN, FACTORS),
+    # its probabilities spread farther over the catalog than the grades of a factorization, which are shrunk to their
+    # mean: at the temperature of mpo.yaml, lists leave more of what the log supports (docs/features.md)
+    MPO_MODEL: Recipe(("mpo",), "mpo", PRETRAIN, REWARD_MODEL, {"objective.init_args.temperature": 0.05}),
+    GBPO: Recipe(("gbpo",), "gbpo", PRETRAIN),
+    VALUE_DPO: Recipe(("preference_lists", "value_dpo"), "gbpo", PRETRAIN),
+    # with features, what a list compares also moves items in no list: the likelihood holds them (docs/features.md)
+    VALUE_DPO_LIKELIHOOD: Recipe(
+        ("preference_lists", "value_dpo_kuairand"),
+        "gbpo",
+        PRETRAIN,
+        changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
+    ),
+    GSPO: Recipe(("on_policy", "gspo"), "mpo", PRETRAIN, FACTORS),
+    REWARD_MODEL: Recipe(("features_reward_model",), None),
+    PRETRAIN_RANKING: Recipe(("published_catalog",), "ranking", changed={"optimizer.init_args.lr": 0.002}),
+}
+
+
+class Recipes(NamedTuple):
+    """Recipes to train, and which share of their full length is enough to train them all."""
+
+    names: Sequence[str]
+    enough: float = 0.5
+
+
+def recipes_of(wanted: Sequence[str], spare: Sequence[str] = ()) -> list[Recipes]:
+    """What to train, the most wanted first: all at full length, all that are wanted, and without the last ones.
+
+    Args:
+        wanted: the most promising recipe first.
+        spare: recipes that promise no more than these.
+    """
+    least = min(_LEAST_RECIPES, len(wanted))
+    kept = [Recipes(wanted[:number]) for number in range(len(wanted), least - 1, -1)]
+    return [Recipes([*wanted, *spare], 1.0), *kept] if spare else kept
+
+
+#: A log of positives alone: where not even half of the long training fits, the short one is better.
+POSITIVES: Final = (
+    Recipes([PRETRAIN_RANKING, PRETRAIN]),
+    Recipes([PRETRAIN_RANKING]),
+    Recipes([PRETRAIN]),
+)
