@@ -437,6 +437,19 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path):
     assert (tmp_path / "work" / "decisions.jsonl").read_text(encoding="utf-8") == written, "rows are not made again"
 
 
+def test_decisions_from_chosen_ratings_are_judged_by_drawn_ones(lines_of, tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("chosen", "drawn"):
+        shown = rng.random((40, 30)) < 0.4
+        np.savetxt(tmp_path / name, np.where(shown, rng.integers(1, 6, shown.shape), 0), fmt="%d")
+    files = [f"--chosen={tmp_path / 'chosen'}", f"--drawn={tmp_path / 'drawn'}", f"--work={tmp_path / 'work'}"]
+    (line,) = lines_of("random_exposures.py", *files)
+    assert 0 < line["AUC_other"] < 1
+    assert line["its"] > 0
+    days = pd.to_datetime(pd.read_parquet(tmp_path / "work" / "0" / "log.parquet")["timestamp"], unit="s").dt.date
+    assert days.nunique() == 11
+
+
 def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path):
     decisions = benchmark("decisions")
     options = SimpleNamespace(work=tmp_path, world_seed=0, quick=True, matrix=None)
