@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -425,8 +426,8 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path):
     assert [(line["log"], line["seed"]) for line in lines] == [("default:blind", 0)]
     for line in lines:
         values = line["values"]
-        assert line["value"] == values[line["choice"]] <= max(values.values()) == values[line["best"]]
-        assert line["regret"] == pytest.approx(line["best_value"] - line["value"])
+        assert line["decided_value"] == values[line["choice"]] <= max(values.values()) == values[line["best"]]
+        assert line["regret"] == pytest.approx(line["best_value"] - line["decided_value"])
         assert (line["regret_error"] == 0) == (line["best"] == line["choice"])
         assert line["baseline"] in {"popularity", "item_rate", "implicit_als", "ease", "factorization"}
         assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
