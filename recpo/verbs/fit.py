@@ -302,9 +302,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         counts = road.data.feedback_counts["train"]
         if road.graded:
             wanted.append(fit_recipes.MPO)
-            if road.has_features and road.train(
-                fit_recipes.REWARD_MODEL, fit_recipes.RECIPES[fit_recipes.REWARD_MODEL]
-            ):
+            model = fit_recipes.REWARD_MODEL
+            if road.has_features and road.train(model, fit_recipes.RECIPES[model]):
                 wanted.append(fit_recipes.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
             wanted += [fit_recipes.GBPO, fit_recipes.VALUE_DPO, fit_recipes.VALUE_DPO_LIKELIHOOD]
