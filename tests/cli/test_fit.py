@@ -184,13 +184,14 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
 
 
 @pytest.mark.slow
-def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(demo, tmp_path):
+def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(recpo.verbs.fit.Fit, "_recipes", staticmethod(lambda road: recipes_of(["pretrain"])))
     found = inspect_log([str(demo.log / "log")])
     data = recpo.prepare(**{**preparation_of(found), "split": LeaveLastOut()}, out=tmp_path / "prepared")
     decision = recpo.fit(data, tmp_path / "fit", minutes=MINUTES)
     assert decision.facts["criterion"]["metric"] == "NDCG@10"
     names = set(decision.to_pandas()["name"])
-    assert {"factors", "pretrain", "mpo"} <= names
+    assert {"factors", "pretrain"} <= names
     assert not any(name.startswith("tilted-") for name in names)
     assert not (tmp_path / "fit" / "final").exists()  # data that were prepared before keep their split
 
