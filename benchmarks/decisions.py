@@ -126,13 +126,14 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
     and ``decided_value`` is its value before.
     """
     root, names, chosen = decision.root, list(decision.to_pandas()["name"]), decision.chosen
-    value, kinds, found, metric = values(decision, root, names, truth, k)
+    metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
+    value, kinds, found = values(root, names, truth, k, metric)
     best = max(value, key=lambda name: value[name])
     regret, decided = paired(found, best, chosen, metric), value
     row = {"metric": metric, "best": best, "best_value": value[best], "decided_value": value[chosen]}
     if (root / "final").is_dir():
         baselines = [name for name in names if kinds.get(name) == "baseline"]
-        value, kinds, found, _ = values(decision, root / "final", [*{*baselines, chosen}], truth, k)
+        value, kinds, found = values(root / "final", [*{*baselines, chosen}], truth, k, metric)
     baseline = max((name for name in value if kinds[name] == "baseline"), key=lambda name: value[name])
     gain = paired(found, chosen, baseline, metric)
     return row | {
@@ -148,9 +149,9 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
 
 
 def values(
-    decision: Decision, root: Path, names: Sequence[str], truth: Path | None, k: int
-) -> tuple[dict[str, float], dict[str, str], dict[str, Any], str]:
-    """Values and kinds of contenders by name, their evaluation on the test period, and the metric that judges."""
+    root: Path, names: Sequence[str], truth: Path | None, k: int, metric: str
+) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
+    """Values and kinds of contenders by name, and their evaluation on the test period."""
     runs = {name: root / "runs" / name for name in names} | {"factors": root / "factors"}
     found = recpo.evaluate(
         root / "prepared",
@@ -162,10 +163,9 @@ def values(
         segments=False,
         off_policy=None,
     ).document
-    metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
     known = {one["name"]: one for one in found["contenders"] if one["name"] not in LIVE and metric in one["metrics"]}
     value = {name: one["metrics"][metric]["mean"] for name, one in known.items()}
-    return value, {name: one["kind"] for name, one in known.items()}, found, metric
+    return value, {name: one["kind"] for name, one in known.items()}, found
 
 
 def paired(document: dict[str, Any], one: str, other: str, metric: str) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from decisions import paired
 
 import recpo
 
@@ -47,12 +48,9 @@ def judged(root: Path) -> dict[str, object]:
     known = {one["name"]: one for one in found["contenders"]}
     value = {name: one["metrics"][METRIC]["mean"] for name, one in known.items()}
     baseline = max((name for name in value if known[name]["kind"] == "baseline"), key=lambda name: value[name])
+    gain, half_width = paired(found, decision.chosen, baseline, METRIC)
     row = {"ships": decision.chosen, METRIC: value[decision.chosen], "baseline": baseline, "its": value[baseline]}
-    for pair in found["differences"]:
-        if {pair["contender"], pair["against"]} == {decision.chosen, baseline}:
-            gain, sign = pair["metrics"][METRIC], 1 if pair["contender"] == decision.chosen else -1
-            row |= {"gain": sign * gain["mean"], "half_width": gain["half_width"]}
-    return row
+    return row | {"gain": gain, "half_width": half_width}
 
 
 def main() -> None:

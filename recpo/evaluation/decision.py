@@ -163,10 +163,11 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
     sure = [row for row in policies if p_values[row.name] <= LEVEL]
-    near = [row.name for row in sure or policies]
-    near = _alike(near, by_name, criterion) if criterion == CRITERION else near[:1]
-    nearest = _alike(near, by_name, _ORDER) if len(near) > 1 else near
-    best = max(nearest, key=lambda name: by_name[name].result.estimate(f"NDCG@{k}").mean) if nearest[1:] else nearest[0]
+    near = nearest = [row.name for row in sure or policies][:1]
+    if criterion == CRITERION:
+        near = _alike([row.name for row in sure or policies], by_name, criterion)
+        nearest = _alike(near, by_name, _ORDER)
+    best = max(nearest, key=lambda name: by_name[name].result.estimate(f"NDCG@{k}").mean)
     gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"

@@ -47,7 +47,6 @@ REPORT: Final = "report.html"
 _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
-_PREPARE: Final = "prepare.yaml"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _IMPLICIT: Final = "implicit_als"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
@@ -245,8 +244,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         """The data, with the file that repeats their preparation beside them."""
         out = Path(verb.out)
         out.parent.mkdir(exist_ok=True)
-        verb.write_resolved(out.parent / _PREPARE)
-        road.step(verb, out, ["prepare", "--config", out.parent / _PREPARE])
+        verb.write_resolved(out.parent / fit_road.PREPARE)
+        road.step(verb, out, ["prepare", "--config", out.parent / fit_road.PREPARE])
         return Prepared.open(out)
 
     def _again(self, road: Road, verb: Prepare, name: str) -> Road:

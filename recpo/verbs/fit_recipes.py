@@ -81,8 +81,4 @@ def recipes_of(wanted: Sequence[str], spare: Sequence[str] = ()) -> list[Recipes
 
 
 #: A log of positives alone: where not even half of the long training fits, the short one is better.
-POSITIVES: Final = (
-    Recipes([PRETRAIN_RANKING, PRETRAIN]),
-    Recipes([PRETRAIN_RANKING]),
-    Recipes([PRETRAIN]),
-)
+POSITIVES: Final = (Recipes([PRETRAIN_RANKING, PRETRAIN]), Recipes([PRETRAIN_RANKING]), Recipes([PRETRAIN]))

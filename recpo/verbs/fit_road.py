@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from lightning import LightningModule, Trainer
@@ -56,8 +56,9 @@ from recpo.verbs.train import continued
 from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 
 PLAN: Final = "plan.json"
-#: Directories of a fit.
+#: Directories and files of a fit.
 PREPARED: Final = "prepared"
+PREPARE: Final = "prepare.yaml"  # beside it: the options that made it
 BASELINES: Final = "baselines"
 RUNS: Final = "runs"
 #: What ships, made again on the events of the validation period too; it has the same directories.
@@ -105,6 +106,10 @@ class Plan:
         if not (root / PLAN).is_file():
             return cls()
         return cls(**read_json(root / PLAN, "run the fit again with --overwrite true"))
+
+    def seconds_of(self, last: Path) -> float | None:
+        """Seconds of the step whose command ends with this path; None = it was not done."""
+        return next((step["seconds"] for step in self.steps if shlex.split(step["command"])[-1] == str(last)), None)
 
     def save(self, root: Path) -> None:
         """Writes ``plan.json``."""
@@ -154,19 +159,19 @@ class Road:
     Args:
         root: its directory.
         options: what all steps share.
+        first: the road whose plan and clock it shares, and whose contender it makes again; None = itself.
 
     Attributes:
         data: the prepared data, after the step that makes them.
-        trained: recipe and changed options of every run that was asked for, by name.
     """
 
     data: Prepared
 
-    def __init__(self, root: Path, options: RoadOptions) -> None:
-        self.root, self.options, self.plan = root, options, Plan.open(root)
-        self._home, self._first = root, self
-        self.trained: dict[str, tuple[Recipe, Mapping[str, Any]]] = {}
-        self._began = time.monotonic() - self.plan.spent
+    def __init__(self, root: Path, options: RoadOptions, first: "Road | None" = None) -> None:
+        self.root, self.options, self._first = root, options, first or self
+        self.plan: Plan = first.plan if first else Plan.open(root)
+        self._began: float = first._began if first else time.monotonic() - self.plan.spent
+        self._asked: dict[str, tuple[Recipe, Mapping[str, Any]]] = {}  # recipe and changed options by name
         self._measured: dict[str, Evaluated] = {}
         self.measuring_seconds = 0.0
 
@@ -197,7 +202,7 @@ class Road:
     def save(self) -> None:
         """Keeps the plan, with the time that was spent."""
         self.plan.spent = round(time.monotonic() - self._began, 2)
-        self.plan.save(self._home)
+        self.plan.save(self._first.root)
 
     def say(self, text: str) -> None:
         """Shows a sentence with the time that is left."""
@@ -253,7 +258,7 @@ class Road:
         Returns:
             False if its training diverged or collapsed: it is no contender then.
         """
-        self.trained[name] = recipe, changed or {}
+        self._asked[name] = recipe, changed or {}
         if self._key(name) in self.plan.failed or (recipe.after and self._key(recipe.after) in self.plan.failed):
             return False
         out, files = self.root / RUNS / name, self._files(recipe)
@@ -275,28 +280,33 @@ class Road:
 
     def _key(self, name: str) -> str:
         """The name of a run in the plan."""
-        return str((self.root / name).relative_to(self._home))
+        return str((self.root / name).relative_to(self._first.root))
 
     def factorize(self) -> None:
         """Fits the reward model."""
         out = self.root / FACTORS
         self.step(Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress), out)
 
-    def tilt(self, name: str, base: str, temperature: float | Literal["auto"] = "auto") -> None:
-        """Tilts a run or a baseline by the reward model; nothing is written if no temperature is better than it."""
+    def tilt(self, name: str, base: str, temperature: float | None = None) -> None:
+        """Tilts a run or a baseline by the reward model.
+
+        Args:
+            name: of the tilted run.
+            base: what is tilted.
+            temperature: None = it is chosen, and nothing is written if none is better than the base.
+        """
         out = self.root / RUNS / name
-        if any(shlex.split(one["command"])[-1] == str(out) for one in self.plan.steps):
+        if self.plan.seconds_of(out) is not None:
             return  # it was tried, and no temperature is better
         cache = self.root / BASELINES if base in self.baselines else None
         how: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
-        how |= {} if temperature == "auto" else {"temperature": temperature}
+        how["temperature"] = "auto" if temperature is None else temperature
         self.step(Tilt(self.path_of(base), self.root / FACTORS, self.data, out=out, **how), out / Run.FINISHED)
 
     def again(self, data: Prepared) -> "Road":
         """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock."""
-        road = Road(self.root, self.options)
-        road.root, road.data, road.plan = self.root / FINAL, data, self.plan
-        road._began, road._first = self._began, self
+        road = Road(self.root / FINAL, self.options, first=self)
+        road.data = data
         return road
 
     def remake(self, name: str) -> bool:
@@ -310,23 +320,19 @@ class Road:
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
             made = run is not None and self.remake(base) and self.remake(FACTORS)
             if run is not None and made:
-                self.tilt(name, base, float(run.results["tilt/temperature"] or 0.0))
+                self.tilt(name, base, run.results["tilt/temperature"])
             return made
-        recipe, changed = self._first.trained[name]
+        recipe, changed = self._first._asked[name]
         needed = [one for one in (recipe.after, recipe.reward) if one is not None]
         return all(map(self.remake, needed)) and self.train(name, recipe, changed)
 
     @property
     def seconds_again(self) -> float:
         """Seconds to make a contender again: preparation, reward model, pre-training and the longest other training."""
-        shared, trained = 0.0, [0.0]
-        for step in self.plan.steps:
-            _, verb, *words = shlex.split(step["command"])
-            if verb in ("prepare", "factorize") or Path(words[-1]).name == PRETRAIN:
-                shared += step["seconds"]
-            elif verb == "train":
-                trained.append(step["seconds"])
-        return shared + max(trained)
+        shared = (self.root / PREPARE, self.root / FACTORS, self.root / RUNS / PRETRAIN)
+        others = (self.root / RUNS / name for name in self._asked if name != PRETRAIN)
+        seconds, longest = ([self.plan.seconds_of(out) or 0.0 for out in outs] for outs in (shared, others))
+        return sum(seconds) + max(longest, default=0.0)
 
     def measure(self, name: str) -> Evaluated:
         """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
