@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -62,9 +65,44 @@ class Command:
         return self.process.exitcode
 
 
+def script(command: list[str], *, check: bool = False, env: dict[str, str] | None = None, **options: Any) -> Any:
+    """``subprocess.run`` for a Python script that imports recpo; what nobody captures is printed here."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout.txt"), Path(folder, "stderr.txt")
+        process = FORKS.Process(target=_script, args=(command[1:], {**(os.environ if env is None else env)}, *files))
+        process.start()
+        process.join()
+        out, err = (file.read_text("utf-8") if file.is_file() else "" for file in files)
+    captured = options.get("capture_output", False)
+    for text, name, stream in ((out, "stdout", sys.stdout), (err, "stderr", sys.stderr)):
+        if not captured and name not in options:
+            stream.write(text)
+    assert process.exitcode is not None
+    done = subprocess.CompletedProcess(command, process.exitcode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _script(words: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+    import torch
+
+    _printing(out, err)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    sys.argv, sys.path = words, [str(Path(words[0]).parent), *sys.path]
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def _main(words: list[str], out: Path, err: Path) -> None:
-    for file, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    _printing(out, err)
+    sys.argv = [str(Path(sys.executable).with_name("recpo")), *words]  # a run starts its second rank with them
     from recpo.cli.main import main
 
     sys.exit(main(words))
+
+
+def _printing(out: Path, err: Path) -> None:
+    for file, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)

@@ -23,21 +23,25 @@ _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 
 def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
     """Writes the program as ONNX, with its weights beside it where they exceed what one file can hold."""
-    exported, names = exported_program(program), [one.name for one in program.inputs]
+    exported = exported_program(program)
     with tracing():
-        # a program as it is: decomposing traces it twice more, which is half of the time of an export
-        vars(exported)["run_decompositions"] = lambda table: exported
-        try:
-            onnx = _onnx_of(exported, names, outputs)
-        except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
-            del vars(exported)["run_decompositions"]
-            onnx = _onnx_of(exported, names, outputs)
+        onnx = onnx_of(exported, [one.name for one in program.inputs], outputs)
         _simplify(onnx.model)
     size = sum(values.nbytes for values in exported.state_dict.values())
     onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
 
 
-def _onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
+def onnx_of(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
+    """A program as it is: decomposing traces it twice more, which is half of the time of an export."""
+    vars(exported)["run_decompositions"] = lambda table: exported
+    try:
+        return _translated(exported, inputs, outputs)
+    except torch.onnx.OnnxExporterError:  # an operation of a block from outside, perhaps
+        del vars(exported)["run_decompositions"]
+        return _translated(exported, inputs, outputs)
+
+
+def _translated(exported: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> torch.onnx.ONNXProgram:
     aten = torch.ops.aten
     own: dict[Callable[..., Any], Callable[..., Any]] = {
         aten.to.dtype: _to,

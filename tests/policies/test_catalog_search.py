@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,8 @@ from recpo.base.types import Histories
 from recpo.policies import catalog_search
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.serving.onnx_program import onnx_of
+from recpo.serving.program import tracing
 
 V, H = 300, 7
 
@@ -115,10 +116,9 @@ def test_exported_programs_recommend_the_same(tmp_path: Path) -> None:
     seen = torch.export.Dim("seen", min=1, max=1024)
     shapes = {name: {0: batch} for name in ("item_ids", "lengths", "feedback")} | {"exclude": {0: batch, 1: seen}}
     example = (*known[:3], exclude)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tracing():
         program = torch.export.export(module, example, dynamic_shapes=shapes)
-        torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "policy.onnx"))
+        onnx_of(program, list(shapes), ["best", "scores"]).save(str(tmp_path / "policy.onnx"))
     session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
     for rows, width in ((1, 6), (2, 1), (33, 50)):
         known, exclude = _inputs(rows, width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 
 from recpo.base.types import SamplingOptions
 from recpo.policies.semantic_search import CodeSearch, Trie
+from recpo.serving.onnx_program import onnx_of
+from recpo.serving.program import tracing
 from tests.reference.code_tries import tuple_probabilities
 from tests.refusals import refused
 
@@ -282,10 +283,9 @@ def test_exported_programs_find_the_same(tmp_path: Path) -> None:
 
     batch, seen = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("seen", min=1, max=1024)
     shapes = {"contexts": {0: batch}, "exclude": {0: batch, 1: seen}}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tracing():
         program = torch.export.export(module, inputs(2, 6), dynamic_shapes=shapes)
-        torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "search.onnx"))
+        onnx_of(program, list(shapes), ["item_ids", "scores", "codes"]).save(str(tmp_path / "search.onnx"))
     session = onnxruntime.InferenceSession(tmp_path / "search.onnx")
     for rows, width in ((1, 6), (2, 1), (7, 58), (7, 200)):
         contexts, exclude = inputs(rows, width)

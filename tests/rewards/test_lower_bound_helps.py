@@ -10,7 +10,7 @@ from recpo.rewards.rewards import FactorReward
 @pytest.mark.slow
 def test_greedy_lists_of_the_lower_bound_are_worth_more_in_small_worlds(tmp_path):
     gains = []
-    for seed in range(5):
+    for seed in range(3):
         world = recpo.simulate(tmp_path / f"{seed}", world="small", seed=seed)
         data = recpo.prepare(world.log, tmp_path / f"prepared-{seed}")
         factors = tmp_path / f"factors-{seed}"
@@ -20,5 +20,5 @@ def test_greedy_lists_of_the_lower_bound_are_worth_more_in_small_worlds(tmp_path
         plain, bounded = (found[name]["lists"]["true_reward"]["value"] for name in rewards)
         gains.append(bounded - plain)
     assert np.mean(gains) > 0.005  # measured: +.015
-    assert min(gains) > -0.02  # measured: +.004, +.015, +.055, +.006, -.006
-    assert sum(gain > 0 for gain in gains) >= 4
+    assert min(gains) > -0.02  # measured: +.004, +.015, +.055; in two more worlds +.006, -.006
+    assert sum(gain > 0 for gain in gains) >= 2

@@ -17,9 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("block_rows", [64, 8192])  # the loop over two blocks written out; the policy's own program
-def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "BLOCK_ROWS", block_rows)
+def test_a_compiled_program_ranks_as_the_policy(export_once, tmp_path, monkeypatch):
     policy, bundle = export_once("sasrec")
     write_compiled(bundle, tmp_path / "program.pt2")
     loaded = load_compiled(bundle, tmp_path / "program.pt2")

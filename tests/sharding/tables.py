@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def as_torchrun() -> None:
 @contextmanager
 def only_rank() -> Iterator[None]:
     """This process is the only rank of a group meanwhile."""
+    ensure_running()  # a server of forks that started meanwhile would give all later ones the words of torchrun
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

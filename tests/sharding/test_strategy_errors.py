@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,10 @@ from torch import nn
 from recpo.base.errors import Code
 from recpo.policies.item_table import ItemTable, tables_on_meta
 from recpo.training.networks import ItemValue
+from tests.forks import Command
 from tests.refusals import refused
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import Model, as_torchrun, shard
-
-TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
-TORCHRUN |= {"MASTER_ADDR", "MASTER_PORT"}
 
 
 class Policy(nn.Module):
@@ -189,9 +184,8 @@ trainer:
 def test_two_ranks_of_the_command_line_end_with_the_message(prepared: Path, tmp_path: Path) -> None:
     message, config = "the tables do not fit into 0.00 GiB per rank", tmp_path / "config.yaml"
     config.write_text(CONFIG.format(prepared=prepared))
-    command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(tmp_path / "run")]
-    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)
-    assert finished.returncode == 1, finished.stderr[-2000:]
-    assert "Traceback" not in finished.stderr
-    assert 1 <= finished.stderr.count(message) <= 2, finished.stderr  # each rank may say it
+    command = Command(["train", "--config", str(config), "--out", str(tmp_path / "run")], tmp_path)
+    assert command.ended(300) == 1
+    _, errors = command.printed
+    assert "Traceback" not in errors
+    assert 1 <= errors.count(message) <= 2, errors  # each rank may say it
