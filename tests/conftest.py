@@ -82,6 +82,15 @@ def registry_of_onnx():
         yield
 
 
+@pytest.fixture
+def pretrained_alone(monkeypatch):
+    """Fits train one policy."""
+    from recpo.verbs.fit import Fit
+    from recpo.verbs.fit_recipes import recipes_of
+
+    monkeypatch.setattr(Fit, "_recipes", staticmethod(lambda road: recipes_of(["pretrain"])))
+
+
 @pytest.fixture(scope="module")
 def two():
     """Two ranks. Not for the whole session: every group that a test makes in them wakes up a hundred times a second."""

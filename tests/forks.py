@@ -73,10 +73,9 @@ def script(command: list[str], *, check: bool = False, env: dict[str, str] | Non
         process.start()
         process.join()
         out, err = (file.read_text("utf-8") if file.is_file() else "" for file in files)
-    captured = options.get("capture_output", False)
-    for text, name, stream in ((out, "stdout", sys.stdout), (err, "stderr", sys.stderr)):
-        if not captured and name not in options:
-            stream.write(text)
+    if not options.get("capture_output"):
+        sys.stdout.write("" if "stdout" in options else out)
+        sys.stderr.write("" if "stderr" in options else err)
     assert process.exitcode is not None
     done = subprocess.CompletedProcess(command, process.exitcode, out, err)
     if check:

@@ -19,8 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.verbs import fit
-from recpo.verbs.fit_recipes import recipes_of
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 from tests.forks import script
@@ -429,12 +427,6 @@ def test_real_truth_replays_the_ratings_of_a_file(lines_of, tmp_path):
     trained = log.groupby("user_id").size()
     assert (trained.loc[41:] == rated[40:]).all()  # every rating of those who did not rate everything
     assert (trained.loc[:40] <= 9 + 3 + 12).all()
-
-
-@pytest.fixture
-def pretrained_alone(monkeypatch):
-    """Fits train one policy."""
-    monkeypatch.setattr(fit.Fit, "_recipes", staticmethod(lambda road: recipes_of(["pretrain"])))
 
 
 def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path, pretrained_alone):

@@ -184,8 +184,9 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
 
 
 @pytest.mark.slow
-def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(recpo.verbs.fit.Fit, "_recipes", staticmethod(lambda road: recipes_of(["pretrain"])))
+def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(
+    demo, tmp_path, pretrained_alone
+):
     found = inspect_log([str(demo.log / "log")])
     data = recpo.prepare(**{**preparation_of(found), "split": LeaveLastOut()}, out=tmp_path / "prepared")
     decision = recpo.fit(data, tmp_path / "fit", minutes=MINUTES)
