@@ -12,14 +12,15 @@ interrupted training is resumed. Only the files and ``--seeds`` differ between d
 the log (``recpo.training.sizes.sizes_of``; docs/training.md), all other options are in configs/published_*.yaml, and
 the checkpoint is the one with the best NDCG@10 of the validation events. ``--budget 3600`` also searches around these
 sizes for about so many CPU-seconds, on validation events, with the first seed (``published_search.py``); its decision
-is kept in the directory, and ``--trials`` repeats it on another machine. A seed is a pipeline of its own: the codes of
-a semantic policy come from the catalog softmax with the same seed. The log has the columns user_id, item_id and pos
-(the place of an event in its user's sequence), or those of a preset of ``recpo prepare``. Unknown options go to ``recpo
-prepare`` (``--columns.item_id asin``).
+is kept in the directory, and ``--trials`` repeats it on another machine. The trained policy is then tilted by
+sequential rules (``recpo tilt``), at a temperature that validation events choose. A seed is a pipeline of its own: the
+codes of a semantic policy come from the catalog softmax with the same seed. The log has the columns user_id, item_id
+and pos (the place of an event in its user's sequence), or those of a preset of ``recpo prepare``. Unknown options go to
+``recpo prepare`` (``--columns.item_id asin``).
 
 Prints one JSON line per seed, then a table: Recall@10 and NDCG@10 of the test events with and without the items of the
-user's past among the candidates, and the published numbers of the data set (``PUBLISHED``). ``cpu_s`` counts what this
-process did for the seed.
+user's past among the candidates, of the trained policy, the tilted one and the rules alone, and the published numbers
+of the data set (``PUBLISHED``). ``cpu_s`` counts what this process did for the seed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ K = 10
 LEAVE_ONE_OUT = ["--label", "EveryEvent", "--split", "LeaveLastOut", "--catalog", "log"]
 QUICK = {"trainer.limit_train_batches": 2, "data.max_validation_users": 32}
 WITHOUT, KEPT = "without the past", "past kept"
+RULES_ALONE = "sequential_rules"
 
 
 class Recipe(NamedTuple):
@@ -195,11 +197,20 @@ def codes(options: argparse.Namespace, seed: int, data: Path, more: list[str]) -
     return out
 
 
-def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[str, float]:
+def tilted(options: argparse.Namespace, run: recpo.Run, data: Path) -> recpo.Run:
+    """The run, tilted by sequential rules; itself, where no temperature is better."""
+    out = options.work / f"{run.root.name}_tilted"
+    if not (out / "run.json").is_file():
+        return recpo.tilt(run, RULES_ALONE, data, out=out, progress=True).run or run
+    return recpo.load(out)
+
+
+def measured(options: argparse.Namespace, contender: recpo.Run | str, data: Path) -> dict[str, float]:
     """Recall and NDCG of the test events, without the past among the candidates and with it."""
     found: dict[str, float] = {}
+    name = contender if isinstance(contender, str) else contender.root.name
     for past in (WITHOUT, KEPT):
-        out = options.work / f"{run.root.name}_test{'_past_kept' if past == KEPT else ''}"
+        out = options.work / f"{name}_test{'_past_kept' if past == KEPT else ''}"
         if not (out / "metrics.json").is_file():
             settings: dict[str, Any] = {
                 "off_policy": None,
@@ -208,7 +219,7 @@ def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[st
                 "ks": (K,),
                 "exclude_past": past != KEPT,
             }
-            recpo.evaluate(data, [run], out=out, **settings)
+            recpo.evaluate(data, [contender], out=out, **settings)
         rows = recpo.load(out).to_pandas().set_index("metric")["mean"]
         found |= {f"{metric}@{K}, {past}": float(rows[f"{metric}@{K}"]) for metric in ("Recall", "NDCG")}
     return found
@@ -231,14 +242,12 @@ def best_validation(run: recpo.Run, epochs: int | None = None) -> dict[str, floa
     return numbers | {"best epoch": int(best["epoch"]) + 1, "epochs": max(int(row["epoch"]) for row in done) + 1}
 
 
-def table(options: argparse.Namespace, found: dict[int, dict[str, float]]) -> Table:
-    """Test numbers of all seeds, their mean, and the published numbers."""
+def table(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> Table:
+    """Test numbers of the contenders, and the published numbers."""
     columns = [f"{metric}@{K}, {past}" for past in (WITHOUT, KEPT) for metric in ("Recall", "NDCG")]
     shown = Table("", *columns, title=f"{options.dataset or options.log}: test events")
-    for seed, numbers in found.items():
-        shown.add_row(f"recpo, {options.recipe}, seed {seed}", *(f"{numbers[name]:.4f}" for name in columns))
-    means = [sum(numbers[name] for numbers in found.values()) / len(found) for name in columns]
-    shown.add_row(f"recpo, {options.recipe}, mean", *(f"{mean:.4f}" for mean in means))
+    for name, numbers in found.items():
+        shown.add_row(name, *(f"{numbers[column]:.4f}" for column in columns))
     for source, past, rows in PUBLISHED:
         if options.dataset in rows:
             pair = ["" if number is None else f"{number:.4f}" for number in rows[options.dataset]]
@@ -278,13 +287,17 @@ def main() -> None:
         parser.error("--trials and --budget both say how many variants are tried: name one")
     options.work.mkdir(parents=True, exist_ok=True)
     refuse_other_inputs(options, more)
-    found: dict[int, dict[str, float]] = {}
+    data = prepared(options, RECIPES[options.recipe], more)
+    found: dict[str, dict[str, float]] = {}
     for seed in options.seeds:
-        started = time.process_time()
+        started, name = time.process_time(), f"recpo, {options.recipe}, seed {seed}"
         run = trained(options, options.recipe, seed, more)
-        found[seed] = measured(options, run, prepared(options, RECIPES[options.recipe], more))
-        line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, "run": run.root.name, **found[seed]}
+        final = tilted(options, run, data)
+        found |= {name: measured(options, run, data), f"{name}, tilted": measured(options, final, data)}
+        line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, "run": run.root.name, **found[name]}
+        line |= {"temperature": final.results.get("tilt/temperature"), "tilted": found[f"{name}, tilted"]}
         print(json.dumps(line | best_validation(run) | {"cpu_s": round(time.process_time() - started)}), flush=True)
+    found["sequential rules alone"] = measured(options, RULES_ALONE, data)
     Console(width=150).print(table(options, found))
 
 

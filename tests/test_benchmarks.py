@@ -132,7 +132,8 @@ def test_published_recipes_run_on_the_files_of_a_user(lines_of, tmp_path):
     (line,) = lines_of(*command)
     assert line["seed"] == 3
     for past in ("without the past", "past kept"):
-        assert 0 < line[f"NDCG@10, {past}"] <= line[f"Recall@10, {past}"] <= 1
+        for one in (line, line["tilted"]):
+            assert 0 < one[f"NDCG@10, {past}"] <= one[f"Recall@10, {past}"] <= 1
     assert line["best epoch"] == line["epochs"] == 1
     assert 0 <= line["validation NDCG@10"] <= line["validation HitRate@10"] <= 1
     run = tmp_path / "work" / "semantic_3" / "run.json"

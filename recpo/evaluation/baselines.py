@@ -1,23 +1,21 @@
-"""The models of the baselines: counts, neighbors, and models that are fitted once per data and options.
+"""The models of the baselines: counts, and models that are fitted once per data and options.
 
-Popularity and random lists do not learn from histories, and every policy must beat them. Items that occur near each
-other in training histories are the strongest recommender without learned parameters. Fitted baselines are kept with the
-evaluation (``BaselineCache``).
+Popularity and random lists do not learn from histories, and every policy must beat them. Fitted baselines are kept with
+the evaluation (``BaselineCache``).
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_ranges
+from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
@@ -153,158 +151,6 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
     for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
         counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
     return counts
-
-
-@dataclass(frozen=True)
-class CooccurrenceOptions:
-    """How neighbors are counted and weighted.
-
-    Attributes:
-        window: two events of a user are near if they are at most this many events apart.
-        neighbors: number of neighbors kept per item, the ones with the largest weights.
-        weight: ``cosine`` = ``c_ij / (sqrt(n_i n_j) + shrinkage)``, ``conditional`` = ``c_ij / (n_i + shrinkage)``,
-            where ``c_ij`` counts the near pairs of i and j (i != j) and ``n_i = sum_j c_ij``.
-        shrinkage: reduces the weights of items with few events.
-        recent_events: number of most recent history events that are looked up.
-        pairs_in_memory: near pairs that are counted at once; more pairs are counted in several passes over the events.
-    """
-
-    window: PositiveInt = 5
-    neighbors: PositiveInt = 100
-    weight: Literal["cosine", "conditional"] = "cosine"
-    shrinkage: NonNegativeFloat = 10.0
-    recent_events: PositiveInt = 10
-    pairs_in_memory: PositiveInt = 1 << 24
-
-    def __post_init__(self) -> None:
-        validate_ranges(self, "baseline_options.cooccurrence.")
-
-
-class Neighbors(NamedTuple):
-    """The neighbors with the largest weights of every item, as one flat list, sorted by weight, ties by item id.
-
-    Attributes:
-        offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.
-        item_ids: ``[M]`` int32.
-        weights: ``[M]`` float32.
-    """
-
-    offsets: Tensor
-    item_ids: Tensor
-    weights: Tensor
-
-
-class CooccurrenceBaseline:
-    """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
-
-    ``h_1`` is the most recent event. Item-based neighborhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
-    2004) with windows instead of whole baskets. Ties go to the smaller id. If fewer than k items have a score, the most
-    popular of the others follow with score 0.
-    """
-
-    def __init__(self, neighbors: Neighbors, counts: Tensor, recent_events: int = 10) -> None:
-        """``counts [V]``: training events of item 1, 2, ..., V, to fill the places that have no neighbor."""
-        self._neighbors, self._recent_events = neighbors, recent_events
-        self._ranking = counts.argsort(descending=True, stable=True) + 1
-
-    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; scores are the sums above. Everything is computed on the CPU."""
-        device, exclude = histories.item_ids.device, None if exclude is None else exclude.cpu()
-        near, scores = _summed(*self._near(histories))
-        if exclude is not None:
-            scores = scores.masked_fill(is_member(near, exclude), 0.0)
-        scores, order = scores.sort(dim=1, descending=True, stable=True)
-        scores, near = scores[:, :k], near.gather(1, order[:, :k]).masked_fill(scores[:, :k] <= 0, 0)
-        taken = near if exclude is None else torch.cat([near, exclude], 1)
-        popular = self._ranking[: k + taken.shape[1]].expand(len(near), -1)
-        both = torch.cat([near, first_allowed(popular, k, taken)], 1)
-        item_ids = both.gather(1, (both == 0).int().argsort(dim=1, stable=True)[:, :k])
-        scores = torch.nn.functional.pad(scores, (0, k - scores.shape[1])).masked_fill(item_ids == 0, -torch.inf)
-        return Recommendations(item_ids.to(device), scores.to(device))
-
-    def _near(self, histories: Histories) -> tuple[Tensor, Tensor]:
-        """Neighbors of the last events, and their weights divided by the rank of the event, ``[B, n N]`` each."""
-        lengths = histories.lengths.cpu()[:, None]
-        rank = torch.arange(1, self._recent_events + 1)
-        history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # at least one place, even if all are empty
-        recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
-        offsets, item_ids, weights = self._neighbors
-        begin, end = offsets[recent], offsets[recent + 1]
-        longest = int((end - begin).max()) if len(begin) else 0
-        place = begin[..., None] + torch.arange(longest)
-        missing = (place >= end[..., None]).flatten(1)
-        place = place.masked_fill(place >= end[..., None], 0).flatten(1)
-        near = item_ids[place].long().masked_fill(missing, 0)
-        weight = weights[place].masked_fill(missing, 0.0) / rank.repeat_interleave(longest)
-        return near, weight
-
-
-def neighbors_of(
-    events: Callable[[], Iterable[Mapping[str, np.ndarray]]],
-    num_items: int,
-    options: CooccurrenceOptions = CooccurrenceOptions(),
-) -> Neighbors:
-    """Counts near pairs of training events and keeps the neighbors with the largest weights of every item.
-
-    Exact, in memory that does not grow with the log: each pass over the events counts the pairs of a group of items
-    with at most ``pairs_in_memory`` pairs.
-
-    Args:
-        events: opens the training events from the beginning, in chunks of ``user_index [N]`` and ``item_index [N]``,
-            sorted by user and time; no user is in two chunks. Called once per group of items, plus once.
-        num_items: V.
-        options: window, weight and so on.
-    """
-    totals = np.zeros(num_items + 1)
-    for chunk in events():
-        for one, other in _near_pairs(chunk, options.window):
-            totals += np.bincount(one, minlength=num_items + 1) + np.bincount(other, minlength=num_items + 1)
-    group = np.cumsum(totals) // options.pairs_in_memory
-    starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
-    parts = []
-    for first, last in zip(starts, [*starts[1:], num_items + 1], strict=True):
-        counts = csr_array((last - first, num_items + 1))
-        for chunk in events():
-            pairs = list(_near_pairs(chunk, options.window))
-            one, other = (np.concatenate(side) for side in zip(*pairs, strict=True))
-            row, column = np.concatenate([one, other]), np.concatenate([other, one])
-            kept = (row >= first) & (row < last)
-            counts += csr_array((np.ones(kept.sum()), (row[kept] - first, column[kept])), shape=counts.shape)
-        own = np.repeat(totals[first:last], np.diff(counts.indptr))
-        expected = own if options.weight == "conditional" else np.sqrt(own * totals[counts.indices])
-        counts.data /= expected + options.shrinkage
-        parts.append(_heaviest(counts, options.neighbors))
-    lengths, item_ids, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Neighbors(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
-
-
-def _near_pairs(chunk: Mapping[str, np.ndarray], window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each pair of different items at most ``window`` events apart, once, one distance at a time."""
-    user, item = chunk["user_index"], chunk["item_index"]
-    for distance in range(1, window + 1):
-        near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
-        yield item[:-distance][near], item[distance:][near]
-
-
-def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The largest entries of every row: their number, columns and values, row by row."""
-    row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
-    order = np.lexsort((weighed.indices, -weighed.data, row))
-    kept = np.arange(len(row)) - weighed.indptr[row] < most
-    source = order[kept]
-    lengths = np.bincount(row[kept], minlength=weighed.shape[0])
-    return lengths, weighed.indices[source].astype(np.int32), weighed.data[source].astype(np.float32)
-
-
-def _summed(item_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the weights of equal items: distinct items ``[B, C]``, ascending, 0 pads, and their sums ``[B, C]``."""
-    ids, order = item_ids.sort(dim=1, stable=True)
-    change = torch.ones_like(ids)
-    change[:, 1:] = (ids[:, 1:] != ids[:, :-1]).long()
-    place = change.cumsum(1) - 1
-    sums = torch.zeros_like(weights).scatter_add_(1, place, weights.gather(1, order))
-    return torch.zeros_like(ids).scatter_(1, place, ids), sums
 
 
 #: Directory of fitted baselines within that of an evaluation.

@@ -6,10 +6,9 @@ the effect of diversity, caps and calibration in the same tables as the lists th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,7 @@ from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation import baselines
-from recpo.evaluation.baselines import BaselineCache, CooccurrenceOptions, by_place, first_allowed
+from recpo.evaluation.baselines import BaselineCache, by_place, first_allowed
 from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.document import Kind
 from recpo.evaluation.measures import Recommender
@@ -38,14 +37,15 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import EASE, EaseOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.implicit import EaseOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules
 
 Baseline = Literal[
     "popularity",
     "positives",
     "item_rate",
     "recency",
-    "cooccurrence",
+    "sequential_rules",
     "factorization",
     "implicit_als",
     "ease",
@@ -56,7 +56,7 @@ Baseline = Literal[
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 #: The default baselines. The factorization is included only if there are grades to fit and select it.
-DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "cooccurrence", "factorization", "random")
+DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "sequential_rules", "factorization", "random")
 
 
 class Loaded(NamedTuple):
@@ -102,14 +102,14 @@ class BaselineOptions:
 
     Attributes:
         recency_half_life: days after which a training event counts half; null = a tenth of the training period.
-        cooccurrence: the item co-occurrence.
+        sequential_rules: which items followed which.
         factorization: the matrix factorization of grades.
         implicit_als: alternating least squares on positives.
         ease: the linear item-to-item model.
     """
 
     recency_half_life: PositiveFloat | None = None
-    cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
+    sequential_rules: SequentialRulesOptions = field(default_factory=SequentialRulesOptions)
     factorization: FactorOptions = field(default_factory=lambda: FactorOptions(method="als"))
     implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
     ease: EaseOptions = field(default_factory=EaseOptions)
@@ -140,12 +140,8 @@ def baseline(
             return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
         if name == "random":
             return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
-        if name == "cooccurrence":
-            events = partial(data.train_columns, ["user_index", "item_index"])
-            neighbors = baselines.neighbors_of(events, data.num_items, options.cooccurrence)
-            recent, counts = options.cooccurrence.recent_events, torch.from_numpy(data.item_counts())
-            near = baselines.CooccurrenceBaseline(neighbors, counts, recent)
-            return Loaded(Recommender(near.recommend, name=name), recent)
+        if name == "sequential_rules":
+            return loaded_model(fit_sequential_rules(data, options.sequential_rules), name)
         scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
         popularity = baselines.Popularity(scores)
         return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
@@ -178,7 +174,18 @@ def validate_names(contenders: Sequence[Contender]) -> None:
         raise RecpoError(message, code="duplicate", field=again[0])
 
 
-def loaded_model(model: Factors | ImplicitALS | EASE, name: str) -> Loaded:
+class _ItemToItem(Protocol):
+    """EASE and sequential rules."""
+
+    @property
+    def max_history(self) -> int: ...
+
+    def scores(self, histories: Histories) -> Tensor: ...
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations: ...
+
+
+def loaded_model(model: Factors | ImplicitALS | _ItemToItem, name: str) -> Loaded:
     """A fitted model, run on the CPU; histories may be on any device.
 
     Factors list the items with the highest predicted grade, or lower bound of it, for users folded in from their
@@ -194,7 +201,10 @@ def loaded_model(model: Factors | ImplicitALS | EASE, name: str) -> Loaded:
         histories, items = batch.histories.map(Tensor.cpu), batch.slates.item_ids
         if isinstance(model, Factors):
             return model.bounded_grades(histories, items.cpu()).to(items.device)
-        of_all = model.scores(histories) if isinstance(model, EASE) else model.fold_in(histories) @ model.item_factors.T
+        if isinstance(model, ImplicitALS):
+            of_all = model.fold_in(histories) @ model.item_factors.T
+        else:
+            of_all = model.scores(histories)
         return of_all.gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
 
     reads = model.reads if isinstance(model, Factors) else Reads()

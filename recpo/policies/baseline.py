@@ -1,7 +1,7 @@
 """Baselines as policies: a softmax over the scores that a model without training steps gives to every item.
 
 A baseline that no trained policy beats is what a team should serve (``recpo fit``). As a policy it is exported,
-verified and served like any other: popularity, a factorization of grades, implicit ALS and EASE.
+verified and served like any other: popularity, a factorization of grades, implicit ALS, EASE and sequential rules.
 """
 
 from abc import abstractmethod
@@ -231,13 +231,55 @@ class EasePolicy(BaselinePolicy):
         return chosen.scatter(1, ids, 1.0)[:, 1:] @ self.weights
 
 
-def distinct_positives(histories: Histories, max_history: int) -> Tensor:
-    """``[B, H]`` bool: the first of the last ``max_history`` events of each item at one of the upper two levels.
+class SequentialRulesPolicy(BaselinePolicy):
+    """Sequential rules (``recpo.rewards.sequential_rules``): what followed the positives of the history elsewhere.
 
-    The same as ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
+    ``score(h, i) = sum over positives j of h of decay^age(j) weight(j -> i)``; the most recent positive has age 0.
+    Items that no rule leads to follow in the order of ``popularity``, which is below every rule.
+
+    Args:
+        num_items: catalog size V.
+        neighbors: rules N per item.
+        decay: weight of a positive relative to the next one.
+        max_history: number of most recent events that are read.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        followers: ``[V + 1, N]`` int64, the items that rules lead to, padded with 0.
+        weights: ``[V + 1, N]``, 0 for padding.
+        popularity: ``[V]``.
+    """
+
+    followers: Tensor
+    weights: Tensor
+    popularity: Tensor
+
+    def __init__(
+        self, num_items: int, *, neighbors: int, decay: float, max_history: int, temperature: float = 0.05
+    ) -> None:
+        super().__init__(num_items, max_history=max_history, temperature=temperature)
+        self.neighbors, self.decay = neighbors, decay
+        self.register_buffer("followers", torch.zeros(num_items + 1, neighbors, dtype=torch.long))
+        self.register_buffer("weights", torch.zeros(num_items + 1, neighbors))
+        self.register_buffer("popularity", torch.zeros(num_items))
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``."""
+        known = distinct_positives(histories, self.max_history).long()
+        age = known.sum(1, keepdim=True) - known.cumsum(1)
+        ids = histories.item_ids * known
+        weights = self.weights[ids] * (self.decay ** age.float())[..., None]
+        start = torch.zeros_like(weights[:, :1, :1]).squeeze(1).expand(ids.shape[0], self.num_items + 1)
+        return start.scatter_add(1, self.followers[ids].flatten(1), weights.flatten(1))[:, 1:] + self.popularity
+
+
+def distinct_positives(histories: Histories, max_history: int) -> Tensor:
+    """``[B, H]`` bool: the last one of each item, of the last ``max_history`` events at one of the upper two levels.
+
+    The items of ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
     """
     item_ids, (feedback, recent) = histories.item_ids, grade_factors.recent_feedback(histories, max_history)
     place = torch.arange(item_ids.shape[1], device=item_ids.device)
     known = recent & (feedback >= LEAST_POSITIVE_LEVEL)
-    again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] < place[:, None])
+    again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] > place[:, None])
     return known & ~again.any(2)

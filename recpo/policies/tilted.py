@@ -1,12 +1,13 @@
-"""A policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / temperature)``.
+"""A policy and a second model as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / temperature)``.
 
-It maximizes ``E_pi[g] - temperature KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that the factor
-model expects, or a lower confidence bound of it. Users are folded in from the given history, so new users need nothing
-else.
+It maximizes ``E_pi[g] - temperature KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that a factor
+model expects, or a lower confidence bound of it, or the score of a baseline. Users are folded in from the given
+history, so new users need nothing else.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,15 +23,55 @@ from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations
 from recpo.ops.kernels import take_rows, without_autocast
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
+from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, validate_temperature
 from recpo.policies.sampling import HISTORIES_AT_ONCE, planned_items, prefixes, scoring_plan, spread
 
 
-class _OnBase(Policy):
-    """A policy that passes the histories and features it receives on to its base and its factors."""
+class OnBase(Policy):
+    """A policy that tilts another one, its base, and passes the features that it receives on to it.
+
+    Attributes:
+        base: the policy that is tilted.
+        temperature: difference in grade or score that moves the log-odds of two items by 1.
+    """
 
     base: Policy
+    temperature: float
+
+    def set_item_features(self, features: Features) -> None:
+        """See ``Policy.set_item_features``."""
+        self.base.set_item_features(features)
+
+    def set_item_counts(self, counts: Tensor) -> None:
+        """See ``Policy.set_item_counts``."""
+        self.base.set_item_counts(counts)
+
+    def precompute_item_vectors(self) -> None:
+        """See ``Policy.precompute_item_vectors``."""
+        self.base.precompute_item_vectors()
+        self._read_as_base()
+
+    @abstractmethod
+    def kl_from_base(self, histories: Histories) -> Tensor:
+        """``KL(pi || base)`` in nats after the complete history: ``[B]``."""
+
+    def _read_as_base(self) -> None:
+        base = self.base
+        self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
+        self.reads_user = base.reads_user or self._also_reads_user
+        self.reads_context = base.reads_context
+        self.reads_item_features = base.reads_item_features
+
+    @property
+    @abstractmethod
+    def _also_reads_user(self) -> bool:
+        """Whether what tilts the base reads features of users."""
+
+
+class _OnFactors(OnBase):
+    """A policy that is tilted by a factor model of grades."""
 
     def __init__(
         self, num_items: int, base: Callable[[int], Policy], factors: GradeFactorsOptions, temperature: float
@@ -46,21 +87,24 @@ class _OnBase(Policy):
         self.base.set_schema(schema, behaviors)
         self.factors.set_schema(schema)
 
-    def set_item_features(self, features: Features) -> None:
-        """See ``Policy.set_item_features``."""
-        self.base.set_item_features(features)
+    @property
+    def _also_reads_user(self) -> bool:
+        return self.factors.options.user_features
 
-    def precompute_item_vectors(self) -> None:
-        """See ``Policy.precompute_item_vectors``."""
-        self.base.precompute_item_vectors()
-        self._read_as_base()
 
-    def _read_as_base(self) -> None:
-        base = self.base
-        self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
-        self.reads_user = base.reads_user or self.factors.options.user_features
-        self.reads_context = base.reads_context
-        self.reads_item_features = base.reads_item_features
+class _OnScores(OnBase):
+    """A policy that is tilted by the scores of a baseline."""
+
+    scored: BaselinePolicy
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.base.set_schema(schema, behaviors)
+        self.scored.set_schema(schema, behaviors)
+
+    @property
+    def _also_reads_user(self) -> bool:
+        return self.scored.reads_user
 
 
 class _Read(NamedTuple):
@@ -71,7 +115,7 @@ class _Read(NamedTuple):
     users: Tensor
 
 
-class TiltedPolicy(_OnBase, StatePolicy):
+class TiltedPolicy(_OnFactors, StatePolicy):
     """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact, and one itself.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
@@ -101,18 +145,8 @@ class TiltedPolicy(_OnBase, StatePolicy):
         temperature: float,
     ) -> None:
         super().__init__(num_items, base, factors, temperature)
-        if not isinstance(self.base, DotProductPolicy):
-            raise RecpoError(
-                f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a DotProductPolicy, every other "
-                "policy takes RerankedPolicy",
-                code="wrong_class",
-                field="base",
-            )
+        _validate_base(self.base)
         self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
-
-    def set_item_counts(self, counts: Tensor) -> None:
-        """See ``Policy.set_item_counts``."""
-        self.base.set_item_counts(counts)
 
     @contextmanager
     def keeping_histories(self) -> Iterator[None]:
@@ -253,36 +287,45 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return torch.cat([states, self.factors.tilt(users, self.temperature)], 1)
 
 
-class RerankedPolicy(_OnBase):
-    """``base(i | h) exp(grade(h, i) / temperature)``, normalized over the best items of the base's own search.
+class _Ranked(NamedTuple):
+    """Candidates of N histories.
+
+    Attributes:
+        known: what the second model knows of them.
+        item_ids: ``[N, C]``; 0 if the base lists fewer.
+        base: ``[N, C]`` the base's log-probabilities; -inf for id 0.
+        scores: ``[N, C]`` with ``g`` divided by temperature added.
+        lse: ``[N]`` log-sum-exp of the scores.
+    """
+
+    known: Tensor
+    item_ids: Tensor
+    base: Tensor
+    scores: Tensor
+    lse: Tensor
+
+
+class _Reranked(OnBase):
+    """``base(i | h) exp(g(h, i) / temperature)``, normalized over the best items of the base's own search.
 
     For policies that cannot score the complete catalog, such as policies over semantic ids. Their beam search finds the
-    candidates, and base and factor model together rank them. Lists and draws are exact for the distribution over these
+    candidates, and base and second model together rank them. Lists and draws are exact for the distribution over these
     candidates. The log-probability of a given item is an estimate, because items outside the candidates are missing in
     the normalizer.
-
-    Args:
-        num_items: catalog size V.
-        base: creates the policy to tilt.
-        factors: numbers of the factor model. The base reads its own number of events, and the policy's ``max_history``
-            is the larger of the two.
-        temperature: the grade that is worth one nat of log-probability; above 0.
-        candidates: number of the base's items to rerank; at least ``k``.
     """
 
     has_exact_log_prob = False
 
-    def __init__(
-        self,
-        num_items: int,
-        *,
-        base: Callable[[int], Policy],
-        factors: GradeFactorsOptions,
-        temperature: float,
-        candidates: int = 200,
-    ) -> None:
+    @abstractmethod
+    def _known(self, histories: Histories) -> Tensor:
+        """What the second model knows of the histories, ``[N, ...]``."""
+
+    @abstractmethod
+    def _gains(self, known: Tensor, item_ids: Tensor) -> Tensor:
+        """``g`` of items ``[N, C]``, up to a number per history."""
+
+    def _set_candidates(self, candidates: int) -> None:
         validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        super().__init__(num_items, base, factors, temperature)
         self.candidates, self.num_tokens = candidates, self.base.num_tokens
         self.catalog_checksum = self.base.catalog_checksum
 
@@ -336,11 +379,11 @@ class RerankedPolicy(_OnBase):
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
         listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
-        users = self.factors.fold_in(histories)
-        scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.temperature
+        known = self._known(histories)
+        scores = listed.scores + self._gains(known, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
-        return _Ranked(users, listed.item_ids, listed.scores, scores, lse)
+        return _Ranked(known, listed.item_ids, listed.scores, scores, lse)
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
@@ -349,25 +392,133 @@ class RerankedPolicy(_OnBase):
         recent, one = prefix.recent(self.base.max_history), items[:, None]
         slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
         tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
-        grade = self.factors.relative_grades(ranked.users[state], one)[:, 0] / self.temperature
-        own, lse = tokens.sum(1) + grade, ranked.lse[state]
+        gain = self._gains(ranked.known[state], one)[:, 0] / self.temperature
+        own, lse = tokens.sum(1) + gain, ranked.lse[state]
         lse = torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
-        return torch.cat([tokens[:, :-1], (tokens[:, -1] + grade - lse)[:, None]], 1)
+        return torch.cat([tokens[:, :-1], (tokens[:, -1] + gain - lse)[:, None]], 1)
 
 
-class _Ranked(NamedTuple):
-    """Candidates of N histories.
+class RerankedPolicy(_OnFactors, _Reranked):
+    """``base(i | h) exp(grade(h, i) / temperature)`` over the best items of a base that cannot score the catalog.
 
-    Attributes:
-        users: ``[N, r + 1 + rooted]`` folded-in users.
-        item_ids: ``[N, C]``; 0 if the base lists fewer.
-        base: ``[N, C]`` the base's log-probabilities; -inf for id 0.
-        scores: ``[N, C]`` with the grade divided by temperature added.
-        lse: ``[N]`` log-sum-exp of the scores.
+    Args:
+        num_items: catalog size V.
+        base: creates the policy to tilt.
+        factors: numbers of the factor model. The base reads its own number of events, and the policy's ``max_history``
+            is the larger of the two.
+        temperature: the grade that is worth one nat of log-probability; above 0.
+        candidates: number of the base's items to rerank; at least ``k``.
     """
 
-    users: Tensor
-    item_ids: Tensor
-    base: Tensor
-    scores: Tensor
-    lse: Tensor
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        base: Callable[[int], Policy],
+        factors: GradeFactorsOptions,
+        temperature: float,
+        candidates: int = 200,
+    ) -> None:
+        super().__init__(num_items, base, factors, temperature)
+        self._set_candidates(candidates)
+
+    def _known(self, histories: Histories) -> Tensor:
+        return self.factors.fold_in(histories)
+
+    def _gains(self, known: Tensor, item_ids: Tensor) -> Tensor:
+        return self.factors.relative_grades(known, item_ids)
+
+
+class RerankedProductPolicy(_OnScores, _Reranked):
+    """``base(i | h) exp(score(h, i) / temperature)`` over the best items of a base that cannot score the catalog.
+
+    Args:
+        num_items: catalog size V.
+        base: creates the policy to tilt.
+        scored: creates the baseline. Its own temperature is not used.
+        temperature: difference in score that moves the log-odds of two items by 1; above 0.
+        candidates: number of the base's items to rerank; at least ``k``.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        base: Callable[[int], Policy],
+        scored: Callable[[int], BaselinePolicy],
+        temperature: float,
+        candidates: int = 200,
+    ) -> None:
+        validate_temperature(temperature)
+        super().__init__()
+        self.base, self.scored, self.temperature = base(num_items), scored(num_items), temperature
+        self.num_items, self.max_history = num_items, max(self.base.max_history, self.scored.max_history)
+        self._set_candidates(candidates)
+        self._read_as_base()
+
+    def _known(self, histories: Histories) -> Tensor:
+        return F.pad(self.scored.scores(histories), (1, 0))
+
+    def _gains(self, known: Tensor, item_ids: Tensor) -> Tensor:
+        return known.gather(1, item_ids)
+
+
+class ProductPolicy(_OnScores, BaselinePolicy):
+    """``base(i | h) exp(score(h, i) / temperature)``, normalized: a policy tilted by the scores of a baseline.
+
+    A product of experts (Hinton, Neural Computation 2002): one generalizes from embeddings, the other remembers which
+    item followed which.
+
+    Args:
+        num_items: catalog size V.
+        base: creates the policy to tilt.
+        scored: creates the baseline. Its own temperature is not used.
+        temperature: difference in score that moves the log-odds of two items by 1; above 0.
+    """
+
+    base: DotProductPolicy
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        base: Callable[[int], DotProductPolicy],
+        scored: Callable[[int], BaselinePolicy],
+        temperature: float,
+    ) -> None:
+        of_base, of_scores = base(num_items), scored(num_items)
+        _validate_base(of_base)
+        longest = max(of_base.max_history, of_scores.max_history)
+        super().__init__(num_items, max_history=longest, temperature=temperature)
+        self.base, self.scored = of_base, of_scores
+        self._read_as_base()
+
+    def scores(self, histories: Histories) -> Tensor:
+        """The score plus the temperature times the logits of the base."""
+        return self.scored.scores(histories) + self.temperature * self._of_base(histories)
+
+    @torch.no_grad()
+    def kl_from_base(self, histories: Histories) -> Tensor:
+        """See ``OnBase.kl_from_base``; exact over the catalog."""
+        every, parts = torch.arange(len(histories.lengths), device=histories.lengths.device), []
+        for rows in every.split(sampling.contexts_at_once(self.num_items)):
+            part = histories.rows(rows)
+            base, tilt = self._of_base(part), self.scored.scores(part) / self.temperature
+            logits = base + tilt
+            gain = (logits.softmax(1) * tilt).sum(1)
+            parts.append(gain - logits.logsumexp(1) + base.logsumexp(1))
+        return torch.cat(parts)
+
+    def _of_base(self, histories: Histories) -> Tensor:
+        states = self.base.last_states(histories.recent(self.base.max_history))
+        return catalog_search.product(states, self.base.output_vectors()[1:])
+
+
+def _validate_base(base: Policy) -> None:
+    if not isinstance(base, DotProductPolicy):
+        raise RecpoError(
+            f"base makes a {type(base).__name__}, which cannot score the whole catalog: take RerankedPolicy, or with a "
+            "baseline RerankedProductPolicy",
+            code="wrong_class",
+            field="base",
+        )

@@ -33,7 +33,7 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.id_map import IdMap
-from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
+from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy, SequentialRulesPolicy
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
@@ -41,7 +41,7 @@ from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import OnBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest, ProgramReads, readable
 from recpo.serving.runtimes import Runtime, excluded
@@ -50,8 +50,8 @@ from recpo.serving.runtimes import Runtime, excluded
 # encoder gives the last four to its blocks
 _GIVEN = ("num_items", "codes", "item_features")
 _OF_ENCODER = ("dim", "heads", "max_history", "dropout")
-_BASE = "base"  # the option that is itself a policy
-_TILTED = (TiltedPolicy, RerankedPolicy)
+_PARTS = ("base", "scored")  # options that are themselves policies
+_TILTED = (TiltedPolicy, RerankedPolicy, ProductPolicy, RerankedProductPolicy)
 _FACTORS = "factors"  # the option that is itself a group of numbers
 _BLOCK = "block"  # the option that is a class, with options of its own
 
@@ -60,10 +60,15 @@ def _name_of(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-_BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy)
+_BASELINES = (PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy, SequentialRulesPolicy)
+_BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, *_BASELINES)
 _OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}
 #: the options that are entries themselves, and the classes that they may name
-_ENTRIES = {_BASE: tuple(map(_name_of, _BASES)), _BLOCK: (_name_of(SASRecBlock), _name_of(HSTUBlock))}
+_ENTRIES = {
+    "base": tuple(map(_name_of, _BASES)),
+    "scored": tuple(map(_name_of, _BASELINES)),
+    _BLOCK: (_name_of(SASRecBlock), _name_of(HSTUBlock)),
+}
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -87,9 +92,11 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
     parameters = inspect.signature(_OWN[name]).parameters.values()
     kept = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
     kept = {key: value for key, value in kept.items() if key not in _GIVEN}
-    if isinstance(policy, _TILTED):
-        base = kept.get(_BASE)
-        kept[_BASE] = describe_policy(policy.base, base.get("init_args", {}) if isinstance(base, Mapping) else None)
+    for part in _PARTS:
+        if part in kept:
+            given = kept[part]
+            known = given.get("init_args", {}) if isinstance(given, Mapping) else None
+            kept[part] = describe_policy(getattr(policy, part), known)
     if isinstance(policy, FeaturePolicy):
         kept[_BLOCK] = _described_block(policy, kept[_BLOCK])
     if any(kept[key]["options"] is None for key in _ENTRIES if key in kept):
@@ -108,7 +115,7 @@ def _described_block(policy: FeaturePolicy, block: Any) -> dict[str, Any]:
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
     """Writes the weights of ``policy``, and its codes if it has any, into the directory of a bundle."""
     write_tensors(root / WEIGHTS, {name: value.detach().contiguous() for name, value in policy.state_dict().items()})
-    policy = policy.base if isinstance(policy, _TILTED) else policy
+    policy = policy.base if isinstance(policy, OnBase) else policy
     if isinstance(policy, SemanticIdPolicy):
         ids = torch.arange(1, policy.num_items + 1, device=policy.trie.device)
         codes = Codes(policy.tokens(ids).cpu().numpy(), policy.trie.codebook_sizes, policy.catalog_checksum or "")
@@ -167,9 +174,9 @@ def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int
         arguments[_BLOCK] = partial(_OWN[arguments[_BLOCK]["class"]], **arguments[_BLOCK]["options"])
     if _FACTORS in arguments:
         arguments[_FACTORS] = GradeFactorsOptions(**arguments[_FACTORS])
-    if _BASE in arguments:
-        base = arguments[_BASE]
-        arguments[_BASE] = _factory(base["class"], base["options"], root)
+    for part in _PARTS:
+        if part in arguments:
+            arguments[part] = _factory(arguments[part]["class"], arguments[part]["options"], root)
     return partial(own, **arguments)
 
 
@@ -281,6 +288,10 @@ def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, f
     for name, part in policy.named_modules():
         if isinstance(part, GradeFactors):
             vectors |= _of_factors(f"{name}.", part, weights, features)
+        if isinstance(part, SequentialRulesPolicy):  # no rule leads to a new item or from it
+            vectors |= {
+                f"{name}.{one}": value.new_zeros(added, *value.shape[1:]) for one, value in part.named_buffers()
+            }
     own = policy.state_dict()
     grown = {name: _grown(name, weights[name], value, vectors.get(name)) for name, value in own.items()}
     policy.load_state_dict(grown)

@@ -1,4 +1,4 @@
-"""A trained policy combined with factors of grades, and the choice of its temperature on the validation period."""
+"""A policy tilted by factors of grades or by a baseline, and the choice of its temperature on validation events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.log.prepared import Prepared
+from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.grade_factors import GradeFactors
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import OnBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import chunks
 from recpo.training.learned_reward import Checkpoint
@@ -48,10 +49,12 @@ from recpo.training.run import (
 if TYPE_CHECKING:
     import pandas as pd
 
-Criterion = Literal["grade", "top_k", "policy", "auc", "auc_mixed", "monitor_reward"]
+Criterion = Literal["grade", "top_k", "policy", "auc", "auc_mixed", "ndcg", "monitor_reward"]
 
 #: Temperatures to try, in grades per nat: such a difference in grade moves the log-odds by 1.
 TEMPERATURES = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
+#: The same for the scores of a baseline, of which the value changes more slowly.
+TEMPERATURES_OF_SCORES = (0.0125, 0.025, 0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class TiltResult:
     Attributes:
         run: the tilted run; None = no temperature is better than the untilted policy, and nothing was written.
         temperature: of the tilt; inf = the untilted policy.
-        lower_bound: number of standard deviations subtracted from the grade.
+        lower_bound: number of standard deviations subtracted from the grade; 0 of scores.
         criterion: criterion that chose the temperature; None = it was given, and nothing was measured.
         k: length of the lists.
         trials: the untilted policy first, then every temperature, descending; empty if nothing was measured.
@@ -164,6 +167,85 @@ def tilted(
     return policy.eval()
 
 
+@dataclass(frozen=True)
+class ByFactors:
+    """Tilts by the grades that a factor model predicts (``tilted``)."""
+
+    factors: Factors
+    candidates: int
+    lower_bound: float
+
+    def __call__(self, base: Policy, temperature: float) -> TiltedPolicy | RerankedPolicy:
+        """The base, tilted."""
+        return tilted(base, self.factors, temperature, self.candidates, self.lower_bound)
+
+    def to(self, device: torch.device) -> ByFactors:
+        """The same on ``device``."""
+        return replace(self, factors=self.factors.to(device))
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """How the factors were fitted."""
+        return self.factors.facts
+
+    @property
+    def user_features(self) -> bool:
+        """Whether the factors read features of users."""
+        return self.factors.user_features
+
+    @staticmethod
+    def arguments(policy: Any) -> dict[str, Any]:
+        """Constructor arguments of a policy that it tilted, besides base and temperature."""
+        return {"factors": asdict(policy.factors.options)} | _candidates(policy)
+
+
+@dataclass(frozen=True)
+class ByBaseline:
+    """Tilts by the scores of a baseline: the product of two policies.
+
+    Attributes:
+        name: of the baseline.
+        policy: the fitted baseline.
+        configuration: its ``class_path`` and ``init_args``.
+        candidates: for a base that cannot score the catalog, how many items of its own search are re-ranked.
+    """
+
+    name: str
+    policy: BaselinePolicy
+    configuration: Mapping[str, Any]
+    candidates: int
+    user_features = False
+
+    def __call__(self, base: Policy, temperature: float) -> ProductPolicy | RerankedProductPolicy:
+        """The base, tilted."""
+        scored, size = self.policy, base.num_items
+        made: ProductPolicy | RerankedProductPolicy
+        if isinstance(base, DotProductPolicy):
+            made = ProductPolicy(size, base=lambda _: base, scored=lambda _: scored, temperature=temperature)
+        else:
+            made = RerankedProductPolicy(
+                size, base=lambda _: base, scored=lambda _: scored, temperature=temperature, candidates=self.candidates
+            )
+        return made.eval()
+
+    def to(self, device: torch.device) -> ByBaseline:
+        """The same on ``device``."""
+        return replace(self, policy=self.policy.to(device))
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Which baseline it is."""
+        return {"baseline": self.name}
+
+    def arguments(self, policy: Any) -> dict[str, Any]:
+        """Constructor arguments of a policy that it tilted, besides base and temperature."""
+        return {"scored": dict(self.configuration)} | _candidates(policy)
+
+
+def _candidates(policy: Policy) -> dict[str, int]:
+    return {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
+
+
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
     """Gives the module of a policy the tensors of a factor model."""
     module.set_schema(factors.features)
@@ -205,8 +287,10 @@ def value_setting(
 
 #: criteria that are ranks of held-out events, by the name of their metric
 _RANKS: Final = {"auc": "AUC_other", "auc_mixed": "AUC_mixed"}
+#: the criterion that is the NDCG of the lists of k
+NDCG: Final = "ndcg"
 #: criteria that are means over users, by the name of their metric; the others are off-policy values
-_OF_USERS: Final = _RANKS | {"grade": "grade", "monitor_reward": "monitor_reward"}
+_OF_USERS: Final = _RANKS | {"grade": "grade", "monitor_reward": "monitor_reward", NDCG: "NDCG@{k}"}
 
 
 class _Measured(NamedTuple):
@@ -234,12 +318,17 @@ class TemperatureTrials:
     def trials(
         self,
         base: Policy,
-        factors: Factors,
-        tilts: Callable[[Policy, Factors, float], Policy],
+        tilts: Callable[[Policy, float], Policy],
         temperatures: Sequence[float],
         progress: bool,
     ) -> tuple[TiltTrial, ...]:
         """The base and every temperature, descending.
+
+        Args:
+            base: what is tilted.
+            tilts: tilts it, at a temperature.
+            temperatures: what to try.
+            progress: show a progress bar on a terminal.
 
         Raises:
             RecpoError: no user of the validation period gives a value for a temperature.
@@ -248,7 +337,7 @@ class TemperatureTrials:
         hidden, total = None if progress else True, users * (1 + len(temperatures))
         with tqdm(total=total, desc="tilt", unit="user", disable=hidden) as bar:
             found = self._measured(base, [math.inf], bar)
-            found += self._measured(tilts(base, factors, temperatures[0]), temperatures, bar)
+            found += self._measured(tilts(base, temperatures[0]), temperatures, bar)
         values = [self._value(one)[0] for one in found]
         auc_losses = self._auc_losses(found)
         keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
@@ -266,8 +355,8 @@ class TemperatureTrials:
         """One pass over the validation period, in which the temperatures of a policy share what they read."""
         policy = policy.to(self.device).eval()
         values = [None if self.setting is None else self.setting.measure() for _ in temperatures]
-        # only the ranks within a user are used, because the scores are estimates
-        scores = policy.has_exact_log_prob or self.criterion in _RANKS
+        # of estimates, only the ranks within a user are used
+        scores = self.criterion in _RANKS or (policy.has_exact_log_prob and self.criterion != NDCG)
         passes = [
             RankingPass(
                 Recommender(policy.recommend, policy.log_prob if scores else None, f"temperature {temperature:g}"),
@@ -280,7 +369,7 @@ class TemperatureTrials:
             shown = on_device(batch, self.device)
             with policy.keeping_histories() if isinstance(policy, TiltedPolicy) else nullcontext():
                 for temperature, one in zip(temperatures, passes, strict=True):
-                    if isinstance(policy, TiltedPolicy | RerankedPolicy):
+                    if isinstance(policy, OnBase):
                         policy.temperature = temperature
                     one.add(shown)
             bar.update(len(batch.exclude) * len(passes))
@@ -290,10 +379,14 @@ class TemperatureTrials:
         ]
 
     def _measures(self, policy: Policy, value: Measure | None) -> list[Measure]:
-        measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, TiltedPolicy | RerankedPolicy) else []
+        measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, OnBase) else []
         measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         return measures if value is None else [*measures, value]
+
+    @property
+    def _metric(self) -> str:
+        return _OF_USERS[self.criterion].format(k=self.k)
 
     def _target(self) -> str:
         return POLICY if self.criterion == "policy" else f"top_{self.k}"
@@ -301,7 +394,7 @@ class TemperatureTrials:
     def _value(self, one: _Measured) -> tuple[float, float]:
         """Value by the criterion and half of its interval."""
         if self.criterion in _OF_USERS:
-            found = one.ranking.estimate(_OF_USERS[self.criterion])
+            found = one.ranking.estimate(self._metric)
             return found.mean, found.half_width
         return _snips(one.off_policy, self._target())
 
@@ -310,7 +403,7 @@ class TemperatureTrials:
         if one is best:
             return 0.0, 0.0
         if self.criterion in _OF_USERS:
-            return _difference(best.ranking, one.ranking, _OF_USERS[self.criterion])
+            return _difference(best.ranking, one.ranking, self._metric)
         assert one.off_policy is not None
         assert best.off_policy is not None
         for found in best.off_policy.differences(one.off_policy):
@@ -375,7 +468,7 @@ def _snips(result: OffPolicyResult | None, target: str) -> tuple[float, float]:
 class _Divergence(Measure):
     """Adds ``kl``, the divergence of a tilted policy from its base."""
 
-    policy: TiltedPolicy | RerankedPolicy
+    policy: OnBase
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
@@ -461,28 +554,26 @@ class TiltBase:
 
 def write_tilted(
     root: Path,
-    policy: TiltedPolicy | RerankedPolicy,
+    policy: OnBase,
     base: TiltBase,
-    factors: Factors,
+    by: ByFactors | ByBaseline,
     how: TiltResult,
     data: Prepared | None,
 ) -> None:
-    """Writes the files of a run into ``root``; nothing of the base or the factors is needed afterwards.
+    """Writes the files of a run into ``root``; nothing of the base or what tilts it is needed afterwards.
 
     Args:
         root: the directory of the run.
         policy: the tilted policy.
         base: what it was made from.
-        factors: its factors.
+        by: what tilted it.
         how: how the temperature was chosen.
         data: its prepared data, which factors that read features of users need; None = they read none.
     """
     base.write_files(root)
-    if data is not None and factors.user_features:
+    if data is not None and by.user_features:
         write_features(root, policy, data)
-    options = policy.factors.options
-    arguments = {"base": dict(base.configuration), "factors": asdict(options), "temperature": policy.temperature}
-    arguments |= {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy) else {}
+    arguments = {"base": dict(base.configuration), **by.arguments(policy), "temperature": policy.temperature}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / Run.RESOLVED, text)
@@ -490,7 +581,7 @@ def write_tilted(
         "format_version": Run.version,
         "contexts_per_step": 0,  # because nothing was trained
         **base.origin,
-        "factors": factors.facts,
+        "tilted_by": by.facts,
         "choice": {
             "temperature": how.temperature,
             "lower_bound": how.lower_bound,

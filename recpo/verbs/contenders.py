@@ -41,9 +41,10 @@ from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
+from recpo.rewards.sequential_rules import fit_sequential_rules
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ProgramReads
@@ -364,7 +365,7 @@ def reranked_contenders(
 
 def policy_item_vectors(policy: Policy) -> FloatArray | None:
     """The item vectors that the encoder of a policy reads, ``[V + 1, d]``; None if it has no such vectors."""
-    base = policy.base if isinstance(policy, TiltedPolicy | RerankedPolicy) else policy
+    base = policy.base if isinstance(policy, OnBase) else policy
     if not isinstance(base, StatePolicy):
         return None
     device = next((parameter.device for parameter in base.parameters()), torch.device("cpu"))
@@ -374,7 +375,7 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
     return found
 
 
-_NOT_SERVED: Final = ("cooccurrence", "random")
+_NOT_SERVED: Final = ("random",)
 #: Names of the baselines that are policies: what a bundle can serve and ``recpo tilt`` can tilt.
 SERVED: Final[tuple[Baseline, ...]] = tuple(name for name in get_args(Baseline) if name not in _NOT_SERVED)
 
@@ -424,6 +425,10 @@ def served_baseline(
 def _of_name(name: Baseline, data: Prepared, cache: BaselineCache) -> ServedBaseline:
     made: dict[str, Any]
     options = BaselineOptions()
+    if name == "sequential_rules":
+        rules = fit_sequential_rules(data, options.sequential_rules)
+        made = {one: getattr(rules, one) for one in ("neighbors", "decay", "max_history")}
+        return ServedBaseline(name, rules, made)
     if name not in ("factorization", "implicit_als", "ease"):
         popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
         popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())

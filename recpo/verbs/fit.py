@@ -276,8 +276,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         recipes = self._recipes(road)
         for name in names:
             road.measure(name)
-        is_tilted = road.graded and road.has_pairs
-        if is_tilted:  # who chose what, and the grades
+        if road.by_grades:  # who chose what, and the grades
             names += self._tilted(road, _IMPLICIT)
         road.show_list()
         road.decide_effort(recipes, twice)
@@ -286,11 +285,11 @@ class Fit(RoadOptions, WritingVerb[Decision]):
                 continue
             road.measure(name)
             names.append(name)
-            if is_tilted and name in (fit_recipes.PRETRAIN, fit_recipes.MPO, fit_recipes.MPO_MODEL):
+            if name in fit_recipes.TILTED:
                 names += self._tilted(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
         names += found
-        if is_tilted and found:
+        if found:
             names += self._tilted(road, max(found, key=road.value))
         return names
 

@@ -19,6 +19,8 @@ GSPO: Final = "gspo"
 #: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
 REWARD_MODEL: Final = "reward_model"
 
+#: Recipes whose policies are also tilted.
+TILTED: Final = (PRETRAIN, PRETRAIN_RANKING, MPO, MPO_MODEL)
 _LEAST_RECIPES: Final = 2
 
 

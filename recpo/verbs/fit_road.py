@@ -63,6 +63,8 @@ BASELINES: Final = "baselines"
 RUNS: Final = "runs"
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
+#: The baseline that tilts policies where there are no grades.
+RULES: Final = "sequential_rules"
 #: In front of the name of what is tilted.
 TILTED: Final = "tilted-"
 _ENOUGH_EVENTS: Final = 10_000  # of the validation period, to tell contenders apart
@@ -214,7 +216,7 @@ class Road:
     @cached_property
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
-        found: list[Baseline] = ["popularity", "item_rate", "implicit_als"]
+        found: list[Baseline] = ["popularity", "item_rate", RULES, "implicit_als"]
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
@@ -288,7 +290,7 @@ class Road:
         self.step(Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress), out)
 
     def tilt(self, name: str, base: str, temperature: float | None = None) -> None:
-        """Tilts a run or a baseline by the reward model.
+        """Tilts a run or a baseline by the reward model, or by sequential rules where AUC says nothing of grades.
 
         Args:
             name: of the tilted run.
@@ -299,9 +301,12 @@ class Road:
         if self.plan.seconds_of(out) is not None:
             return  # it was tried, and no temperature is better
         cache = self.root / BASELINES if base in self.baselines else None
-        how: dict[str, Any] = {"k": self.options.k, "lower_bound": _LOWER_BOUND, "baseline_cache": cache}
+        how: dict[str, Any] = {"k": self.options.k, "baseline_cache": cache}
         how["temperature"] = "auto" if temperature is None else temperature
-        self.step(Tilt(self.path_of(base), self.root / FACTORS, self.data, out=out, **how), out / Run.FINISHED)
+        if self.by_grades:
+            how["lower_bound"] = _LOWER_BOUND
+        by = self.root / FACTORS if self.by_grades else RULES
+        self.step(Tilt(self.path_of(base), by, self.data, out=out, **how), out / Run.FINISHED)
 
     def again(self, data: Prepared) -> "Road":
         """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock."""
@@ -318,7 +323,7 @@ class Road:
             return True
         if name.startswith(TILTED):
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
-            made = run is not None and self.remake(base) and self.remake(FACTORS)
+            made = run is not None and self.remake(base) and (not self.by_grades or self.remake(FACTORS))
             if run is not None and made:
                 self.tilt(name, base, run.results["tilt/temperature"])
             return made
@@ -369,6 +374,11 @@ class Road:
         """Whether a user has a positive and another exposure: temperatures of tilts are chosen by them."""
         metric = self.measured[0].result.per_user.get(CRITERION)
         return metric is not None and bool(metric.isfinite().any())
+
+    @property
+    def by_grades(self) -> bool:
+        """Whether policies are tilted by the reward model, and not by sequential rules."""
+        return self._first.graded and self._first.has_pairs
 
     def value(self, name: str) -> float:
         """The criterion of a contender on the validation period."""

@@ -1,11 +1,12 @@
-"""The verb ``tilt``: combines a policy with factors of grades, at a temperature chosen on held-out users."""
+"""The verb ``tilt``: combines a policy with a second model, at a temperature chosen on held-out users."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
+
+import torch
 
 from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
@@ -14,14 +15,14 @@ from recpo.evaluation.candidates import candidates_of
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import validate_temperature
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.rewards.selection import fit_factors
 from recpo.training import tilting
 from recpo.training.run import Run, features_that_differ
-from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline, validate_factors
+from recpo.verbs.contenders import SERVED, ModelOptions, ServedBaseline, is_baseline, served_baseline, validate_factors
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
@@ -32,11 +33,12 @@ _HELD_OUT: Final = FactorOptions(period="valid", uncertainty=False, lower_bound=
 
 @dataclass(frozen=True)
 class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
-    """Tilts a policy toward the grades that a factor model predicts, and writes it as a run.
+    """Tilts a policy toward the grades of a factor model, or the scores of a baseline, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
     run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / temperature)``, the optimum of ``E_pi[grade] -
-    temperature KL(pi || base)``.
+    temperature KL(pi || base)``. Logs of positives alone have no grades: sequential rules, which remember what followed
+    which, take their place (docs/training.md#published-tables).
 
     If temperature is auto and no temperature is better than the untilted policy, nothing is written.
 
@@ -52,7 +54,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     others (``recpo export``). Tilted implicit ALS, which knows who chose what, is the best policy of sparse logs that
     we measured (docs/evaluation.md)"""
     factors: Factors | Path | str
-    """factors that ``recpo factorize`` fitted for the same items, or their directory"""
+    """factors that ``recpo factorize`` fitted for the same items, their directory, or the name of a baseline whose
+    scores take the place of grades, e.g. sequential_rules"""
     prepared: Prepared | Path | str | None = None
     """prepared data of the same items. Temperature is chosen on its validation period, by lists of the items that were
     candidates at its start; null = temperature is given, and the factors read no features of users"""
@@ -65,13 +68,14 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     largest (the closest to the base) whose value is within one standard error of the best. The error is that of the
     difference on the same users; the untilted policy counts as an infinite temperature. A number is written whatever
     its value"""
-    temperatures: Sequence[PositiveFloat] = tilting.TEMPERATURES
-    """values to try if temperature is auto"""
+    temperatures: Sequence[PositiveFloat] | None = None
+    """values to try if temperature is auto; null = 0.0125 to 0.4, or to 0.2 with a baseline"""
     criterion: tilting.Criterion | None = None
     """value of a temperature: auc_mixed (mean per-user AUC of positives against other exposures, with positives against
-    items never shown), auc (the first of the two), grade (mean grade of its lists, as a factorization of the validation
-    period's own events predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS),
-    policy (of items drawn from it) or monitor_reward. null = monitor_reward if it is given, else auc_mixed"""
+    items never shown), auc (the first of the two), ndcg (of its lists, on logged positives), grade (mean grade of its
+    lists, as a factorization of the validation period's own events predicts it; it shares no noise with the factors),
+    top_k (off-policy value of its lists, SNIPS), policy (of items drawn from it) or monitor_reward. null =
+    monitor_reward if it is given, else ndcg with a baseline and auc_mixed with factors"""
     k: PositiveInt = 10
     """list length"""
     candidates: PositiveInt = 200
@@ -105,40 +109,67 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     def _temperatures(self) -> Sequence[float]:
         if self.temperature != "auto":
             return [float(self.temperature)]
-        return sorted({*map(float, self.temperatures)}, reverse=True)
+        default = tilting.TEMPERATURES_OF_SCORES if self._by_baseline else tilting.TEMPERATURES
+        return sorted({*map(float, default if self.temperatures is None else self.temperatures)}, reverse=True)
+
+    @property
+    def _by_baseline(self) -> bool:
+        return str(self.factors) in _TILTED
 
     def execute(self) -> tilting.TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
         given = self.prepared
         data = Prepared.open(given) if isinstance(given, str | Path) else given
-        factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
+        factors = self._factors(data)
         base = self._base(data, factors)
+        by = self._by(data, factors)
         used: tilting.Criterion | None = None
         trials: tuple[tilting.TiltTrial, ...] = ()
         if data is not None:
             shared, device = self._trials(data), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
-            tilts = partial(tilting.tilted, candidates=self.candidates, lower_bound=self.lower_bound)
-            trials = shared.trials(base.policy.to(device), factors.to(device), tilts, *options)
+            trials = shared.trials(base.policy.to(device), by.to(device), *options)
         chosen = tilting.chosen_temperature(trials, used) if self.temperature == "auto" else float(self.temperature)
         result = tilting.TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         if chosen == math.inf:
             return result
         inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
-            final = tilting.tilted(base.policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
-            tilting.write_tilted(target, final, base, factors, result, data)
+            tilting.write_tilted(target, by.to(torch.device("cpu"))(base.policy.cpu(), chosen), base, by, result, data)
         return replace(result, run=Run.open(self.out, self.trust))
 
-    def _base(self, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
+    def _factors(self, data: Prepared | None) -> Factors | None:
+        """The factors; None = a baseline is named, which can be fitted."""
+        named = self.factors
+        if not self._by_baseline:
+            return named if isinstance(named, Factors) else Factors.open(named)
+        self._for_baseline(str(named), data)
+        if self.lower_bound:
+            raise RecpoError(
+                f"{named} gives scores without standard deviations: leave lower_bound out, or name factors",
+                code="unused_option",
+                field="lower_bound",
+            )
+        return None
+
+    def _by(self, data: Prepared | None, factors: Factors | None) -> tilting.ByFactors | tilting.ByBaseline:
+        """What tilts."""
+        if factors is not None:
+            return tilting.ByFactors(factors, self.candidates, self.lower_bound)
+        named = str(self.factors)
+        served = served_baseline(named, self._for_baseline(named, data), self.baseline_cache)
+        return tilting.ByBaseline(named, served.policy.eval(), _configuration(served), self.candidates)
+
+    def _base(self, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:
         """What is tilted, after everything that is given was checked."""
-        named = self.run
+        named, reads_users = self.run, factors is not None and factors.user_features
         if not isinstance(named, Run) and is_baseline(named):
             return self._baseline(str(named), data, factors)
         run = Run.open(named, self.trust)
-        factors.validate_feedback(run.feedback, run.root)
-        factors.validate_items(run.catalog_checksum, run.root)
-        if data is None and (self.temperature == "auto" or factors.user_features):
+        if factors is not None:
+            factors.validate_feedback(run.feedback, run.root)
+            factors.validate_items(run.catalog_checksum, run.root)
+        if data is None and (self.temperature == "auto" or reads_users):
             raise RecpoError(
                 "temperature is auto, and there is no validation period to choose it on: name prepared data, or give a "
                 "temperature"
@@ -149,13 +180,13 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             )
         base = tilting.TiltBase.of_run(run, self.checkpoint)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(run, data))
-        if isinstance(base.policy, TiltedPolicy | RerankedPolicy):
+        if isinstance(base.policy, OnBase):
             raise RecpoError(
                 f"{run.root} is tilted already: name the run that it was made from",
                 code="unsupported",
                 field="run",
             )
-        if data is not None and factors.user_features and features_that_differ(base.policy, run.root, data):
+        if data is not None and reads_users and features_that_differ(base.policy, run.root, data):
             raise RecpoError(
                 f"{data.root} has other vocabularies or means of features than those that {run.root} was trained "
                 "with, and the factors read its features of users: train the run on these data, or fit the factors "
@@ -165,32 +196,37 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             )
         if data is not None:
             run.validate_data(data)
-            factors.validate_features(data)
+            if factors is not None:
+                factors.validate_features(data)
         return base
 
-    def _baseline(self, named: str, data: Prepared | None, factors: Factors) -> tilting.TiltBase:
+    def _baseline(self, named: str, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:
         if named not in _TILTED:
             raise RecpoError(
-                f"{named} is no policy to tilt by grades: name a run, or one of {', '.join(_TILTED)}",
+                f"{named} is no policy to tilt: name a run, or one of {', '.join(_TILTED)}",
                 code="unsupported",
                 field="run",
             )
+        data = self._for_baseline(named, data)
+        if factors is not None:
+            validate_factors(factors, data)
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
+        served = served_baseline(named, data, self.baseline_cache)
+        return tilting.TiltBase(named, served.policy.eval(), _configuration(served), data, None)
+
+    @staticmethod
+    def _for_baseline(named: str, data: Prepared | None) -> Prepared:
         if data is None:
             raise RecpoError(
                 f"{named} is a baseline, which is fitted on prepared data: name them",
                 code="missing_option",
                 field="prepared",
             )
-        validate_factors(factors, data)
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
-        served = served_baseline(named, data, self.baseline_cache)
-        own = type(served.policy)
-        configuration = {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
-        return tilting.TiltBase(named, served.policy.eval(), configuration, data, None)
+        return data
 
     def _inputs(self, source: Run | Prepared, data: Prepared | None) -> list[object]:
         """Directories that the output must not replace."""
-        given = None if isinstance(self.factors, Factors) else self.factors
+        given = None if isinstance(self.factors, Factors) or self._by_baseline else self.factors
         return [source.root, data and data.root, given]
 
     def _trials(self, data: Prepared) -> tilting.TemperatureTrials:
@@ -198,7 +234,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         if self.monitor_reward is not None:
             validate_identity(self.monitor_reward, "monitor_reward", data)
         graded = tilting.has_grades(data)
-        criterion = self.criterion or ("monitor_reward" if self.monitor_reward is not None else "auc_mixed")
+        default: tilting.Criterion = tilting.NDCG if self._by_baseline else "auc_mixed"
+        criterion = self.criterion or ("monitor_reward" if self.monitor_reward is not None else default)
         return tilting.TemperatureTrials(
             data,
             criterion,
@@ -210,6 +247,12 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             batch_size=self.batch_size,
             device=compute_device(self.device),
         )
+
+
+def _configuration(served: ServedBaseline) -> dict[str, Any]:
+    """The baseline as ``class_path`` and ``init_args``."""
+    own = type(served.policy)
+    return {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
 
 
 tilt = function_of(Tilt)

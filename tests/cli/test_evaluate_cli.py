@@ -87,7 +87,7 @@ def evaluated(road, tmp_path_factory):
     """Everybody at once: the directory and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
     pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
-    compared = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
+    compared = ["popularity", "positives", "recency", "sequential_rules", "factorization", "random"]
     compared += [
         str(road / "run-0"),
         str(road / "run-1"),
@@ -123,7 +123,7 @@ def test_the_document_has_the_keys_of_schema_5(evaluated):
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
     assert document.keys() == expected | {"format_version", "same_weights", "headroom", "candidates", "new_items"}
     names = [contender["name"] for contender in document["contenders"]]
-    baselines = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
+    baselines = ["popularity", "positives", "recency", "sequential_rules", "factorization", "random"]
     assert names == [*baselines, "run-0", "run-1", "bundle", "other", "oracle", "logging policy"]
     kinds = [contender["kind"] for contender in document["contenders"]]
     assert kinds == ["baseline"] * 6 + ["run"] * 2 + ["bundle", "lists", "oracle", "baseline"]
@@ -277,7 +277,7 @@ def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
 
 def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
     out = tmp_path / "evaluation"
-    options = ["--ks", "[10, 1000]", "--contenders", str(road / "bundle"), "--contenders", "[cooccurrence]"]
+    options = ["--ks", "[10, 1000]", "--contenders", str(road / "bundle"), "--contenders", "[sequential_rules]"]
     assert run_on(road, out, *options, "--off_policy", "null") == 0
     for contender in document_in(out)["contenders"]:
         assert contender["metrics"]["Recall@1000"]["mean"] == 1

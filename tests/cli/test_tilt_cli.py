@@ -341,6 +341,36 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)
 
 
+def test_a_run_is_tilted_by_sequential_rules_and_served(road, tmp_path, capfd):
+    """Its temperature is the largest whose NDCG is as good as the best; the run and its bundle need nothing else."""
+    data, out = recpo.load(road.prepared), tmp_path / "run"
+    found = recpo.tilt(road.root / "base", "sequential_rules", data, out=out, temperatures=(0.1, 0.01))
+    assert found.criterion == "ndcg"
+    assert [trial.temperature for trial in found.trials] == [math.inf, 0.1, 0.01]
+    assert all(trial.value == trial.ndcg and math.isnan(trial.auc) for trial in found.trials)
+    assert found.temperature == next(t.temperature for t in found.trials if t.loss <= t.loss_error)
+    again = recpo.tilt(road.root / "base", "sequential_rules", data, out=out, temperature=0.05, overwrite=True)
+    assert again.run.origin["tilted_by"] == {"baseline": "sequential_rules"}
+    policy = again.run.policy()
+    (batch,) = evaluation_batches(data.root, "valid", 200, 512)
+    listed = policy.recommend(batch.feedback.histories, data.num_items)
+    base = recpo.load(road.root / "base").policy()
+    every = base.recommend(batch.feedback.histories.recent(base.max_history), data.num_items)
+    logits = torch.zeros_like(every.scores).scatter(1, every.item_ids - 1, every.scores)
+    logits += served_baseline("sequential_rules", data).policy.scores(batch.feedback.histories) / 0.05
+    assert listed.scores.allclose(logits.log_softmax(1).gather(1, listed.item_ids - 1), atol=1e-3)
+    bundle = recpo.export(again.run, out=tmp_path / "bundle")  # compares every engine with the policy
+    log = road.log[road.log["user_id"].isin(road.log["user_id"].unique()[:5])]
+    one, other = (recpo.recommend(model, log, k=5) for model in (again.run, bundle))
+    pd.testing.assert_frame_equal(one, other, atol=1e-4)
+    with refused("unused_option", "lower_bound"):
+        recpo.tilt(road.root / "base", "sequential_rules", data, out=tmp_path / "no", lower_bound=1.0)
+    with refused("missing_option", "prepared"):
+        recpo.tilt(road.root / "base", "sequential_rules", out=tmp_path / "no", temperature=0.1)
+    with refused("unsupported", "run"):
+        recpo.tilt(out, "sequential_rules", data, out=tmp_path / "no")
+
+
 def test_a_tilted_baseline_is_served(road, tmp_path):
     run = recpo.tilt("implicit_als", road.root / "factors", road.prepared, out=tmp_path / "run", temperature=0.1).run
     bundle = recpo.export(run, out=tmp_path / "bundle")  # compares every engine with the policy
@@ -402,3 +432,24 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     frame = recpo.evaluate(road.prepared, [run], ks=[10]).to_pandas("off_policy")
     assert set(frame[frame["contender"] == "run"]["target"]) == {"top_10"}
     assert torch.isfinite(made.factors.item_factors).all()
+
+
+def test_a_policy_of_semantic_ids_is_reranked_by_sequential_rules(road, tmp_path):
+    codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
+    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)
+    base = recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
+    options = {"temperature": 0.05, "candidates": 30}
+    run = recpo.tilt(base, "sequential_rules", road.prepared, out=tmp_path / "run", **options).run
+    made, served = run.policy(), served_baseline("sequential_rules", recpo.load(road.prepared)).policy
+    assert made.candidates == 30
+    (batch,) = evaluation_batches(road.prepared, "valid", 200, 512)
+    histories = batch.feedback.histories
+    listed, scores = made.recommend(histories, 20), served.scores(histories)
+    before = made.base.recommend(histories.recent(10), 30)
+    logits = before.scores + scores.gather(1, before.item_ids - 1) / 0.05
+    best = logits.log_softmax(1).sort(1, descending=True).values[:, :20]
+    torch.testing.assert_close(listed.scores, best, atol=1e-4, rtol=1e-4)
+    assert made.kl_from_base(histories).min() >= -1e-5
+    bundle = recpo.export(run, out=tmp_path / "bundle", k=10)  # compares every engine with the policy
+    one, other = (recpo.recommend(model, road.log, k=3) for model in (run, bundle))
+    pd.testing.assert_frame_equal(one, other, atol=1e-4)

@@ -76,7 +76,7 @@ def evaluated(data, truth, policy, device):
 def of_baselines(data, truth, device):
     """The metrics of contenders that lie on the CPU, for users on the device."""
     held_out = HeldOutPass.of(data, RankingOptions(truth=truth), torch.device(device))
-    names = ("popularity", "recency", "cooccurrence", "factorization", "ease")
+    names = ("popularity", "recency", "sequential_rules", "factorization", "ease")
     loaded = [held_out.evaluate(baseline(name, data, BaselineOptions())) for name in names]
     return {name: one.result.per_user for name, one in zip(names, loaded, strict=True)}
 

@@ -49,7 +49,7 @@ def catalog(data, item_table):
 
 @pytest.fixture(scope="session")
 def survey(data, factors):
-    contenders = contenders_of(["popularity", factors, "cooccurrence"], data, [5])
+    contenders = contenders_of(["popularity", factors, "sequential_rules"], data, [5])
     advice = {"factors": ["Train <b>longer</b>."]}
     return Survey.of(data, contenders, split="test", k=5, users=30, grades=factors, advice=advice)
 

@@ -70,7 +70,10 @@ def test_distinct_positives_are_those_of_implicit_als():
     lengths = torch.randint(0, 13, (50,))
     histories = Histories(ids, lengths, feedback)
     for most in (3, 12):
-        assert torch.equal(distinct_positives(histories, most), positive_places(histories, most))
+        found, expected = distinct_positives(histories, most), positive_places(histories, most)
+        assert torch.equal((ids * found).sort(1).values, (ids * expected).sort(1).values)
+        # each at its last place, which sequential rules count from
+        assert not found[:, :-1][(ids[:, :-1] == ids[:, -1:]) & found[:, -1:]].any()
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feedback import GRADES
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies import catalog_search, sampling
-from recpo.policies.baseline import ImplicitPolicy
+from recpo.policies.baseline import ImplicitPolicy, SequentialRulesPolicy
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import solve_by_cholesky
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, solve_positive_definite
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.policies.tilted import ProductPolicy, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.serving.program import CatalogSearch
 from tests.refusals import refused
@@ -432,6 +432,33 @@ def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPol
 def nothing(items: int) -> dict[str, Tensor]:
     factors = torch.zeros(items, RANK)
     return tensors(factors, factors[:, 0], factors, torch.zeros(items, RANK + 1))
+
+
+def rules() -> SequentialRulesPolicy:
+    made, generator = SequentialRulesPolicy(V, neighbors=4, decay=0.7, max_history=H), torch.Generator().manual_seed(7)
+    made.followers[1:] = torch.randint(1, V + 1, (V, 4), generator=generator)
+    made.weights[1:] = torch.rand(V, 4, generator=generator)
+    return made.eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"similarity": "cosine", "temperature": 0.1}])
+def test_a_product_is_the_log_probability_of_its_base_plus_the_score_over_the_temperature(
+    options: dict[str, Any],
+) -> None:
+    of_base, scored = base(**options), rules()
+    policy = ProductPolicy(V, base=lambda _: of_base, scored=lambda _: scored, temperature=TEMPERATURE).eval()
+    known = histories([0, 1, READS, H])
+    recent = known.recent(READS)
+    before = of_base.log_prob(whole_catalog(recent))[..., 0]
+    logp = (before + scored.scores(known) / TEMPERATURE).log_softmax(1)
+    torch.testing.assert_close(policy.log_prob(whole_catalog(known))[..., 0], logp, atol=1e-5, rtol=1e-4)
+    ranked = policy.recommend(known, V)
+    torch.testing.assert_close(ranked.scores, logp.gather(1, ranked.item_ids - 1), atol=1e-5, rtol=1e-4)
+    divergence = (logp.exp() * (logp - before)).sum(1)
+    torch.testing.assert_close(policy.kl_from_base(known), divergence, atol=1e-5, rtol=1e-4)
+    drawn, chances = policy.sample(known, 3)
+    torch.testing.assert_close(chances[..., 0], logp.gather(1, drawn - 1), atol=1e-5, rtol=1e-4)
+    assert policy.max_history == H
 
 
 def test_impossible_options_are_refused() -> None:

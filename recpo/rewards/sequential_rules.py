@@ -1,0 +1,136 @@
+"""Sequential rules: which items followed which in the histories of others.
+
+Ludewig and Jannach, "Evaluation of Session-based Recommendation Algorithms" (UMUAI 2018), with weights that decay along
+the history as well. A pair of positive events of one user, j before i and d places apart, counts ``decay^(d - 1)``:
+
+    weight(j -> i) = sum of these over all users / (positive events of j + shrinkage).
+
+Nothing is trained, the rules of any catalog fit into memory, and on logs of positives alone they are the strongest
+baseline that we measured (docs/evaluation.md).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+
+from recpo.base.errors import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
+from recpo.log.prepared import Prepared
+from recpo.policies.baseline import SequentialRulesPolicy
+
+_LOWEST: Final = 1e-6  # scores by popularity are below this, and below every rule
+
+
+@dataclass(frozen=True)
+class SequentialRulesOptions:
+    """How rules are counted and weighted.
+
+    Args:
+        window: two events of a user make a rule if they are at most this many positive events apart.
+        decay: factor per place, in a rule and along a history.
+        shrinkage: reduces the weights of items with few events.
+        neighbors: number of rules kept per item, the ones with the largest weights.
+        max_history: number of most recent events of a history that are read.
+        pairs_in_memory: pairs that are counted at once; more pairs are counted in several passes over the events.
+    """
+
+    window: PositiveInt = 10
+    decay: OpenUnitInterval = 0.8
+    shrinkage: NonNegativeFloat = 20.0
+    neighbors: PositiveInt = 100
+    max_history: PositiveInt = 50
+    pairs_in_memory: PositiveInt = 1 << 24
+
+    def __post_init__(self) -> None:
+        validate_ranges(self, "baseline_options.sequential_rules.")
+
+
+def fit_sequential_rules(
+    data: Prepared, options: SequentialRulesOptions = SequentialRulesOptions()
+) -> SequentialRulesPolicy:
+    """Counts the rules of the training period.
+
+    Args:
+        data: prepared data.
+        options: window, decay and so on.
+    """
+    counts = data.item_counts("train_positives")
+    lengths, followers, weights = rules_of(lambda: _positives(data), counts, options)
+    policy = SequentialRulesPolicy(
+        data.num_items,
+        neighbors=max(1, int(lengths.max(initial=0))),
+        decay=options.decay,
+        max_history=options.max_history,
+    )
+    row = np.repeat(np.arange(data.num_items + 1), lengths)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    policy.followers[row, column] = torch.from_numpy(followers)
+    policy.weights[row, column] = torch.from_numpy(weights).float()
+    policy.popularity.copy_(torch.from_numpy(_LOWEST * counts / max(1.0, counts.max(initial=0.0))))
+    return policy.eval()
+
+
+def _positives(data: Prepared) -> Iterator[dict[str, np.ndarray]]:
+    """User and item of the positive training events, in the pieces of ``Prepared.train_columns``."""
+    for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
+        positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
+        yield {name: columns[name][positive] for name in ("user_index", "item_index")}
+
+
+def rules_of(
+    events: Callable[[], Iterable[Mapping[str, np.ndarray]]], counts: np.ndarray, options: SequentialRulesOptions
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rules with the largest weights of every item, the largest first, ties by item id.
+
+    Exact, in memory that does not grow with the log: each pass over the events counts the pairs of a group of items
+    with at most ``pairs_in_memory`` pairs.
+
+    Args:
+        events: opens the positive training events from the beginning, in chunks of ``user_index [N]`` and ``item_index
+            [N]``, sorted by user and time; no user is in two chunks. Called once per group of items, plus once.
+        counts: ``[V]``, positive training events of the items 1..V.
+        options: window, decay and so on.
+
+    Returns:
+        The number of rules of every item ``[V + 1]``, and of all of them the items that they lead to and the weights.
+    """
+    size = len(counts) + 1
+    pairs = np.zeros(size)
+    for chunk in events():
+        for _, one, _ in _pairs(chunk, options.window):
+            pairs += np.bincount(one, minlength=size)
+    group = np.cumsum(pairs) // options.pairs_in_memory
+    starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
+    parts = []
+    for first, last in zip(starts, [*starts[1:], size], strict=True):
+        total = csr_array((last - first, size))
+        for chunk in events():
+            for distance, one, other in _pairs(chunk, options.window):
+                kept = (one >= first) & (one < last)
+                weight = np.full(kept.sum(), options.decay ** (distance - 1))
+                total += csr_array((weight, (one[kept] - first, other[kept])), shape=total.shape)
+        events_of = np.append(0.0, counts)[first:last]
+        total.data /= np.repeat(events_of + options.shrinkage, np.diff(total.indptr))
+        parts.append(_heaviest(total, options.neighbors))
+    lengths, followers, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return lengths, followers, weights
+
+
+def _pairs(chunk: Mapping[str, np.ndarray], window: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Distances, and the pairs of different items of one user that are so many events apart, the earlier one first."""
+    user, item = chunk["user_index"], chunk["item_index"]
+    for distance in range(1, window + 1):
+        near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
+        yield distance, item[:-distance][near], item[distance:][near]
+
+
+def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The largest entries of every row: their number, columns and values, row by row."""
+    row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
+    order = np.lexsort((weighed.indices, -weighed.data, row))
+    kept = np.arange(len(row)) - weighed.indptr[row] < most
+    source = order[kept]
+    return np.bincount(row[kept], minlength=weighed.shape[0]), weighed.indices[source].astype(int), weighed.data[source]
