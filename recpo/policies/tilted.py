@@ -39,6 +39,7 @@ class OnBase(Policy):
 
     base: Policy
     temperature: float
+    _keeps = False
 
     def set_item_features(self, features: Features) -> None:
         """See ``Policy.set_item_features``."""
@@ -56,6 +57,22 @@ class OnBase(Policy):
     @abstractmethod
     def kl_from_base(self, histories: Histories) -> Tensor:
         """``KL(pi || base)`` in nats after the complete history: ``[B]``."""
+
+    @contextmanager
+    def keeping_histories(self) -> Iterator[None]:
+        """Within it, the same histories are read once, for calls at several temperatures.
+
+        ``temperature`` may change between calls, and weights may not. Histories are the same if they are one object.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was kept."""
 
     def _read_as_base(self) -> None:
         base = self.base
@@ -133,7 +150,6 @@ class TiltedPolicy(_OnFactors, StatePolicy):
     """
 
     base: DotProductPolicy
-    _keeps = False
     _read: _Read | None = None
 
     def __init__(
@@ -147,18 +163,6 @@ class TiltedPolicy(_OnFactors, StatePolicy):
         super().__init__(num_items, base, factors, temperature)
         _validate_base(self.base)
         self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
-
-    @contextmanager
-    def keeping_histories(self) -> Iterator[None]:
-        """Within it, the same histories are encoded and folded in once, for calls at several temperatures.
-
-        ``temperature`` may change between calls, and weights may not. Histories are the same if they are one object.
-        """
-        self._keeps = True
-        try:
-            yield
-        finally:
-            self._keeps, self._read = False, None
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
@@ -263,6 +267,9 @@ class TiltedPolicy(_OnFactors, StatePolicy):
         plan = scoring_plan(batch, needed)
         return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
+    def _forget(self) -> None:
+        self._read = None
+
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
@@ -305,6 +312,24 @@ class _Ranked(NamedTuple):
     lse: Tensor
 
 
+class _Listed(NamedTuple):
+    """What the base lists after histories, and what the second model knows of them: the same at every temperature."""
+
+    histories: Histories
+    size: int
+    exclude: Tensor | None
+    listed: Recommendations
+    known: Tensor
+
+    def is_of(self, histories: Histories, size: int, exclude: Tensor | None) -> bool:
+        """Whether it is what these arguments give."""
+        if self.histories is not histories or self.size != size:
+            return False
+        if self.exclude is None or exclude is None:
+            return self.exclude is exclude
+        return torch.equal(self.exclude, exclude)
+
+
 class _Reranked(OnBase):
     """``base(i | h) exp(g(h, i) / temperature)``, normalized over the best items of the base's own search.
 
@@ -315,6 +340,7 @@ class _Reranked(OnBase):
     """
 
     has_exact_log_prob = False
+    _lists: tuple[_Listed, ...] = ()
 
     @abstractmethod
     def _known(self, histories: Histories) -> Tensor:
@@ -378,12 +404,19 @@ class _Reranked(OnBase):
 
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
-        listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
-        known = self._known(histories)
+        kept = next((one for one in self._lists if one.is_of(histories, size, exclude)), None)
+        if kept is None:
+            listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
+            kept = _Listed(histories, size, exclude, listed, self._known(histories))
+            self._lists = (*self._lists, kept) if self._keeps else ()
+        listed, known = kept.listed, kept.known
         scores = listed.scores + self._gains(known, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(known, listed.item_ids, listed.scores, scores, lse)
+
+    def _forget(self) -> None:
+        self._lists = ()
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""

@@ -137,47 +137,39 @@ class TiltResult:
         return pd.DataFrame([asdict(trial) for trial in self.trials], columns=list(TiltTrial.__annotations__))
 
 
-def tilted(
-    base: Policy, factors: Factors, temperature: float, candidates: int = 200, lower_bound: float = 0.0
-) -> TiltedPolicy | RerankedPolicy:
-    """``base(i | h) exp(grade(h, i) / temperature)``, normalized; exact if the base is a ``DotProductPolicy``.
-
-    Args:
-        base: the policy to tilt; it becomes part of the new one.
-        factors: factors of the same items.
-        temperature: difference in grade that moves the log-odds of two items by 1; above 0.
-        candidates: for any other policy, how many items of its own search are re-ranked.
-        lower_bound: number of standard deviations of the posterior to subtract from the grade.
-
-    Raises:
-        RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested and
-            the factors have none.
-    """
-    # new items need a vector of the base as well
-    grows = factors.item_features and base.reads_item_features
-    options = replace(factors.options, lower_bound=lower_bound, item_features=grows)
-    policy: TiltedPolicy | RerankedPolicy
-    if isinstance(base, DotProductPolicy):
-        policy = TiltedPolicy(base.num_items, base=lambda _: base, factors=options, temperature=temperature)
-    else:
-        policy = RerankedPolicy(
-            base.num_items, base=lambda _: base, factors=options, temperature=temperature, candidates=candidates
-        )
-    assign_factors(policy.factors, factors)
-    return policy.eval()
-
-
 @dataclass(frozen=True)
 class ByFactors:
-    """Tilts by the grades that a factor model predicts (``tilted``)."""
+    """Tilts by the grades that a factor model predicts.
+
+    Attributes:
+        factors: factors of the same items.
+        candidates: for a base that cannot score the catalog, how many items of its own search are re-ranked.
+        lower_bound: number of standard deviations of the posterior to subtract from the grade.
+    """
 
     factors: Factors
-    candidates: int
-    lower_bound: float
+    candidates: int = 200
+    lower_bound: float = 0.0
 
     def __call__(self, base: Policy, temperature: float) -> TiltedPolicy | RerankedPolicy:
-        """The base, tilted."""
-        return tilted(base, self.factors, temperature, self.candidates, self.lower_bound)
+        """``base(i | h) exp(grade(h, i) / temperature)``, normalized; exact if the base is a ``DotProductPolicy``.
+
+        Raises:
+            RecpoError: temperature is not a number above 0, the factors have other items, or a lower bound is requested
+                and the factors have none.
+        """
+        # new items need a vector of the base as well
+        grows = self.factors.item_features and base.reads_item_features
+        size, options = base.num_items, replace(self.factors.options, lower_bound=self.lower_bound, item_features=grows)
+        policy: TiltedPolicy | RerankedPolicy
+        if isinstance(base, DotProductPolicy):
+            policy = TiltedPolicy(size, base=lambda _: base, factors=options, temperature=temperature)
+        else:
+            policy = RerankedPolicy(
+                size, base=lambda _: base, factors=options, temperature=temperature, candidates=self.candidates
+            )
+        assign_factors(policy.factors, self.factors)
+        return policy.eval()
 
     def to(self, device: torch.device) -> ByFactors:
         """The same on ``device``."""
@@ -195,8 +187,8 @@ class ByFactors:
 
     @staticmethod
     def arguments(policy: Any) -> dict[str, Any]:
-        """Constructor arguments of a policy that it tilted, besides base and temperature."""
-        return {"factors": asdict(policy.factors.options)} | _candidates(policy)
+        """Constructor arguments of a policy that it tilted, besides base, temperature and candidates."""
+        return {"factors": asdict(policy.factors.options)}
 
 
 @dataclass(frozen=True)
@@ -207,7 +199,7 @@ class ByBaseline:
         name: of the baseline.
         policy: the fitted baseline.
         configuration: its ``class_path`` and ``init_args``.
-        candidates: for a base that cannot score the catalog, how many items of its own search are re-ranked.
+        candidates: see ``ByFactors``.
     """
 
     name: str
@@ -217,16 +209,14 @@ class ByBaseline:
     user_features = False
 
     def __call__(self, base: Policy, temperature: float) -> ProductPolicy | RerankedProductPolicy:
-        """The base, tilted."""
+        """``base(i | h) exp(score(h, i) / temperature)``, normalized; exact if the base is a ``DotProductPolicy``."""
         scored, size = self.policy, base.num_items
-        made: ProductPolicy | RerankedProductPolicy
         if isinstance(base, DotProductPolicy):
             made = ProductPolicy(size, base=lambda _: base, scored=lambda _: scored, temperature=temperature)
-        else:
-            made = RerankedProductPolicy(
-                size, base=lambda _: base, scored=lambda _: scored, temperature=temperature, candidates=self.candidates
-            )
-        return made.eval()
+            return made.eval()
+        return RerankedProductPolicy(
+            size, base=lambda _: base, scored=lambda _: scored, temperature=temperature, candidates=self.candidates
+        ).eval()
 
     def to(self, device: torch.device) -> ByBaseline:
         """The same on ``device``."""
@@ -238,12 +228,8 @@ class ByBaseline:
         return {"baseline": self.name}
 
     def arguments(self, policy: Any) -> dict[str, Any]:
-        """Constructor arguments of a policy that it tilted, besides base and temperature."""
-        return {"scored": dict(self.configuration)} | _candidates(policy)
-
-
-def _candidates(policy: Policy) -> dict[str, int]:
-    return {"candidates": policy.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
+        """Constructor arguments of a policy that it tilted, besides base, temperature and candidates."""
+        return {"scored": dict(self.configuration)}
 
 
 def assign_factors(module: GradeFactors, factors: Factors) -> None:
@@ -367,7 +353,7 @@ class TemperatureTrials:
         ]
         for batch in evaluation_batches(self.data.root, "valid", policy.max_history, self.batch_size, policy.reads):
             shown = on_device(batch, self.device)
-            with policy.keeping_histories() if isinstance(policy, TiltedPolicy) else nullcontext():
+            with policy.keeping_histories() if isinstance(policy, OnBase) else nullcontext():
                 for temperature, one in zip(temperatures, passes, strict=True):
                     if isinstance(policy, OnBase):
                         policy.temperature = temperature
@@ -574,6 +560,7 @@ def write_tilted(
     if data is not None and by.user_features:
         write_features(root, policy, data)
     arguments = {"base": dict(base.configuration), **by.arguments(policy), "temperature": policy.temperature}
+    arguments |= {"candidates": by.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / Run.RESOLVED, text)

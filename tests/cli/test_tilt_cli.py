@@ -137,9 +137,8 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     policy = found.policy()
     assert policy.factors.options.lower_bound == 3.0
     assert json.loads((tmp_path / "run" / "origin.json").read_text())["choice"]["lower_bound"] == 3.0
-    expected = tilting.tilted(
-        recpo.load(road.root / "base").policy(), recpo.load(road.root / "factors"), 0.05, 200, 3.0
-    )
+    by = tilting.ByFactors(recpo.load(road.root / "factors"), lower_bound=3.0)
+    expected = by(recpo.load(road.root / "base").policy(), 0.05)
     assert policy.state_dict().keys() == expected.state_dict().keys()
     assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in policy.state_dict().items())
     named = {"run": road.root / "base", "factors": road.root / "factors", "temperature": 0.05}

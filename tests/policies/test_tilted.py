@@ -407,6 +407,26 @@ def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPol
     torch.testing.assert_close(drawn.sum(-1), logp.gather(1, ids - 1), rtol=0, atol=2e-5)
 
 
+def test_temperatures_share_what_a_beam_search_finds(reranked: RerankedPolicy, monkeypatch: Any) -> None:
+    known, others, exclude, searches = histories([H, 6, 2, 0]), histories([3], seed=1), torch.ones(4, 1).long(), []
+    search = reranked.base.recommend
+    monkeypatch.setattr(reranked.base, "recommend", lambda *given: searches.append(given) or search(*given))
+
+    def answers(temperature: float) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(reranked, "temperature", temperature)
+        return (*reranked.recommend(known, 5, exclude.clone()), reranked.kl_from_base(known))
+
+    with reranked.keeping_histories():
+        shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
+        assert len(searches) == 2, "with what is excluded, and with everything"
+        reranked.recommend(others, 5)
+        assert len(searches) == 3
+    for temperature, found in shared.items():
+        for one, alone in zip(found, answers(temperature), strict=True):
+            torch.testing.assert_close(one, alone, rtol=0, atol=0)
+    assert len(searches) == 3 + 4
+
+
 def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPolicy) -> None:
     known, before = histories([H, 6, 2]), reranked.candidates
     try:

@@ -20,7 +20,7 @@ from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
-from recpo.training.tilting import tilted
+from recpo.training.tilting import ByFactors
 from tests.refusals import refused
 
 NUM_ITEMS, MAX_HISTORY = 120, 12  # of conftest
@@ -106,7 +106,7 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(parts, tm
     torch.testing.assert_close(listed.scores, grades.topk(3, 1).values)
 
     base, options = parts.policy("sasrec")
-    policy = tilted(base, factors, temperature)
+    policy = ByFactors(factors)(base, temperature)
     assert policy.max_history == max(reads, MAX_HISTORY)
     read = histories.recent(policy.max_history)
     of_base = base.catalog_log_prob(_last(histories.recent(MAX_HISTORY)))[..., 0]
