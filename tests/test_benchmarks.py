@@ -439,7 +439,14 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path, pretrained
         assert line["decided_value"] == values[line["choice"]] <= max(values.values()) == values[line["best"]]
         assert line["regret"] == pytest.approx(line["best_value"] - line["decided_value"])
         assert (line["regret_error"] == 0) == (line["best"] == line["choice"])
-        assert line["baseline"] in {"popularity", "item_rate", "implicit_als", "ease", "factorization"}
+        assert line["baseline"] in {
+            "popularity",
+            "item_rate",
+            "sequential_rules",
+            "implicit_als",
+            "ease",
+            "factorization",
+        }
         assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
         assert line["left_out"] == []
         assert line["metric"] == "true_reward@10"

@@ -162,7 +162,8 @@ def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
     log = log[log["user_id"].isin(log["user_id"].unique()[::2])]
     decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
     assert decision.facts["criterion"]["metric"] == "NDCG@10"
-    assert {"popularity", "implicit_als", "pretrain"} <= set(decision.to_pandas()["name"])
+    assert {"popularity", "implicit_als", "sequential_rules", "pretrain"} <= set(decision.to_pandas()["name"])
+    assert any(f"--run {tmp_path}/fit/runs/pretrain --factors sequential_rules" in one for one in decision.commands)
     assert not (tmp_path / "fit" / "factors").exists()
     assert decision.facts["oracle"] is None
 
@@ -184,7 +185,7 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
 
 
 @pytest.mark.slow
-def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_is_tilted(
+def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_by_rules(
     demo, tmp_path, pretrained_alone
 ):
     found = inspect_log([str(demo.log / "log")])
@@ -193,7 +194,9 @@ def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_nothing_
     assert decision.facts["criterion"]["metric"] == "NDCG@10"
     names = set(decision.to_pandas()["name"])
     assert {"factors", "pretrain"} <= names
-    assert not any(name.startswith("tilted-") for name in names)
+    tilts = [one for one in decision.commands if one.startswith("recpo tilt")]
+    assert tilts
+    assert all("--factors sequential_rules" in one for one in tilts)
     assert not (tmp_path / "fit" / "final").exists()  # data that were prepared before keep their split
 
 
