@@ -5,8 +5,10 @@ import json
 import os
 import re
 import signal
+import time
 from copy import copy
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import settings
 from recpo.artifacts.checksums import seal
 from tests.sharding.ranks import Ranks
 
+ROOT = Path(__file__).parents[1]
 settings.register_profile("recpo", deadline=None, max_examples=40)
 settings.load_profile("recpo")
 # the suite runs on shared two-core machines: more threads than cores per worker only get in each other's way
@@ -28,6 +31,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell did that: what 
 def resealed(content):
     """A sealed document that a test has changed, with the checksum of its values."""
     return seal({name: value for name, value in content.items() if name != "sha256"})
+
+
+def example_program(environment, name):
+    """A program of an environment of the examples. ``EXAMPLES_WITHIN``: seconds that it may still take to be made."""
+    root, until = ROOT / f".venv-{environment}", time.monotonic() + float(os.environ.get("EXAMPLES_WITHIN", "0"))
+    while not (root / ".installed").is_file():
+        if time.monotonic() >= until:
+            pytest.skip(f"{environment} is not installed (make examples)")
+        time.sleep(1)
+    return root / "bin" / name
 
 
 @pytest.hookimpl(optionalhook=True)

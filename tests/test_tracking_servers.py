@@ -17,6 +17,7 @@ import recpo
 from recpo.artifacts.checksums import sha256
 from recpo.cli.main import main
 from recpo.verbs.tracking import run_tracked
+from tests.conftest import example_program
 from tests.refusals import refused
 from tests.server.conftest import process
 from tests.test_tracking import Step
@@ -30,9 +31,7 @@ class Server:
     """``mlflow server`` on a free port, with its store in a directory."""
 
     def __init__(self, place):
-        program = ROOT / ".venv-mlflow" / "bin" / "mlflow"
-        if not program.is_file():
-            pytest.skip("the server of MLflow is not installed (make examples)")
+        program = example_program("mlflow", "mlflow")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import recpo
+from tests.conftest import example_program
 from tests.server.conftest import post, process
 
 ROOT = Path(__file__).parents[2]
@@ -119,9 +120,7 @@ airflow("dags", "test", "recpo_day", "2025-01-02T01:00:00")
 
 def scheduled(where, environment, *words, **variables):
     """Runs a program of the environment of a scheduler; ``recpo`` is the stub. What it printed, and what it called."""
-    program = ROOT / f".venv-{environment}" / "bin" / words[0]
-    if not program.is_file():
-        pytest.skip(f"{environment} is not installed (make examples)")
+    program = example_program(environment, words[0])
     for folder in ("data", "runs", "bundles"):
         (where / folder / "2025-01-01").mkdir(parents=True, exist_ok=True)
     stub, called = where / "bin" / "recpo", where / "called"
