@@ -245,7 +245,7 @@ class SequentialRulesPolicy(BaselinePolicy):
         temperature: see ``BaselinePolicy``.
 
     Attributes:
-        followers: ``[V + 1, N]`` int64, the items that rules lead to, padded with 0.
+        followers: ``[V + 1, N]`` int32, the items that rules lead to, padded with 0.
         weights: ``[V + 1, N]``, 0 for padding.
         popularity: ``[V]``.
     """
@@ -259,7 +259,7 @@ class SequentialRulesPolicy(BaselinePolicy):
     ) -> None:
         super().__init__(num_items, max_history=max_history, temperature=temperature)
         self.neighbors, self.decay = neighbors, decay
-        self.register_buffer("followers", torch.zeros(num_items + 1, neighbors, dtype=torch.long))
+        self.register_buffer("followers", torch.zeros(num_items + 1, neighbors, dtype=torch.int32))
         self.register_buffer("weights", torch.zeros(num_items + 1, neighbors))
         self.register_buffer("popularity", torch.zeros(num_items))
 
@@ -269,8 +269,9 @@ class SequentialRulesPolicy(BaselinePolicy):
         age = known.sum(1, keepdim=True) - known.cumsum(1)
         ids = histories.item_ids * known
         weights = self.weights[ids] * (self.decay ** age.float())[..., None]
-        start = torch.zeros_like(weights[:, :1, :1]).squeeze(1).expand(ids.shape[0], self.num_items + 1)
-        return start.scatter_add(1, self.followers[ids].flatten(1), weights.flatten(1))[:, 1:] + self.popularity
+        followers = self.followers[ids].long().flatten(1)
+        none = torch.zeros_like(self.weights[:1, :1]).expand(ids.shape[0], self.num_items + 1)
+        return none.scatter_add(1, followers, weights.flatten(1))[:, 1:] + self.popularity
 
 
 def distinct_positives(histories: Histories, max_history: int) -> Tensor:

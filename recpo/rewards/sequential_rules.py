@@ -67,7 +67,7 @@ def fit_sequential_rules(
     )
     row = np.repeat(np.arange(data.num_items + 1), lengths)
     column = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    policy.followers[row, column] = torch.from_numpy(followers)
+    policy.followers[row, column] = torch.from_numpy(followers).int()
     policy.weights[row, column] = torch.from_numpy(weights).float()
     policy.popularity.copy_(torch.from_numpy(_LOWEST * counts / max(1.0, counts.max(initial=0.0))))
     return policy.eval()

@@ -456,7 +456,7 @@ def nothing(items: int) -> dict[str, Tensor]:
 
 def rules() -> SequentialRulesPolicy:
     made, generator = SequentialRulesPolicy(V, neighbors=4, decay=0.7, max_history=H), torch.Generator().manual_seed(7)
-    made.followers[1:] = torch.randint(1, V + 1, (V, 4), generator=generator)
+    made.followers[1:] = torch.randint(1, V + 1, (V, 4), generator=generator).int()
     made.weights[1:] = torch.rand(V, 4, generator=generator)
     return made.eval()
 

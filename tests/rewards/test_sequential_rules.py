@@ -105,8 +105,10 @@ def test_scores_are_those_of_a_loop_over_the_positives_of_a_history(data):
     histories = Histories(torch.from_numpy(items), torch.from_numpy(lengths), torch.from_numpy(levels))
     np.testing.assert_allclose(policy.scores(histories), expected, atol=1e-6)
     # without a rule, popularity
-    best = policy.recommend(histories.rows(torch.tensor([0])), 5).item_ids[0].numpy()
-    assert best.tolist() == sorted(range(1, data.num_items + 1), key=lambda item: (-counts[item], item))[:5]
+    popular = sorted(range(1, data.num_items + 1), key=lambda item: (-counts[item], item))[:5]
+    for width in (0, 9):
+        nothing = Histories(torch.zeros(1, width).long(), torch.tensor([0]), torch.zeros(1, width).long())
+        assert policy.recommend(nothing, 5).item_ids.tolist() == [popular]
 
 
 def test_shards_do_not_matter(data, many):
