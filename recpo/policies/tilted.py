@@ -114,6 +114,15 @@ class _OnScores(OnBase):
 
     scored: BaselinePolicy
 
+    def __init__(
+        self, num_items: int, base: Callable[[int], Policy], scored: Callable[[int], BaselinePolicy], temperature: float
+    ) -> None:
+        validate_temperature(temperature)
+        Policy.__init__(self)  # not that of BaselinePolicy, which would be told what follows here
+        self.base, self.scored, self.temperature = base(num_items), scored(num_items), temperature
+        self.num_items, self.max_history = num_items, max(self.base.max_history, self.scored.max_history)
+        self._read_as_base()
+
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
         """See ``Policy.set_schema``."""
         self.base.set_schema(schema, behaviors)
@@ -482,12 +491,8 @@ class RerankedProductPolicy(_OnScores, _Reranked):
         temperature: float,
         candidates: int = 200,
     ) -> None:
-        validate_temperature(temperature)
-        super().__init__()
-        self.base, self.scored, self.temperature = base(num_items), scored(num_items), temperature
-        self.num_items, self.max_history = num_items, max(self.base.max_history, self.scored.max_history)
+        super().__init__(num_items, base, scored, temperature)
         self._set_candidates(candidates)
-        self._read_as_base()
 
     def _known(self, histories: Histories) -> Tensor:
         return F.pad(self.scored.scores(histories), (1, 0))
@@ -519,12 +524,8 @@ class ProductPolicy(_OnScores, BaselinePolicy):
         scored: Callable[[int], BaselinePolicy],
         temperature: float,
     ) -> None:
-        of_base, of_scores = base(num_items), scored(num_items)
-        _validate_base(of_base)
-        longest = max(of_base.max_history, of_scores.max_history)
-        super().__init__(num_items, max_history=longest, temperature=temperature)
-        self.base, self.scored = of_base, of_scores
-        self._read_as_base()
+        super().__init__(num_items, base, scored, temperature)
+        _validate_base(self.base)
 
     def scores(self, histories: Histories) -> Tensor:
         """The score plus the temperature times the logits of the base."""

@@ -375,9 +375,8 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
     return found
 
 
-_NOT_SERVED: Final = ("random",)
 #: Names of the baselines that are policies: what a bundle can serve and ``recpo tilt`` can tilt.
-SERVED: Final[tuple[Baseline, ...]] = tuple(name for name in get_args(Baseline) if name not in _NOT_SERVED)
+SERVED: Final[tuple[Baseline, ...]] = tuple(name for name in get_args(Baseline) if name != "random")
 
 
 class ServedBaseline(NamedTuple):
@@ -386,6 +385,12 @@ class ServedBaseline(NamedTuple):
     name: str
     policy: BaselinePolicy
     options: dict[str, Any]
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """``class_path`` and ``init_args`` of the policy."""
+        own = type(self.policy)
+        return {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": self.options}
 
 
 def is_baseline(named: object) -> bool:
@@ -408,7 +413,7 @@ def served_baseline(
     Raises:
         RecpoError: a baseline that cannot be served, or factors of other items or feedback.
     """
-    if str(named) in _NOT_SERVED:
+    if str(named) == "random":
         raise RecpoError(
             f"{named} is a yardstick of evaluations and no policy; name one of {', '.join(SERVED)}, factors or a run",
             code="unsupported",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.rewards.selection import fit_factors
 from recpo.training import tilting
 from recpo.training.run import Run, features_that_differ
-from recpo.verbs.contenders import SERVED, ModelOptions, ServedBaseline, is_baseline, served_baseline, validate_factors
+from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline, validate_factors
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
 #: Baselines that can be tilted: the policies among them that are no grades themselves.
@@ -38,7 +38,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
     run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / temperature)``, the optimum of ``E_pi[grade] -
     temperature KL(pi || base)``. Logs of positives alone have no grades: sequential rules, which remember what followed
-    which, take their place (docs/training.md#published-tables).
+    which, take their place (docs/training.md#sequential-rules).
 
     If temperature is auto and no temperature is better than the untilted policy, nothing is written.
 
@@ -158,7 +158,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             return tilting.ByFactors(factors, self.candidates, self.lower_bound)
         named = str(self.factors)
         served = served_baseline(named, self._for_baseline(named, data), self.baseline_cache)
-        return tilting.ByBaseline(named, served.policy.eval(), _configuration(served), self.candidates)
+        return tilting.ByBaseline(named, served.policy.eval(), served.configuration, self.candidates)
 
     def _base(self, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:
         """What is tilted, after everything that is given was checked."""
@@ -212,7 +212,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             validate_factors(factors, data)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
         served = served_baseline(named, data, self.baseline_cache)
-        return tilting.TiltBase(named, served.policy.eval(), _configuration(served), data, None)
+        return tilting.TiltBase(named, served.policy.eval(), served.configuration, data, None)
 
     @staticmethod
     def _for_baseline(named: str, data: Prepared | None) -> Prepared:
@@ -247,12 +247,6 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             batch_size=self.batch_size,
             device=compute_device(self.device),
         )
-
-
-def _configuration(served: ServedBaseline) -> dict[str, Any]:
-    """The baseline as ``class_path`` and ``init_args``."""
-    own = type(served.policy)
-    return {"class_path": f"{own.__module__}.{own.__qualname__}", "init_args": served.options}
 
 
 tilt = function_of(Tilt)
