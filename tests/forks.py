@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
+import socketserver
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -65,33 +69,82 @@ class Command:
         return self.process.exitcode
 
 
+#: what a shell file finds as ``recpo``
+_PROGRAM = """#!{python} -IS
+import json, os, socket, sys
+asked = socket.socket(socket.AF_UNIX)
+asked.connect({address!r})
+with asked.makefile("rw") as lines:
+    print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]), file=lines, flush=True)
+    status, out, err = json.loads(lines.readline())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(status)
+"""
+
+
+@contextmanager
+def program() -> Iterator[Path]:
+    """A directory with a program ``recpo`` for shell files: every call is forked from a process that imported recpo."""
+    with tempfile.TemporaryDirectory() as folder:  # not that of a test: the address of a socket must be short
+        address, file = str(Path(folder, "socket")), Path(folder, "recpo")
+        file.write_text(_PROGRAM.format(python=sys.executable, address=address))
+        file.chmod(0o755)
+        with socketserver.ThreadingUnixStreamServer(address, _Asked) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            yield Path(folder)
+            server.shutdown()
+
+
+class _Asked(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        words, where, environment = json.loads(self.rfile.readline())
+        done = _ended(_verb, words, where, environment)
+        self.wfile.write(json.dumps([done.returncode, done.stdout, done.stderr]).encode() + b"\n")
+
+
 def script(command: list[str], *, check: bool = False, env: dict[str, str] | None = None, **options: Any) -> Any:
     """``subprocess.run`` for a Python script that imports recpo; what nobody captures is printed here."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "stdout.txt"), Path(folder, "stderr.txt")
-        process = FORKS.Process(target=_script, args=(command[1:], {**(os.environ if env is None else env)}, *files))
-        process.start()
-        process.join()
-        out, err = (file.read_text("utf-8") if file.is_file() else "" for file in files)
+    done = _ended(_script, command[1:], {**(os.environ if env is None else env)})
     if not options.get("capture_output"):
-        sys.stdout.write("" if "stdout" in options else out)
-        sys.stderr.write("" if "stderr" in options else err)
-    assert process.exitcode is not None
-    done = subprocess.CompletedProcess(command, process.exitcode, out, err)
+        sys.stdout.write("" if "stdout" in options else done.stdout)
+        sys.stderr.write("" if "stderr" in options else done.stderr)
     if check:
         done.check_returncode()
     return done
 
 
+def _ended(target: Callable[..., Any], words: list[str], *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """How a process with these words ended, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout.txt"), Path(folder, "stderr.txt")
+        process = FORKS.Process(target=target, args=(words, *arguments, *files))
+        process.start()
+        process.join()
+        out, err = (file.read_text("utf-8") if file.is_file() else "" for file in files)
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
 def _script(words: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+    _printing(out, err)
+    _replace_environment(environment)
+    sys.argv, sys.path = words, [str(Path(words[0]).parent), *sys.path]
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _verb(words: list[str], where: str, environment: dict[str, str], out: Path, err: Path) -> None:
+    os.chdir(where)
+    _replace_environment(environment)
+    _main(words, out, err)
+
+
+def _replace_environment(environment: dict[str, str]) -> None:
     import torch
 
-    _printing(out, err)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    sys.argv, sys.path = words, [str(Path(words[0]).parent), *sys.path]
-    runpy.run_path(words[0], run_name="__main__")
 
 
 def _main(words: list[str], out: Path, err: Path) -> None:

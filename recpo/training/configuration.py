@@ -109,15 +109,15 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
                 start["data"] = {"layout": base["data"]["init_args"]["layout"]}
             arguments = ["--config", json.dumps(start), *arguments]
     configuration = parser.parse_args(list(arguments))
+    more = list[str]()
     if configuration.advantage is None and configuration.reward is None:
         requires = _part(configuration, "objective", Objective).requires
         if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
-            arguments = [*arguments, "--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
-            configuration = parser.parse_args(list(arguments))
+            more += ["--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
     trainer = configuration.trainer  # an object if no trainer option is given
     if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
-        configuration = parser.parse_args([*arguments, "--trainer.max_epochs", str(DEFAULT_EPOCHS)])
-    return configuration
+        more += ["--trainer.max_epochs", str(DEFAULT_EPOCHS)]
+    return parser.parse_args([*arguments, *more]) if more else configuration
 
 
 def _readable_nulls(arguments: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 import recpo
 from tests.conftest import example_program
+from tests.forks import program
 from tests.server.conftest import post, process
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +23,8 @@ KEY = "the-key-of-an-operator"
 DAYS = ("2026-11-23", "2026-11-24", "2026-11-25")
 
 
-def run_day(where, *steps, **variables):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run_day(where, *steps, programs=Path(sys.executable).parent, **variables):
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     given = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "EPOCHS": "1"} | variables
     return subprocess.run(
         ["bash", PLACE / "day.sh", *steps], cwd=where, env=given, capture_output=True, text=True, check=False
@@ -42,14 +43,14 @@ def test_a_day_that_the_gate_refuses_and_then_lets_pass(road, tmp_path):
         recpo.simulate(tmp_path / "worlds" / day, policy=policy, after=worlds, exploration=explored)
         worlds.append(tmp_path / "worlds" / day)
     asked = {"user_id": 1, "k": 3, "history": []}
-    with process(tmp_path / "bundles", "--admin_keys", tmp_path / "admin.keys") as server:
+    with process(tmp_path / "bundles", "--admin_keys", tmp_path / "admin.keys") as server, program() as programs:
 
         def serving():
             return post(f"{server.url}/v1/recommend", json=asked).json()["version"]
 
         def day_of(day, *steps, **limits):
             log = str(tmp_path / "worlds" / day / "log")
-            return run_day(tmp_path, *steps, DAY=day, LOG=log, SERVER=server.url, **limits)
+            return run_day(tmp_path, *steps, programs=programs, DAY=day, LOG=log, SERVER=server.url, **limits)
 
         assert serving() == DAYS[0]
         refused = day_of(DAYS[1], MAX_LOSS="100", MIN_OVERLAP="1")

@@ -410,7 +410,7 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
 
 def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
-    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)
+    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20, decoder_layers=1)
     recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
     found = recpo.tilt(
         tmp_path / "base",
@@ -435,7 +435,7 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
 
 def test_a_policy_of_semantic_ids_is_reranked_by_sequential_rules(road, tmp_path):
     codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
-    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)
+    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20, decoder_layers=1)
     base = recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
     options = {"temperature": 0.05, "candidates": 30}
     run = recpo.tilt(base, "sequential_rules", road.prepared, out=tmp_path / "run", **options).run

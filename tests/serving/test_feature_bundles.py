@@ -202,7 +202,7 @@ def test_other_policies_are_given_the_same(kind, tmp_path):
     if kind == "semantic":
         codes = np.stack(np.unravel_index(np.arange(ITEMS), (8, 8)), 1)
         Codes(codes, (8, 8), "").save(tmp_path, pa.array(range(ITEMS)), {})
-        options |= {"codes": str(tmp_path), "beam_width": ITEMS}
+        options |= {"codes": str(tmp_path), "beam_width": ITEMS, "decoder_layers": 1}
     made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
     policy = made(ITEMS, **options)
     if kind == "tilted":
