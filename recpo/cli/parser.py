@@ -96,9 +96,8 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
         return made
     words = joined_lists(verb, words)
     parser = parser_of(verb)
-    if verb.presets.__func__ is not Verb.presets.__func__:  # type: ignore[attr-defined]
-        given = parser.parse_args(words, defaults=False)
-        parser.set_defaults(dict(verb.presets(given.as_dict())))
+    given = parser.parse_args(words, defaults=False)
+    parser.set_defaults(dict(verb.presets(given.as_dict())))
     configuration = parser.parse_args(words)
     configuration.pop("config", None)
     _validate_local_paths(configuration)
