@@ -30,7 +30,7 @@ from recpo.evaluation.estimates import as_json, estimate, percentile_interval, r
 from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
-from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities
+from recpo.evaluation.off_policy.measure import OffPolicySetting, propensity_share
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.reading import alike
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
@@ -416,7 +416,9 @@ class RewardComparison:
         """Reads what all rewards share."""
         k = min(options.k, data.num_items)
         truth = None if options.truth is None else true_rewards(Path(options.truth), data, "test", [k])
-        return cls(data, options, device, k, truth, has_propensities(data, "test"), candidates_of(data, "test", None))
+        return cls(
+            data, options, device, k, truth, propensity_share(data, "test") > 0, candidates_of(data, "test", None)
+        )
 
     def exposures(self, split: HeldOut, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
         """The ``columns [B, S, ...]`` of a period's exposures, followed by their users and random flags, as arrays.

@@ -98,6 +98,7 @@ class Ranking:
             None = every item of the catalog.
         new_items_among: ``[O]`` items that are not new: the measures also get lists without these items
             (``Observed.new_lists``). None = they do not.
+        depth: number of places of ``Observed.deep``, if more than those of the metrics; 0 = it is not requested.
     """
 
     num_items: int
@@ -108,6 +109,7 @@ class Ranking:
     item_segments: Sequence[ItemSegment] = ()
     candidates: Candidates | None = None
     new_items_among: Tensor | None = None
+    depth: int = 0
 
     def __post_init__(self) -> None:
         validate_ks(self.ks)
@@ -164,12 +166,13 @@ class RankingPass:
             size = min(max(ranking.ks), ranking.num_items)
             past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
-            lists = recommender.lists(batch, size, past, absent)
+            deep = recommender.lists(batch, max(size, min(ranking.depth, ranking.num_items)), past, absent)
+            lists = Recommendations(*(part[:, :size] for part in deep))
             scored = with_unseen(batch, ranking.num_items, absent)
             logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
             scores = recommender.score(scored) if recommender.score else None
-            _validate_answer(recommender, lists, past, logp, scored.slates.mask)
-            if absent is not None and bool(is_member(lists.item_ids, absent).any()):
+            _validate_answer(recommender, deep, past, logp, scored.slates.mask)
+            if absent is not None and bool(is_member(deep.item_ids, absent).any()):
                 message = f"{recommender.name} returned items that are not candidates; leave them out of its lists"
                 raise RecpoError(message, code="bad_value", field="candidates")
             targets = self._rankable(held_out_targets(batch), past, absent)
@@ -182,7 +185,8 @@ class RankingPass:
             both = scores if logp is None else logp
             unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
             logp, scores = (None if part is None else part[:, :logged] for part in (logp, scores))
-            self._measure(Observed(batch, lists, targets, logp, scores, absent, new, unseen))
+            further = deep if ranking.depth else None
+            self._measure(Observed(batch, lists, targets, logp, scores, absent, new, unseen, further))
 
     def result(self) -> RankingResult:
         """The results of all users.

@@ -21,7 +21,7 @@ from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
 from recpo.evaluation.measures import BehaviorRates, Further, Measure
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
-from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
+from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
@@ -152,6 +152,14 @@ class HeldOutPass:
         facts = item_facts(data, options.item_features)
         is_new = new_items(facts.train_count, None if available is None else available.is_candidate)
         fresh = NewItems(is_new, options.ks, truth)
+        estimated = options.off_policy
+        if estimated is not None and estimated.propensity == "logged" and not propensity_share(data, options.split):
+            estimated = None
+        value = (
+            None
+            if estimated is None
+            else off_policy_setting(estimated, data, options.split, options.reward, options.ks)
+        )
         ranking = Ranking(
             num_items=data.num_items,
             ks=options.ks,
@@ -161,11 +169,8 @@ class HeldOutPass:
             item_segments=item_segments(facts, item_ages(data, options.split, available)) if options.segments else [],
             candidates=available,
             new_items_among=fresh.others,
+            depth=0 if value is None else value.options.depth or 0,
         )
-        estimated = options.off_policy
-        if estimated is not None and estimated.propensity == "logged" and not has_propensities(data, options.split):
-            estimated = None
-        value = None if estimated is None else off_policy_setting(estimated, data, options.reward, options.ks)
         return cls(data, options, facts, ranking, fresh, truth, value, device)
 
     @property

@@ -89,6 +89,7 @@ class Observed(NamedTuple):
             all items were candidates.
         new_lists: lists of new items alone, see ``recpo.evaluation.segments``; None = not requested.
         unseen: items that the user never saw, and their scores; None = the recommender scores no items.
+        deep: the lists with more places, ``Ranking.depth``; None = not requested.
     """
 
     batch: EvaluationBatch
@@ -99,6 +100,7 @@ class Observed(NamedTuple):
     unavailable: Tensor | None = None
     new_lists: Recommendations | None = None
     unseen: Recommendations | None = None
+    deep: Recommendations | None = None
 
 
 Direction = Literal["higher", "lower"]

@@ -26,7 +26,7 @@ from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
-from recpo.evaluation.off_policy.measure import OffPolicySetting, has_propensities, off_policy_setting
+from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy
@@ -259,7 +259,7 @@ def value_setting(
     data: Prepared, criterion: Criterion, options: OffPolicyOptions, reward: RewardFunction, k: int
 ) -> OffPolicySetting | None:
     """The estimator of off-policy values; None if the log has no propensities."""
-    if options.propensity == "logged" and not has_propensities(data, "valid"):
+    if options.propensity == "logged" and not propensity_share(data, "valid"):
         if criterion in ("top_k", "policy"):
             raise RecpoError(
                 f"criterion {criterion} needs propensities, and the validation period of {data.root} has none: take "
@@ -268,7 +268,7 @@ def value_setting(
                 field="propensity",
             )
         return None
-    return off_policy_setting(options, data, reward, [min(k, data.num_items)])
+    return off_policy_setting(options, data, "valid", reward, [min(k, data.num_items)])
 
 
 #: criteria that are ranks of held-out events, by the name of their metric

@@ -18,7 +18,7 @@ from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
-from recpo.evaluation.decision import CRITERIA, Choice, choose
+from recpo.evaluation.decision import CRITERIA, CRITERION, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
@@ -347,6 +347,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "chosen": choice.name,
             "reason": choice.reason,
             "criterion": {"metric": criterion, "why": CRITERIA[criterion.partition("@")[0]]},
+            "propensity": road.propensity if criterion == CRITERION else None,
             "strongest_baseline": choice.strongest_baseline,
             "policy": choice.policy,
             "gain": as_json(choice.gain),
@@ -432,25 +433,29 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
     metric = facts["criterion"]["metric"]
     known, first = {name for row in facts["leaderboard"] for name in row["test"]}, [metric, *_METRICS]
     tested = sorted(known, key=lambda one: first.index(one if one in first else one.partition("@")[0]))
-    rows = []
+    rows, has_rewards = [], any(row["reward"] is not None for row in facts["leaderboard"])
     for row in facts["leaderboard"]:
         behind = row["behind"]
         apart = _measured({"mean": behind or None, "half_width": row["behind_half_width"]})
         warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
         value = _measured({"mean": row["value"], "half_width": row["half_width"]})
         cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
+        cells += [_measured({"mean": row["reward"], "half_width": row["reward_half_width"]})] * has_rewards
         cells += [_measured(row["test"].get(name)) for name in tested]
         rows.append(Row(row["name"], cells, _style(row, facts)))
     if facts["oracle"] is not None:
-        blank = [Cell("")] * 4
+        blank = [Cell("")] * (4 + has_rewards)
         rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
     head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
+    head += ["estimated reward"] * has_rewards
     head += [f"{name}, test" for name in tested]
     said = (
         "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
         "period, unless they ship; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of "
         "a log finds the best one in every world. A smaller one follows the reward model, a larger one the log"
     )
+    if has_rewards:
+        said += "; estimated reward: of the lists, from the exposures of the validation period and their propensities"
     return Table(said, head, rows)
 
 

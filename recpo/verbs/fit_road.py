@@ -30,6 +30,8 @@ from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, ba
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
+from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
 from recpo.log.splits import LeaveLastOut, TemporalSplit
@@ -77,6 +79,9 @@ _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
 _OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training steps
 _LEAST_STEPS: Final = 20
 _PROBE_STEPS: Final = 12
+_NOT_LIKED: Final = ("neutral", "skipped", "disliked")
+_LOGGED_SHARE: Final = 0.5  # of the exposures: with fewer logged propensities, all are estimated
+_DEPTH: Final = 1000  # places of the lists whose value is estimated
 _LOWER_BOUND: Final = 1.0  # standard deviations, as in mpo.yaml
 
 
@@ -370,6 +375,12 @@ class Road:
         return criterion_of(self.measured, self._k)
 
     @property
+    def propensity(self) -> PropensitySource | None:
+        """Where the propensities of the estimated rewards come from; None = rewards are not estimated."""
+        estimated = self._validation.off_policy
+        return None if estimated is None else estimated.options.propensity
+
+    @property
     def has_pairs(self) -> bool:
         """Whether a user has a positive and another exposure: temperatures of tilts are chosen by them."""
         metric = self.measured[0].result.per_user.get(CRITERION)
@@ -412,8 +423,18 @@ class Road:
     @cached_property
     def _validation(self) -> HeldOutPass:
         shown = self.options.progress
-        options = RankingOptions(split="valid", ks=[self._k], off_policy=None, segments=False, progress=shown)
+        estimated = self._off_policy
+        options = RankingOptions(split="valid", ks=[self._k], off_policy=estimated, segments=False, progress=shown)
         return HeldOutPass.of(self.data, options, compute_device(self.options.device))
+
+    @property
+    def _off_policy(self) -> OffPolicyOptions | None:
+        """How the value of lists is estimated from exposures; None = the log has only those that were liked."""
+        counts = self.data.feedback_counts
+        others = [sum(counts[period][kind] for kind in _NOT_LIKED) for period in ("train", "valid")]
+        is_logged = propensity_share(self.data, "valid") >= _LOGGED_SHARE
+        options = OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH, seed=self.options.seed)
+        return options if all(others) else None
 
     # the length of training
 

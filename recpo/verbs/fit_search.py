@@ -126,7 +126,7 @@ def search(road: Road, reserve: float) -> list[str]:
 def _leading_recipe(road: Road) -> str | None:
     """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
     trained, failed = road.plan.recipes, road.plan.failed
-    for row in leaderboard(road.measured, road.criterion):
+    for row in leaderboard(road.measured, road.criterion, road.options.k):
         recipe = row.name.removeprefix(fit_road.TILTED)
         if recipe in trained:
             # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward

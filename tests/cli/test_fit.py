@@ -93,6 +93,19 @@ def test_a_fit_decides_reports_and_serves(fitted):
     assert temperatures["pretrain"] != temperatures["pretrain"]  # nan: it follows no reward
     assert all(temperatures[name] > 0 for name in temperatures if name.startswith("tilted-"))
     assert decision.facts["left_out"] == ["gbpo", "value_dpo", "value_dpo_likelihood", "gspo"]
+    assert decision.facts["propensity"] == "logged"
+    assert (table["reward_half_width"] > 0).all()
+    assert table.set_index("name")["reward"]["factors"] > table.set_index("name")["reward"]["popularity"]
+    assert "estimated reward" in page
+    assert "by logged propensities" in page
+
+
+@pytest.mark.slow
+def test_without_propensities_they_are_estimated(demo, tmp_path):
+    log = ds.dataset(demo.log / "log").to_table().to_pandas().drop(columns=["propensity", "is_random"])
+    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
+    assert decision.facts["propensity"] == "estimated"
+    assert decision.to_pandas()["reward"].notna().all()
 
 
 @pytest.mark.slow
@@ -166,6 +179,8 @@ def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
     assert any(f"--run {tmp_path}/fit/runs/pretrain --factors sequential_rules" in one for one in decision.commands)
     assert not (tmp_path / "fit" / "factors").exists()
     assert decision.facts["oracle"] is None
+    assert decision.facts["propensity"] is None
+    assert decision.to_pandas()["reward"].isna().all()
 
 
 @pytest.mark.slow

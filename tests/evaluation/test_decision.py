@@ -12,13 +12,15 @@ from scipy.stats import norm
 
 from recpo.evaluation import decision
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.decision import criterion_of, leaderboard
+from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.document import Evaluated
-from recpo.evaluation.estimates import adjusted_p_values
+from recpo.evaluation.estimates import Interval, adjusted_p_values
+from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult
 from tests.refusals import refused
 
 USERS = 400
 choose = partial(decision.choose, k=10)
+leaderboard = partial(decision.leaderboard, k=10)
 
 
 def measured(name, values, *, baseline=False, metric="AUC_mixed", **others):
@@ -74,28 +76,40 @@ def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_coul
     assert choose([als, measured("copy", noisy(0.7, 1))], criterion).advice == []  # nothing is to be seen
 
 
-def test_of_policies_that_are_as_good_the_one_that_ranks_exposures_best_ships():
-    als, shared, apart = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1), torch.linspace(-0.1, 0.1, USERS)
-    log = measured("log", shared + 0.002, AUC_other=noisy(0.7, 3))
-    taste = measured("taste", shared + apart, AUC_other=noisy(0.75, 3))  # 0.7 standard errors behind
-    worse = measured("worse", shared - 0.002 + apart, AUC_other=noisy(0.9, 3))  # 1.4
-    found = choose([als, log, taste, worse], "AUC_mixed")
-    assert (found.leader, found.policy, found.name) == ("log", "taste", "taste")
-    assert found.reason.startswith("taste, which of 2 that are as good ranks the exposures of a user best, beats")
+def rewarded(name, values, reward, half_width=0.1, **others):
+    """A contender with an estimated reward."""
+    ends = {"normal": Interval(reward - half_width, reward + half_width)}
+    estimates = [OffPolicyEstimate("discounted_10", "SNIPS", reward, ends, 9.0, 9, 9, "logged", None, ())]
+    estimates += [one._replace(target="top_10", value=9.0) for one in estimates]
+    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, 0.95, 1, 0))
+
+
+def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships():
+    als, shared = rewarded("als", noisy(0.6, 1), 0.9, baseline=True), noisy(0.7, 1)
+    log, taste = rewarded("log", shared + 0.02, 0.5), rewarded("taste", shared, 0.6, half_width=0.2)
+    unsure = rewarded("unsure", noisy(0.6, 1), 0.8)
+    found = choose([als, log, taste, unsure], "AUC_mixed")
+    assert (found.leader, found.strongest_baseline, found.policy, found.name) == ("log", "als", "taste", "taste")
+    assert found.reason.startswith("taste, which of 2 has the highest estimated reward, beats the strongest baseline")
     assert found.gain.mean == pytest.approx(0.1, abs=0.02)
-    lists = [measured(one.name, one.result.per_user["AUC_mixed"], metric="NDCG@10") for one in (log, taste)]
+    known = {row.name: (row.reward, row.reward_half_width) for row in found.standings}
+    assert known["taste"] == pytest.approx((0.6, 0.2))
+    assert known == {one.name: reward_of(one, 10) for one in (als, log, taste, unsure)}
+
+
+def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards_the_best_one():
+    als, shared = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1)
+    unknown, low = rewarded("unknown", shared + 0.02, math.nan), rewarded("low", shared, 0.1)
+    assert choose([als, unknown, low], "AUC_mixed").name == "low"
+    assert choose([als, unknown, measured("other", shared)], "AUC_mixed").name == "unknown"
+    assert math.isnan(reward_of(unknown, 10)[0])
+    assert all(map(math.isnan, reward_of(als, 10)))
+    # where positives alone decide, no exposure says what would have been gained
+    lists = [rewarded(one.name, one.result.per_user["AUC_mixed"], 0.5, metric="NDCG@10") for one in (unknown, low)]
     best = measured("als", noisy(0.6, 1), baseline=True, metric="NDCG@10")
-    assert choose([best, *lists], "NDCG@10").name == found.leader
-
-
-def test_of_policies_with_the_same_auc_the_one_with_the_best_lists_ships():
-    als, shared, apart = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1), torch.linspace(-0.1, 0.1, USERS)
-    tail = measured("tail", shared + 0.002, **{"NDCG@10": noisy(0.03, 3)})
-    head = measured("head", shared + apart, **{"NDCG@10": noisy(0.08, 3)})  # 0.7 standard errors behind by both AUCs
-    log = measured("log", shared + apart, AUC_other=noisy(0.6, 4), **{"NDCG@10": noisy(0.2, 3)})
-    found = choose([als, tail, head, log], "AUC_mixed")
-    assert (found.leader, found.name) == ("tail", "head")
-    assert found.reason.startswith("head, which of 3 that are as good has the best lists, beats")
+    found = choose([best, lists[0], lists[1]._replace(value=low.value)], "NDCG@10")
+    assert found.name == found.leader == "unknown"
+    assert found.reason.startswith("unknown beats")
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():

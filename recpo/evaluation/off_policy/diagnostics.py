@@ -188,7 +188,7 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
             "estimators leave them out; IPS and DR count them as a reward of 0"
         )
     if source == "estimated":
-        found.append("propensities are estimated: they know how often an item was shown, not to whom")
+        found.append("propensities are estimated from who was shown what; no interval contains the error of that model")
     return tuple(found)
 
 

@@ -538,7 +538,7 @@ class OffPolicyOptions:
     Attributes:
         propensity: where the probability of a logged item comes from: logged (the log's propensity column), uniform
             (rows that the log marks as random, each item of the pool equally likely; other rows are skipped) or
-            estimated (the item's share of the training exposures; labeled in every result).
+            estimated (from who was shown what, ``ExposureModel``; labeled in every result).
         pool_size: number of items that random exposures were drawn from; null = the full catalog.
         top_k: list lengths whose value is estimated, for a random item of the list; null = those of the ranking.
         average: exposure = every exposure has the same weight, as in an online test; user = every user has the same
@@ -550,6 +550,8 @@ class OffPolicyOptions:
         resamples: number of bootstrap resamples of users.
         reward_range: least and largest possible reward, for the empirical Bernstein interval; null = no such interval.
         seed: seed of the bootstrap and of the draws.
+        depth: number of places from which the targets ``discounted_k`` draw an item, each with a probability that falls
+            with its place; null = there are no such targets.
     """
 
     propensity: PropensitySource = "logged"
@@ -563,6 +565,7 @@ class OffPolicyOptions:
     resamples: PositiveInt = 1000
     reward_range: tuple[float, float] | None = None
     seed: Seed = 0
+    depth: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         validate_ranges(self, "off_policy.")

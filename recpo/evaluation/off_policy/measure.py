@@ -23,6 +23,7 @@ from recpo.evaluation.off_policy.estimators import (
     RewardedExposures,
     Rows,
 )
+from recpo.evaluation.off_policy.exposure_model import ExposureModel
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import Derived
 from recpo.ops.ranking import is_member
@@ -36,9 +37,11 @@ class OffPolicyMeasure(Measure):
 
     The policy is frozen at the start of the period: its choices depend on the user's history up to then, and it makes
     one choice per exposure of the period. This context is valid for any logging policy, even one that learned during
-    the period. There are two targets: ``policy``, an item drawn from the policy, if it gives exact probabilities (a
-    draw that is not an item, or not a candidate, shows nothing and earns 0); and ``top_k``, an item drawn uniformly
-    from its list of k, whose value is the mean reward over the k places.
+    the period. The targets are ``policy``, an item drawn from the policy, if it gives exact probabilities (a draw that
+    is not an item, or not a candidate, shows nothing and earns 0); ``top_k``, an item drawn uniformly from its list of
+    k, whose value is the mean reward over the k places; and, with ``depth``, ``discounted_k``, an item drawn from a
+    deep list with probabilities ``discounted``. The first k places have a large part of its value, and all others of
+    the exposures, so its estimate has less variance than that of ``top_k``, and orders recommenders almost alike.
 
     Memory: some numbers per user and per item. ``result`` returns the estimates; ``update`` and ``totals`` are empty.
     """
@@ -57,7 +60,7 @@ class OffPolicyMeasure(Measure):
         slates = batch.slates
         logged = slates.mask if slates.is_logged is None else slates.mask & slates.is_logged
         reward = self._setting.reward(batch, slates).double()
-        propensity = self._setting.propensities(slates)
+        propensity = self._setting.propensities(observed.batch.user_ids, slates)
         rewarded = logged & ~reward.isnan()
         usable = rewarded & ~propensity.isnan()
         self._without_reward += int((logged & ~rewarded).sum())
@@ -128,6 +131,9 @@ class OffPolicyMeasure(Measure):
             filled = (first > 0).sum(1)
             probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
             yield f"top_{k}", probability, first, self._value(observed.batch.user_ids, first, filled)
+            if observed.deep is not None and self._options.depth is not None:
+                deep = observed.deep.item_ids[:, : self._options.depth]
+                yield results.DISCOUNTED.format(k=k), discounted(deep, batch.slates.item_ids, k), None, None
 
     def _draw(self, histories: Histories) -> Tensor | None:
         if self._sample is None:
@@ -156,6 +162,25 @@ class OffPolicyMeasure(Measure):
         validate_range(fits, "off_policy.reward_range", rule, self._options.reward_range)
 
 
+def discounted(lists: Tensor, items: Tensor, k: int) -> Tensor:
+    """``(1 / (k + place)) / sum_filled (1 / (k + place'))`` of items at places 0, 1, ... of lists, ``[B, S]`` float64.
+
+    The discount is one half at place k. An item that is not in the list, and no item (0), have probability 0.
+
+    Args:
+        lists: ``[B, D]`` recommended items, best first, 0 = empty place.
+        items: ``[B, S]``.
+        k: the place of half the discount.
+    """
+    places = torch.arange(lists.shape[1], device=lists.device)
+    weight = 1.0 / (k + places).double()
+    total = ((lists > 0) * weight).sum(1, keepdim=True).clamp_min(weight[-1:].min())
+    ascending, order = lists.sort(1)
+    found = torch.searchsorted(ascending, items.contiguous()).clamp_max(lists.shape[1] - 1)
+    is_listed = (ascending.gather(1, found) == items) & (items > 0)
+    return (weight[order.gather(1, found)] / total).masked_fill(~is_listed, 0.0)
+
+
 def _numpy(kept: Tensor, *columns: Tensor) -> list[NDArray[Any]]:
     return [column[kept].cpu().numpy() for column in columns]
 
@@ -170,7 +195,7 @@ class OffPolicySetting:
         num_items: V.
         ks: list lengths, unless the options name others.
         model: reward model, fitted on the training period; None = without the estimators that need it.
-        train_counts: ``[V]`` exposures of item 1, 2, ..., V in the training period, for estimated propensities.
+        exposures: whom the log shows what, for estimated propensities.
     """
 
     options: OffPolicyOptions
@@ -178,34 +203,37 @@ class OffPolicySetting:
     num_items: int
     ks: Sequence[int]
     model: AdditiveRewardModel | None = None
-    train_counts: Tensor | None = None
+    exposures: ExposureModel | None = None
 
     def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
         """The measure of a policy that can be sampled, or of a contender that only has lists."""
         return OffPolicyMeasure(self, None if policy is None else lambda histories, n: policy.sample(histories, n)[0])
 
-    def propensities(self, slates: Slates) -> Tensor:
+    def propensities(self, users: Tensor, slates: Slates) -> Tensor:
         """The probability of every slate item under the logging policy, ``[B, S]`` float64 in (0, 1]; nan = unknown.
 
         - ``logged``: the propensity column of the log, ``exp(Slates.logp_behavior)``.
         - ``uniform``: ``1 / pool_size`` for exposures that the log marks as random; the others have none.
-        - ``estimated``: the item's smoothed share of exposures in the training period, ``(count + 1) / (sum of counts +
-          V)``. It models how often the log shows an item, but not to whom. So it corrects for popularity, but not for a
-          personalized logging policy, and the intervals do not contain this error.
+        - ``estimated``: that of ``ExposureModel``, from who was shown what. It corrects for popularity, and for
+          whom the log shows which kind of items, as far as a few features know; the intervals do not contain its error.
+          Exposures that the log marks as random have ``1 / pool_size``.
+
+        Args:
+            users: ``[B]``, the users of the slates.
+            slates: the exposures.
 
         Raises:
             RecpoError: the log lacks the column, or a logged probability is above 1.
         """
         if self.options.propensity == "estimated":
-            assert self.train_counts is not None
-            counts = self.train_counts.to(slates.item_ids.device).double()
-            share = (counts + 1) / (counts.sum() + len(counts))
-            return torch.where(slates.item_ids > 0, share[(slates.item_ids - 1).clamp_min(0)], torch.nan)
+            assert self.exposures is not None
+            found = self.exposures(users, slates.item_ids)
+            return found if slates.is_random is None else torch.where(slates.is_random, self._by_chance, found)
         if self.options.propensity == "uniform":
             if slates.is_random is None:
                 message = "off-policy value: propensity uniform needs the log's is_random column"
                 raise RecpoError(message, code="missing_column", field="is_random")
-            return torch.where(slates.is_random, 1.0 / (self.options.pool_size or self.num_items), torch.nan).double()
+            return torch.where(slates.is_random, self._by_chance, torch.nan).double()
         if slates.logp_behavior is None:
             raise RecpoError(
                 "off-policy value: these slates have no logged propensities; map the log's propensity column in "
@@ -219,11 +247,19 @@ class OffPolicySetting:
             raise RecpoError(message, code="out_of_range", field="propensity")
         return torch.where(torch.isneginf(logged), torch.nan, logged.exp())
 
+    @property
+    def _by_chance(self) -> float:
+        return 1.0 / (self.options.pool_size or self.num_items)
+
 
 def off_policy_setting(
-    options: OffPolicyOptions, data: Prepared, reward: RewardFunction, ks: Sequence[int]
+    options: OffPolicyOptions,
+    data: Prepared,
+    split: Literal["valid", "test"],
+    reward: RewardFunction,
+    ks: Sequence[int],
 ) -> OffPolicySetting:
-    """Reads item counts and fits the reward model, in passes over the training shards.
+    """Fits the reward model, and that of exposures if propensities are estimated, in passes over the shards.
 
     Raises:
         RecpoError: no training event has a reward.
@@ -234,13 +270,15 @@ def off_policy_setting(
         return (rewarded(data, "train", shard, reward) for shard in range(data.num_shards("train")))
 
     model = AdditiveRewardModel.fit(training, num_users=int(data.manifest["num_users"]), num_items=data.num_items)
-    return OffPolicySetting(options, reward, data.num_items, ks, model, torch.from_numpy(data.item_counts()))
+    exposures = ExposureModel.fit(data, split) if options.propensity == "estimated" else None
+    return OffPolicySetting(options, reward, data.num_items, ks, model, exposures)
 
 
-def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
-    """Whether any held-out event of the period has a logged propensity."""
+def propensity_share(data: Prepared, split: Literal["valid", "test"]) -> float:
+    """Share of the held-out events of a period that have a logged propensity; 0 without events."""
     shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
-    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
+    known = [~np.isnan(shard["propensity"][shard["is_target"]]) for shard in shards]
+    return sum(int(one.sum()) for one in known) / max(1, sum(map(len, known)))
 
 
 def rewarded(data: Prepared, split: Period, shard: int, reward: RewardFunction) -> RewardedExposures:

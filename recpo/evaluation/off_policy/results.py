@@ -256,6 +256,8 @@ def _share(part: IntArray, whole: IntArray) -> float:
 LOGGING_POLICY = "logging policy"
 #: The target of items drawn from the policy.
 POLICY = "policy"
+#: The target of items drawn from deep lists, by the place of half the discount.
+DISCOUNTED = "discounted_{k}"
 
 IntervalKind = Literal["normal", "bootstrap", "empirical_bernstein"]
 
@@ -270,7 +272,7 @@ class OffPolicyEstimate(NamedTuple):
 
     Attributes:
         target: ``policy`` (items drawn from the policy), ``top_k`` such as ``top_10`` (items drawn uniformly from its
-            list of k), or ``logging policy``.
+            list of k), ``discounted_k`` (items drawn from its deep list, the first more often), or ``logging policy``.
         estimator: name of the estimator.
         value: mean reward per exposure; nan = no estimate, see the warnings.
         intervals: intervals by kind; nan = not defined.

@@ -34,7 +34,8 @@ from recpo.evaluation.off_policy.estimators import (
     Rows,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.measure import OffPolicySetting
+from recpo.evaluation.off_policy.exposure_model import ExposureModel
+from recpo.evaluation.off_policy.measure import OffPolicySetting, discounted
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,
@@ -159,9 +160,10 @@ def slates(items, **columns):
 
 
 def propensities(slates, source="logged", **options):
-    counts = torch.tensor([4, 0, 1])
-    setting = OffPolicySetting(OffPolicyOptions(propensity=source, **options), None, 4, [1], train_counts=counts)
-    return setting.propensities(slates)
+    # user 1 sees item 1 twice as often as the others, user 0 all three alike
+    exposures = ExposureModel(torch.tensor([[0.0], [1.0]]), torch.tensor([[math.log(2)], [0.0], [0.0]]))
+    setting = OffPolicySetting(OffPolicyOptions(propensity=source, **options), None, 3, [1], exposures=exposures)
+    return setting.propensities(torch.tensor([1]), slates)
 
 
 def test_propensities_by_source():
@@ -175,12 +177,27 @@ def test_propensities_by_source():
     assert propensities(rounded).item() == pytest.approx(math.exp(1e-6))
     uniform = propensities(slates([1, 2], is_random=[True, False]), "uniform")
     assert uniform.dtype == torch.float64
-    assert uniform[0].tolist() == pytest.approx([0.25, nan], nan_ok=True)
+    assert uniform[0].tolist() == pytest.approx([1 / 3, nan], nan_ok=True)
     pool = propensities(slates([1], is_random=[True]), "uniform", pool_size=2)
     assert pool.item() == 0.5
     estimated = propensities(slates([1, 2, 3, 0]), "estimated")
     assert estimated.dtype == torch.float64
-    assert estimated[0].tolist() == pytest.approx([5 / 8, 1 / 8, 2 / 8, nan], nan_ok=True)
+    rare = 0.9 / 4 + 0.1 / 3
+    assert estimated[0].tolist() == pytest.approx([0.9 / 2 + 0.1 / 3, rare, rare, nan], nan_ok=True)
+    random = propensities(slates([1, 2], is_random=[False, True]), "estimated")
+    assert random[0].tolist() == pytest.approx([0.9 / 2 + 0.1 / 3, 1 / 3])
+
+
+def test_an_item_of_a_deep_list_is_drawn_by_its_place():
+    lists = torch.tensor([[3, 1, 4, 2], [5, 2, 0, 0], [0, 0, 0, 0]])
+    items = torch.tensor([[3, 2, 7, 0], [2, 5, 3, 0], [1, 2, 3, 0]])
+    whole, short = 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5, 1 / 2 + 1 / 3
+    expected = [[1 / 2 / whole, 1 / 5 / whole, 0, 0], [1 / 3 / short, 1 / 2 / short, 0, 0], [0, 0, 0, 0]]
+    found = discounted(lists, items, 2)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    every = discounted(lists[:1], torch.arange(1, 8)[None], 3)
+    assert every.sum() == pytest.approx(1.0)
 
 
 # ---------------------------------------------------------------- intervals

@@ -1,6 +1,7 @@
 """The measure within a pass: used rows, targets, missing estimates, differences, JSON."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.measures import Observed, Recommender
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, Rows
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.exposure_model import ExposureModel
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting, discounted
 from recpo.evaluation.off_policy.results import result_of_rows
 from tests.refusals import refused
 
@@ -252,16 +254,38 @@ def test_random_exposures_alone_count_with_uniform_propensities():
     assert result.estimate("policy", "IPS").propensity == "uniform"
 
 
-def test_estimated_propensities_are_shares_of_exposures_and_are_labeled():
-    counts, options = torch.arange(ITEMS), OffPolicyOptions(resamples=50, propensity="estimated")
-    result = measured(log(), options=options, train_counts=counts)
+def test_estimated_propensities_are_those_of_the_model_of_exposures_and_are_labeled():
+    features = torch.Generator().manual_seed(2)
+    model = ExposureModel(torch.randn(40, 2, generator=features), torch.randn(ITEMS, 2, generator=features))
+    options = OffPolicyOptions(resamples=50, propensity="estimated")
+    batches = list(changed(log(), is_random=lambda flags: flags & False))
+    result = measured(batches, options=options, exposures=model)
     found = result.estimate("policy", "SNIPS")
     assert found.propensity == "estimated"
     assert any("estimated" in warning for warning in found.warnings)
-    slates = next(iter(log())).feedback.slates
-    setting = OffPolicySetting(options, Given(), ITEMS, [PLACES], train_counts=counts)
-    share = setting.propensities(slates)[slates.mask]
-    torch.testing.assert_close(share, (slates.item_ids[slates.mask].double()) / (counts.sum() + ITEMS))
+    setting, batch = OffPolicySetting(options, Given(), ITEMS, [PLACES], exposures=model), batches[1]
+    slates, users = batch.feedback.slates, batch.user_ids
+    share = (model.users[users] @ model.items.T).softmax(1).double().gather(1, (slates.item_ids - 1).clamp_min(0))
+    estimated = setting.propensities(users, slates)
+    torch.testing.assert_close(estimated[slates.mask], (0.9 * share + 0.1 / ITEMS)[slates.mask])
+    few = slates._replace(item_ids=slates.item_ids[3:5], is_random=None)
+    torch.testing.assert_close(setting.propensities(users[3:5], few), estimated[3:5], equal_nan=True)
+
+
+def test_deep_lists_have_a_target_of_their_own():
+    contender, options = Contender(), replace(CALM, depth=ITEMS - 1)
+    measure = OffPolicyMeasure(OffPolicySetting(options, Given(), ITEMS, [PLACES]))
+    sums = np.zeros(2)
+    for batch in log():
+        lists, deep = (contender.recommend(batch.feedback.histories, places) for places in (PLACES, ITEMS))
+        measure.update(Observed(batch, lists, None, None, deep=deep))
+        slates = batch.feedback.slates
+        chance = discounted(deep.item_ids[:, : ITEMS - 1], slates.item_ids, PLACES)[slates.mask].numpy()
+        weight = chance / slates.logp_behavior[slates.mask].exp().numpy()
+        sums += [(weight * slates.reward[slates.mask].numpy()).sum(), weight.sum()]
+    result = measure.result()
+    assert {e.target for e in result.estimates} == {"logging policy", f"top_{PLACES}", f"discounted_{PLACES}"}
+    assert result.estimate(f"discounted_{PLACES}", "SNIPS").value == pytest.approx(sums[0] / sums[1])
 
 
 def test_a_policy_that_gives_no_probabilities_has_lists_only_and_no_sampler_means_no_model_for_the_policy():

@@ -12,6 +12,7 @@ from recpo.base.types import Recommendations, Slates
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, RewardedExposures
+from recpo.evaluation.off_policy.exposure_model import ExposureModel
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
@@ -19,7 +20,7 @@ from recpo.rewards.rewards import LoggedReward
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
 
-K = 10
+K, DEPTH = 10, 100
 
 
 class TrueReward(RewardFunction):
@@ -46,6 +47,7 @@ class World:
         self.expected = truth.truth.expected_reward(*everything, truth.day)
         self.logging = truth.truth.propensity(*everything)
         self.counts = self.data.item_counts()
+        self.exposures = ExposureModel.fit(self.data, "test")
         self.rows = np.zeros(len(self.expected))
         for batch in self.batches():
             self.rows[batch.user_ids.numpy()] += batch.feedback.slates.mask.sum(1).numpy()
@@ -70,21 +72,22 @@ class World:
         logp = torch.from_numpy(self.policies[name]).log_softmax(1)
         if target == "policy":
             return float(weight @ (logp.exp().numpy() * self.expected).sum(1))
-        listed = logp.topk(K, dim=1).indices.numpy()
-        return float(weight @ np.take_along_axis(self.expected, listed, 1).mean(1))
+        listed = logp.topk(K if target == f"top_{K}" else DEPTH, dim=1).indices.numpy()
+        places = np.ones(K) if target == f"top_{K}" else 1 / (K + np.arange(DEPTH))
+        return float(weight @ np.average(np.take_along_axis(self.expected, listed, 1), axis=1, weights=places))
 
     def evaluate(self, name, reward, model=None, setting=OffPolicySetting, **options):
         logp = torch.from_numpy(self.policies[name]).log_softmax(1)
         options = OffPolicyOptions(resamples=100, **options)
         measure = OffPolicyMeasure(
-            setting(options, reward, self.data.num_items, [K], model, torch.from_numpy(self.counts)),
+            setting(options, reward, self.data.num_items, [K], model, self.exposures),
             lambda histories, size: torch.multinomial(logp[users].exp(), size, replacement=True) + 1,
         )
         for batch in self.batches():
             users, items = batch.user_ids, batch.feedback.slates.item_ids
-            scores, order = logp[users].topk(K)
-            scored = logp[users[:, None], (items - 1).clamp_min(0)]
-            measure.update(Observed(batch, Recommendations(order + 1, scores), None, scored))
+            scores, order = logp[users].topk(DEPTH)
+            scored, deep = logp[users[:, None], (items - 1).clamp_min(0)], Recommendations(order + 1, scores)
+            measure.update(Observed(batch, Recommendations(*(one[:, :K] for one in deep)), None, scored, deep=deep))
         return measure.result()
 
     def reward_model(self, reward):
@@ -181,22 +184,49 @@ def test_random_exposures_say_the_same_with_fewer_rows(world):
     assert random.intervals["normal"].low <= world.true_value("almost the truth") <= random.intervals["normal"].high
 
 
-def test_estimated_propensities_correct_for_popularity_only(world):
-    reward = TrueReward(world.expected)
-    found = world.evaluate("random", reward, propensity="estimated")
+def test_estimated_propensities_know_who_is_shown_what(world):
+    users, items = (torch.from_numpy(one) for one in np.indices(world.logging.shape))
+    estimated = world.exposures(users[:, 0], items + 1).numpy()
+    np.testing.assert_allclose(estimated.sum(1), 1.0, rtol=1e-5)
+    popularity = np.broadcast_to((world.counts + 0.5) / (world.counts + 0.5).sum(), estimated.shape)
+    active = world.rows > 0
+
+    def divergence(guess):
+        return (world.logging * np.log(world.logging / guess)).sum(1)[active].mean()
+
+    assert divergence(estimated) < 0.5 * divergence(popularity)
+    assert np.corrcoef(np.log(estimated[active]).ravel(), np.log(world.logging[active]).ravel())[0, 1] > 0.8
+
+
+def test_estimated_propensities_take_out_most_of_what_the_logging_policy_knows(world):
+    found = world.evaluate("random", TrueReward(world.expected), propensity="estimated")
     value = world.true_value("random")
     naive, estimated = (found.estimate("policy", name).value for name in ("naive average", "SNIPS"))
-    assert estimated - value > 0.1, "who is shown what is still confounded"
-    assert any("not to whom" in warning for warning in found.estimate("policy", "SNIPS").warnings)
-    assert naive > value
+    assert abs(estimated - value) < 0.4 * (naive - value)
+    assert any("estimated" in warning for warning in found.estimate("policy", "SNIPS").warnings)
+
+
+@pytest.mark.parametrize("propensity", ["logged", "estimated"])
+def test_deep_lists_order_policies_with_less_variance(world, propensity):
+    """SNIPS of an item of a deep list: its exact value within the interval, and the order of the lists of K."""
+    names, target = [name for name in world.policies if name != "random"], f"discounted_{K}"
+    found = {n: world.evaluate(n, TrueReward(world.expected), propensity=propensity, depth=DEPTH) for n in names}
+    estimates = [found[name].estimate(target, "SNIPS") for name in names]
+    of_lists = [world.true_value(name, f"top_{K}") for name in names]
+    assert kendalltau([one.value for one in estimates], of_lists).statistic >= (0.9 if propensity == "logged" else 0.75)
+    for name, one in zip(names, estimates, strict=True):
+        (low, high), short = one.intervals["normal"], found[name].estimate(f"top_{K}", "SNIPS").intervals["normal"]
+        assert high - low < short.high - short.low
+        if propensity == "logged":
+            assert abs(one.value - world.true_value(name, target)) < 3 * (high - low) / 2
 
 
 def test_missing_support_shows_in_the_mean_weight(world):
     """The log without its random exposures, as if nobody had ever been shown a bad item, under honest propensities."""
 
     class Without(OffPolicySetting):
-        def propensities(self, slates):
-            found = super().propensities(slates)
+        def propensities(self, users, slates):
+            found = super().propensities(users, slates)
             return torch.where(found > 2e-3, found, torch.nan)
 
     found = world.evaluate("contrary", TrueReward(world.expected), setting=Without).estimate("policy", "IPS")

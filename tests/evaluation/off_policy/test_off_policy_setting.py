@@ -11,7 +11,7 @@ from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
-from recpo.evaluation.off_policy.measure import has_propensities, off_policy_setting, rewarded
+from recpo.evaluation.off_policy.measure import off_policy_setting, propensity_share, rewarded
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
@@ -21,7 +21,7 @@ KS = [3, 10]
 
 def evaluated(root, propensity, policy=None):
     data = Prepared.open(root)
-    setting = off_policy_setting(OffPolicyOptions(propensity, resamples=50), data, LoggedReward(), KS)
+    setting = off_policy_setting(OffPolicyOptions(propensity, resamples=50), data, "test", LoggedReward(), KS)
     measure = setting.measure(policy)
     recommender = (
         Recommender(Popularity(torch.from_numpy(data.item_counts())).recommend)
@@ -76,15 +76,15 @@ class Shards:
 @pytest.mark.parametrize(
     ("shards", "found"),
     [
-        ([], False),
-        ([([np.nan, 0.5], [True, False])], False),  # a propensity, of an event that is history
-        ([([np.nan, 0.5], [True, True])], True),
-        ([([np.nan, np.nan], [True, True]), ([0.5], [True])], True),
-        ([([0.5, 0.5], [False, False])], False),
+        ([], 0.0),
+        ([([np.nan, 0.5], [True, False])], 0.0),  # a propensity, of an event that is history
+        ([([np.nan, 0.5], [True, True])], 0.5),
+        ([([np.nan, np.nan], [True, True]), ([0.5, 0.25], [True, True])], 0.5),
+        ([([0.5, 0.5], [False, False])], 0.0),
     ],
 )
-def test_whether_a_held_out_event_has_a_propensity(shards, found):
-    assert has_propensities(Shards(shards), "test") is found
+def test_the_share_of_held_out_events_with_a_propensity(shards, found):
+    assert propensity_share(Shards(shards), "test") == found
 
 
 def test_the_rewards_of_a_shard_are_double_precision(prepared):
