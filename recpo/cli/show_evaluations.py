@@ -350,6 +350,7 @@ _NAMES = {
     "policy": "off-policy value of the policy (SNIPS)",
     "auc": "AUC of positives against other exposures",
     "auc_mixed": "AUC of positives against other exposures (weight .6) and items never shown (.4)",
+    "ndcg": "NDCG of the lists on logged positives",
     "monitor_reward": "monitor reward of the lists",
 }
 

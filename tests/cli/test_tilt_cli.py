@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import get_args
 
 import pandas as pd
 import pytest
@@ -18,6 +19,7 @@ import torch
 import recpo
 from recpo.artifacts.outputs import write_json
 from recpo.batches.slates import evaluation_batches
+from recpo.cli import show_evaluations
 from recpo.cli.main import main
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
@@ -452,3 +454,7 @@ def test_a_policy_of_semantic_ids_is_reranked_by_sequential_rules(road, tmp_path
     bundle = recpo.export(run, out=tmp_path / "bundle", k=10)  # compares every engine with the policy
     one, other = (recpo.recommend(model, road.log, k=3) for model in (run, bundle))
     pd.testing.assert_frame_equal(one, other, atol=1e-4)
+
+
+def test_every_criterion_has_a_name_for_the_table():
+    assert set(show_evaluations._NAMES) == set(get_args(tilting.Criterion))
