@@ -164,7 +164,7 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
     sure = [row for row in policies if p_values[row.name] <= LEVEL]
-    candidates = [row.name for row in sure or policies]
+    candidates = [row.name for row in sure or policies[:1]]
     rewards = {name: reward_of(by_name[name], k)[0] for name in candidates if criterion == CRITERION}
     best = max(candidates, key=lambda name: _known(rewards.get(name, math.nan)))
     gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
@@ -172,13 +172,13 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     known += "" if weights is None else ", weighted by precision"
     known += f" (p = {p_value:.2g}"
     known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
-    told = len(rewards) > 1 and math.isfinite(rewards[best])
-    why = f", which of {len(candidates)} has the highest estimated reward," if told else ""
     if sure:
+        told = len(rewards) > 1 and math.isfinite(rewards[best])
+        why = f", of {len(rewards)} policies the one with the highest estimated reward," if told else ""
         reason = f"{best}{why} beats the strongest baseline, {strongest}, by {known}"
     else:
-        reason = f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}{why or ', the best one,'} "
-        reason += f"differs by {known}, so the baseline ships"
+        reason = f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}, the best one, differs by "
+        reason += f"{known}, so the baseline ships"
     return Choice(best if sure else strongest, leader, strongest, best, gain, p_value, reason, standings)
 
 
@@ -188,7 +188,7 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
     SNIPS of an item that is drawn from the first places of a deep list with probability proportional to
     ``1 / (k + place)``, with logged or estimated propensities (``recpo.evaluation.off_policy``). Judged by the true
     values of simulated worlds and of ratings of people, it orders contenders better than any other number of a log
-    (docs/choosing_an_objective.md#the-criterion).
+    (docs/choosing_an_objective.md#estimated-reward).
 
     Args:
         one: the contender.

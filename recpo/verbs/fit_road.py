@@ -31,7 +31,7 @@ from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
-from recpo.evaluation.off_policy.measure import for_deep_lists
+from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
 from recpo.log.splits import LeaveLastOut, TemporalSplit
@@ -80,6 +80,8 @@ _OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training ste
 _LEAST_STEPS: Final = 20
 _PROBE_STEPS: Final = 12
 _NOT_LIKED: Final = ("neutral", "skipped", "disliked")
+_LOGGED_SHARE: Final = 0.5  # of the exposures: with fewer logged propensities, all are estimated
+_DEPTH: Final = 1000  # places of the lists whose reward is estimated
 _LOWER_BOUND: Final = 1.0  # standard deviations, as in mpo.yaml
 
 
@@ -427,10 +429,11 @@ class Road:
 
     @property
     def _off_policy(self) -> OffPolicyOptions | None:
-        """How the value of lists is estimated from exposures; None = the log has only those that were liked."""
+        """How the reward of lists is estimated from exposures; None = the log has only those that were liked."""
         counts = self.data.feedback_counts
         others = [sum(counts[period][kind] for kind in _NOT_LIKED) for period in ("train", "valid")]
-        return for_deep_lists(OffPolicyOptions(), self.data, "valid") if all(others) else None
+        is_logged = propensity_share(self.data, "valid") >= _LOGGED_SHARE
+        return OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH) if all(others) else None
 
     # the length of training
 

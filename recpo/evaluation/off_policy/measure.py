@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from recpo.evaluation.off_policy.exposure_model import ExposureModel
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import Derived
 from recpo.ops.ranking import is_member
-
-_DEPTH: Final = 1000
-_LOGGED_SHARE: Final = 0.5  # of the exposures
 
 #: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
 Sampler = Callable[[Histories, int], Tensor]
@@ -275,13 +272,6 @@ def off_policy_setting(
     model = AdditiveRewardModel.fit(training, num_users=int(data.manifest["num_users"]), num_items=data.num_items)
     exposures = ExposureModel.fit(data, split) if options.propensity == "estimated" else None
     return OffPolicySetting(options, reward, data.num_items, ks, model, exposures)
-
-
-def for_deep_lists(options: OffPolicyOptions, data: Prepared, split: Literal["valid", "test"]) -> OffPolicyOptions:
-    """The same options with the targets ``discounted_k``, and estimated propensities if most exposures have none."""
-    is_known = options.propensity != "logged" or propensity_share(data, split) >= _LOGGED_SHARE
-    depth, propensity = options.depth or _DEPTH, options.propensity if is_known else "estimated"
-    return replace(options, depth=depth, propensity=propensity)
 
 
 def propensity_share(data: Prepared, split: Literal["valid", "test"]) -> float:
