@@ -18,7 +18,7 @@ from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame, to_arrow
-from recpo.evaluation.decision import CRITERIA, CRITERION, Choice, choose
+from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report import svg
@@ -347,7 +347,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "chosen": choice.name,
             "reason": choice.reason,
             "criterion": {"metric": criterion, "why": CRITERIA[criterion.partition("@")[0]]},
-            "propensity": road.propensity if criterion == CRITERION else None,
+            "propensity": road.propensity,
             "strongest_baseline": choice.strongest_baseline,
             "policy": choice.policy,
             "gain": as_json(choice.gain),
