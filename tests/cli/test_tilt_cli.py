@@ -282,7 +282,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     found = recpo.tilt(**options, out=tmp_path / "monitored", temperatures=TEMPERATURES, monitor_reward=reward)
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
-    monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
+    monkeypatch.setattr(tilting, "propensity_share", lambda data, split: 0.0)
     monkeypatch.setattr(tilting, "has_grades", lambda data: False)
     found = recpo.tilt(**options, out=tmp_path / "auc", temperatures=TEMPERATURES, criterion="auc")
     assert found.criterion == "auc"
