@@ -433,7 +433,9 @@ class Road:
         counts = self.data.feedback_counts
         others = [sum(counts[period][kind] for kind in _NOT_LIKED) for period in ("train", "valid")]
         is_logged = propensity_share(self.data, "valid") >= _LOGGED_SHARE
-        return OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH) if all(others) else None
+        # only SNIPS and its normal interval are read: no draws from the policy, no resampled users
+        options = OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH, samples=1, resamples=1)
+        return options if all(others) else None
 
     # the length of training
 

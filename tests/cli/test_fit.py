@@ -17,13 +17,14 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 import recpo
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
-from recpo.evaluation.decision import criterion_of
+from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.log.inspection import LogCounts, inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
@@ -102,10 +103,14 @@ def test_a_fit_decides_reports_and_serves(fitted):
 
 @pytest.mark.slow
 def test_without_propensities_they_are_estimated(demo, tmp_path):
-    log = ds.dataset(demo.log / "log").to_table().to_pandas().drop(columns=["propensity", "is_random"])
-    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
-    assert decision.facts["propensity"] == "estimated"
-    assert decision.to_pandas()["reward"].notna().all()
+    log = ds.dataset(demo.log / "log").to_table().drop_columns(["propensity", "is_random"])
+    pq.write_table(log, tmp_path / "log.parquet")
+    road = Road(tmp_path / "fit", RoadOptions())
+    road.data = recpo.prepare(**preparation_of(inspect_log([str(tmp_path / "log.parquet")])), out=tmp_path / "prepared")
+    assert road.propensity == "estimated"
+    rewards = {name: reward_of(road.measure(name), 10) for name in ("popularity", "implicit_als")}
+    assert all(0 < half_width < 1 for _, half_width in rewards.values())
+    assert rewards["implicit_als"][0] > rewards["popularity"][0]
 
 
 @pytest.mark.slow
