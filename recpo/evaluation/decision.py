@@ -187,7 +187,7 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
 
     SNIPS of an item that is drawn from the first places of a deep list with probability proportional to
     ``1 / (k + place)``, with logged or estimated propensities (``recpo.evaluation.off_policy``). Judged by the true
-    values of simulated worlds and of ratings of people, it orders contenders better than any other number of a log
+    values of simulated worlds, it orders contenders better than ``AUC_mixed``, and on ratings of people about as well
     (docs/choosing_an_objective.md#estimated-reward).
 
     Args:
