@@ -416,9 +416,8 @@ class RewardComparison:
         """Reads what all rewards share."""
         k = min(options.k, data.num_items)
         truth = None if options.truth is None else true_rewards(Path(options.truth), data, "test", [k])
-        return cls(
-            data, options, device, k, truth, propensity_share(data, "test") > 0, candidates_of(data, "test", None)
-        )
+        estimates_value = propensity_share(data, "test") > 0
+        return cls(data, options, device, k, truth, estimates_value, candidates_of(data, "test", None))
 
     def exposures(self, split: HeldOut, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
         """The ``columns [B, S, ...]`` of a period's exposures, followed by their users and random flags, as arrays.

@@ -152,14 +152,9 @@ class HeldOutPass:
         facts = item_facts(data, options.item_features)
         is_new = new_items(facts.train_count, None if available is None else available.is_candidate)
         fresh = NewItems(is_new, options.ks, truth)
-        estimated = options.off_policy
-        if estimated is not None and estimated.propensity == "logged" and not propensity_share(data, options.split):
-            estimated = None
-        value = (
-            None
-            if estimated is None
-            else off_policy_setting(estimated, data, options.split, options.reward, options.ks)
-        )
+        how, split, value = options.off_policy, options.split, None
+        if how is not None and (how.propensity != "logged" or propensity_share(data, split)):
+            value = off_policy_setting(how, data, split, options.reward, options.ks)
         ranking = Ranking(
             num_items=data.num_items,
             ks=options.ks,

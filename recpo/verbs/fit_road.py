@@ -423,19 +423,19 @@ class Road:
     @cached_property
     def _validation(self) -> HeldOutPass:
         shown = self.options.progress
-        estimated = self._off_policy
-        options = RankingOptions(split="valid", ks=[self._k], off_policy=estimated, segments=False, progress=shown)
+        value = self._off_policy
+        options = RankingOptions(split="valid", ks=[self._k], off_policy=value, segments=False, progress=shown)
         return HeldOutPass.of(self.data, options, compute_device(self.options.device))
 
     @property
     def _off_policy(self) -> OffPolicyOptions | None:
         """How the reward of lists is estimated from exposures; None = the log has only those that were liked."""
         counts = self.data.feedback_counts
-        others = [sum(counts[period][kind] for kind in _NOT_LIKED) for period in ("train", "valid")]
+        if not all(sum(counts[period][kind] for kind in _NOT_LIKED) for period in ("train", "valid")):
+            return None
         is_logged = propensity_share(self.data, "valid") >= _LOGGED_SHARE
         # only SNIPS and its normal interval are read: no draws from the policy, no resampled users
-        options = OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH, samples=1, resamples=1)
-        return options if all(others) else None
+        return OffPolicyOptions("logged" if is_logged else "estimated", depth=_DEPTH, samples=1, resamples=1)
 
     # the length of training
 

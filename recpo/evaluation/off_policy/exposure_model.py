@@ -26,6 +26,7 @@ from recpo.rewards.graded import Chunk, chunks_of, repeated
 from recpo.rewards.prior_features import of_consumption
 
 _FEATURES: Final = 16
+_SEED: Final = 0  # of the singular vectors, and of the users that are fitted if the catalog is large
 _CHANCE: Final = 0.1  # share of the exposures that are drawn uniformly
 _STEPS: Final = 50  # of L-BFGS; about twenty suffice
 _COLUMNS: Final = ("user_index", "item_index", "is_target", "is_random")
@@ -45,16 +46,15 @@ class ExposureModel:
     items: Tensor
 
     @classmethod
-    def fit(cls, data: Prepared, period: Period, seed: int = 0) -> Self:
+    def fit(cls, data: Prepared, period: Period) -> Self:
         """Fits the features to the training exposures, and the slopes to those of a held-out period.
 
         Args:
             data: prepared data.
             period: whose exposures are to be weighted.
-            seed: of the singular vectors, and of the users that are fitted if the catalog is large.
         """
         parts = repeated(partial(_training_exposures, data), lambda _: None)
-        features = of_consumption(parts, data.num_items, _FEATURES, seed)
+        features = of_consumption(parts, data.num_items, _FEATURES, _SEED)
         users = np.zeros((int(data.manifest["num_users"]), 1 + features.num_user_columns), np.float32)
         users[:, 0] = 1.0
         for chunk in parts():
@@ -62,7 +62,7 @@ class ExposureModel:
         popularity = np.log(data.item_counts() + 0.5)
         items = np.concatenate([popularity[:, None], features.items], 1).astype(np.float32)
         unscaled = cls(torch.from_numpy(users), torch.from_numpy(items))
-        slopes = unscaled._slopes(*_exposures(data, period, unscaled._rows_at_once, seed))
+        slopes = unscaled._slopes(*_exposures(data, period, unscaled._rows_at_once))
         return cls(unscaled.users, unscaled.items * slopes)
 
     def __call__(self, users: Tensor, items: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class ExposureModel:
         for rows, places in zip(*(part.split(self._rows_at_once) for part in (of_users, place)), strict=True):
             logits = rows @ of_items.T
             parts.append((logits.gather(1, places) - logits.logsumexp(1, keepdim=True)).double().exp())
-        shown = (1 - _CHANCE) * torch.cat(parts) + _CHANCE / len(of_items) if parts else place.double()
+        shown = (1 - _CHANCE) * torch.cat(parts) + _CHANCE / len(of_items)
         return shown.masked_fill(items == 0, torch.nan)
 
     @property
@@ -108,7 +108,7 @@ def _training_exposures(data: Prepared) -> Iterator[Chunk]:
         yield from chunks_of(users, items, np.zeros(len(users)), data.num_items)
 
 
-def _exposures(data: Prepared, period: Period, most: int, seed: int) -> tuple[Tensor, Tensor]:
+def _exposures(data: Prepared, period: Period, most: int) -> tuple[Tensor, Tensor]:
     """Users ``[N]`` and items ``[N]`` (0..V - 1) that the log did not show at random, of at most so many users."""
 
     def shown() -> Iterator[tuple[NDArray[np.integer], NDArray[np.integer]]]:
@@ -119,7 +119,7 @@ def _exposures(data: Prepared, period: Period, most: int, seed: int) -> tuple[Te
 
     present = np.unique(np.concatenate([np.unique(user) for user, _ in shown()]))
     if len(present) > most:
-        present = np.random.default_rng(seed).choice(present, most, replace=False)
+        present = np.random.default_rng(_SEED).choice(present, most, replace=False)
     parts = [(user[kept], item[kept]) for user, item in shown() for kept in [np.isin(user, present)]]
     users, items = (torch.from_numpy(np.concatenate(column).astype(np.int64)) for column in zip(*parts, strict=True))
     return users, items
