@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
+from recpo.evaluation.off_policy.results import DISCOUNTED
+
 Document = dict[str, Any]
 
 #: Metrics of the true value, up to their list length.
@@ -111,8 +113,9 @@ class Value(NamedTuple):
 def disagreement(document: Document) -> list[str]:
     """A warning if the best contender by NDCG is significantly not the best by value.
 
-    Value is the true reward if it is known; else the off-policy value of the lists, by SNIPS or else DR, from estimates
-    without warnings; else ``AUC_mixed``. The difference in value must survive Holm's correction.
+    Value is the true reward if it is known; else the off-policy value of the lists (deep ones, if they were made, by
+    SNIPS; else those of ``k``, by SNIPS or else DR), from estimates without warnings; else ``AUC_mixed``. The
+    difference in value must survive Holm's correction.
     """
     k = document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
@@ -175,15 +178,16 @@ def criterion(document: Document) -> Value | None:
 
 
 def _values(document: Document, k: int) -> list[Value]:
-    """The measures of value, the most reliable first."""
-    target, estimated = f"top_{k}", "it estimates what users would get from the lists, from the log's propensities"
+    """The measures of value, the most reliable first: with deep lists, the estimate that `recpo fit` decides by."""
+    targets = [(DISCOUNTED.format(k=k), _ESTIMATORS[0]), *((f"top_{k}", one) for one in _ESTIMATORS)]
+    estimated = "it estimates what users would get from the lists, from the log's propensities"
     auc = (
         "it compares a user's positives with other items that the same user was shown, so exposure cancels out, and "
         "with items that the user was never shown"
     )
     return [
         _value(document, f"{TRUE_REWARD}{k}", "it is what users get from the lists"),
-        *(_value(document, (target, one), estimated, f"off-policy value ({one}, {target})") for one in _ESTIMATORS),
+        *(_value(document, (what, how), estimated, f"off-policy value ({how}, {what})") for what, how in targets),
         _value(document, "AUC_mixed", auc),
     ]
 

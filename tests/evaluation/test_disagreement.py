@@ -15,8 +15,9 @@ def estimate(mean, half_width=0.01):
 ENDS = {"bootstrap": {"low": None, "high": None}}
 
 
-def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, off_policy=(), flagged=()):
-    """Contenders a, b, ... with these means; ``off_policy`` are SNIPS values of their lists of 10."""
+def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, off_policy=(), deep=(), flagged=()):
+    """Contenders a, b, ... with these means; SNIPS values of their lists of 10, and of their deep lists."""
+    estimated = [(target, of) for target, of in (("top_10", off_policy), ("discounted_10", deep)) if of]
     names = [chr(ord("a") + index) for index in range(len(ndcg))]
     metrics = {"NDCG@10": ndcg} | ({metric: values} if values else {})
     contenders = [
@@ -26,13 +27,13 @@ def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, of
             "metrics": {m: estimate(means[i]) for m, means in metrics.items()},
             "off_policy": [
                 {
-                    "target": "top_10",
+                    "target": target,
                     "estimator": "SNIPS",
-                    "value": value,
+                    "value": of[i],
                     "warnings": ["x"] * (name in flagged),
                     "intervals": ENDS,
                 }
-                for value in off_policy[i : i + 1]
+                for target, of in estimated
             ],
         }
         for i, name in enumerate(names)
@@ -46,16 +47,15 @@ def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, of
             },
             "off_policy": [
                 {
-                    "target": "top_10",
+                    "target": target,
                     "estimator": "SNIPS",
-                    "value": off_policy[j] - off_policy[i],
+                    "value": of[j] - of[i],
                     "intervals": ENDS,
                     "standard_error": half_width / 2,
                     "users": 200,
                 }
-            ]
-            if off_policy
-            else [],
+                for target, of in estimated
+            ],
         }
         for i in range(len(names))
         for j in range(i + 1, len(names))
@@ -97,6 +97,8 @@ def test_there_is_no_warning_without_need(document):
 def test_off_policy_value_is_taken_before_auc_and_the_truth_before_both():
     (said,) = disagreement(document_of([0.3, 0.2], [0.9, 0.1], metric="AUC_mixed", off_policy=[0.5, 0.7]))
     assert "b has the best off-policy value (SNIPS, top_10) (0.7000 against 0.5000" in said
+    (said,) = disagreement(document_of([0.3, 0.2], off_policy=[0.7, 0.5], deep=[0.5, 0.7]))
+    assert "b has the best off-policy value (SNIPS, discounted_10) (0.7000 against 0.5000" in said
     (said,) = disagreement(document_of([0.3, 0.2], [0.5, 0.6], metric="AUC_mixed"))
     assert "b has the best AUC_mixed" in said
     assert "exposure cancels out" in said
