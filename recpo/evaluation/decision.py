@@ -1,7 +1,8 @@
 """Which contender should ship: a criterion of value on held-out users, and the rule that decides by it.
 
 A trained policy ships only if it beats the strongest baseline beyond doubt: by a paired difference on the same users,
-corrected for the number of policies that were compared. Otherwise the baseline ships.
+corrected for the number of policies that were compared. Otherwise the baseline ships. What tells two contenders apart
+has power; which baseline is the strongest, and which of the policies that beat it ships, is asked of what people gain.
 """
 
 import math
@@ -72,7 +73,7 @@ class Choice(NamedTuple):
     Attributes:
         name: the contender that ships.
         leader: the contender with the best value.
-        strongest_baseline: the baseline with the best value.
+        strongest_baseline: the baseline with the highest estimated reward, or, where none is known, the best value.
         policy: the policy that may ship (``choose``); None = there is none.
         gain: paired difference of that policy to the strongest baseline, weighted by precision; None = there is no
             policy.
@@ -139,8 +140,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     (``auc_precision``): a user with one pair of items says much less than one with fifty.
 
     ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown, and
-    weighs all ranks alike. So of the policies that pass, the one with the highest estimated reward ships
-    (``reward_of``), which is noisier, and asks what people gain. By another criterion, the best one ships.
+    weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), and
+    so is the policy that ships of those that pass: that is noisier, and asks what people gain. By another criterion,
+    both are the best ones by it.
 
     Args:
         measured: the contenders on the same users.
@@ -155,7 +157,12 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     policies = [row for row in standings if not row.is_baseline and math.isfinite(row.value)]
     if not baselines:
         raise RecpoError("a decision needs a baseline to compare with", code="empty", field="contenders")
-    strongest, leader = baselines[0].name, standings[0].name
+    by_reward = criterion == CRITERION and any(math.isfinite(row.reward) for row in standings)
+
+    def worth(row: Standing) -> float:
+        return _known(row.reward if by_reward else row.value)
+
+    leader, strongest = standings[0].name, max(baselines, key=worth).name
     if not policies:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, leader, strongest, None, None, None, reason, standings)
@@ -164,21 +171,21 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
     sure = [row for row in policies if p_values[row.name] <= LEVEL]
-    candidates = [row.name for row in sure or policies[:1]]
-    rewards = {name: reward_of(by_name[name], k)[0] for name in candidates if criterion == CRITERION}
-    best = max(candidates, key=lambda name: _known(rewards.get(name, math.nan)))
+    chosen = max(sure or policies[:1], key=worth)
+    best = chosen.name
     gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
+    baseline = f"the strongest baseline{' by estimated reward' if strongest != baselines[0].name else ''}, {strongest},"
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"
     known += f" (p = {p_value:.2g}"
     known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
     if sure:
-        told = len(rewards) > 1 and math.isfinite(rewards[best])
-        why = f", of {len(rewards)} policies the one with the highest estimated reward," if told else ""
-        reason = f"{best}{why} beats the strongest baseline, {strongest}, by {known}"
+        told = by_reward and len(sure) > 1 and math.isfinite(chosen.reward)
+        why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
+        reason = f"{best}{why} beats {baseline} by {known}"
     else:
-        reason = f"no policy beats the strongest baseline, {strongest}, beyond doubt: {best}, the best one, differs by "
-        reason += f"{known}, so the baseline ships"
+        reason = f"no policy beats {baseline} beyond doubt: {best}, the best one, differs by {known}"
+        reason += ", so the baseline ships"
     return Choice(best if sure else strongest, leader, strongest, best, gain, p_value, reason, standings)
 
 

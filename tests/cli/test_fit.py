@@ -163,19 +163,24 @@ def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_pat
     trained = (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns
     with refused("conflicting_options", "seed"):
         recpo.fit(str(log), resume=True, seed=1, **options)
-    words = ["--out", str(out), "--minutes", str(MINUTES), "--resume", "true", "--progress", "false"]
-    assert main(["fit", str(log), *words]) == 0
-    again = recpo.load(out)
+    first, said = recpo.load(root), []
+
+    def stop_at_the_decision(text):
+        said.append(text.partition("left  ")[2])
+        stop_at(first.reason)(text)
+
+    with pytest.raises(StoppedError):  # it has decided the same
+        recpo.fit(str(log), resume=True, on_step=stop_at_the_decision, **options)
     assert (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns == trained
-    first = recpo.load(root)
-    assert (again.chosen, again.reason) == (first.chosen, first.reason)
-    assert again.to_pandas()[["name", "value"]].equals(first.to_pandas()[["name", "value"]])
+    criterion = first.facts["criterion"]["metric"]
+    for row in first.facts["leaderboard"]:
+        assert f"{row['name']}: {criterion} {row['value']:.4f} ± {row['half_width']:.4f}" in said
     with refused("exists"):
-        recpo.fit(str(log), **options)
+        recpo.fit(str(log), minutes=MINUTES, out=root)
 
 
 @pytest.mark.slow
-def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path):
+def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path, pretrained_alone):
     log = ds.dataset(demo.log / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
     log = log[log["user_id"].isin(log["user_id"].unique()[::2])]
     decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
@@ -205,19 +210,16 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
 
 
 @pytest.mark.slow
-def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_by_rules(
-    demo, tmp_path, pretrained_alone
-):
-    found = inspect_log([str(demo.log / "log")])
+def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_by_rules(demo, tmp_path, monkeypatch):
+    found, tilts = inspect_log([str(demo.log / "log")]), []
     data = recpo.prepare(**{**preparation_of(found), "split": LeaveLastOut()}, out=tmp_path / "prepared")
-    decision = recpo.fit(data, tmp_path / "fit", minutes=MINUTES)
-    assert decision.facts["criterion"]["metric"] == "NDCG@10"
-    names = set(decision.to_pandas()["name"])
-    assert {"factors", "pretrain"} <= names
-    tilts = [one for one in decision.commands if one.startswith("recpo tilt")]
-    assert tilts
-    assert all("--factors sequential_rules" in one for one in tilts)
-    assert not (tmp_path / "fit" / "final").exists()  # data that were prepared before keep their split
+    road = road_of(data.root, tmp_path)
+    road.measure("popularity")
+    assert road.criterion == "NDCG@5"
+    assert (road.graded, road.has_pairs) == (True, False)
+    monkeypatch.setattr(Road, "step", lambda self, verb, *places: tilts.append(verb))
+    road.tilt("tilted-pretrain", "pretrain")
+    assert [one.factors for one in tilts] == ["sequential_rules"]
 
 
 def counts(events, days):
@@ -424,17 +426,17 @@ def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, mon
     assert [set(changed) for _, changed in tried] == [{one.option for one in fit_search.SPACES[leading]}] * 2
 
 
-@pytest.mark.slow
-def test_an_interrupted_training_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
-    def stop(self, out, files, options, callbacks=()):
+def test_an_interrupted_step_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
+    def stop(self):
+        self.save()
         raise Interrupted("the run continues with --resume true", 143)
 
-    monkeypatch.setattr(Road, "_train", stop)
+    monkeypatch.setattr(Road, "factorize", stop)
     with pytest.raises(Interrupted) as stopped:
         recpo.fit(prepared, tmp_path / "fit", minutes=MINUTES)
     assert str(tmp_path / "fit") in str(stopped.value)
     assert stopped.value.status == 143
-    assert (tmp_path / "fit" / "factors").is_dir()  # what was done is kept
+    assert (tmp_path / "fit" / PLAN).is_file()  # what was done is kept
 
 
 def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import numpy as np
@@ -218,6 +219,7 @@ def test_a_loop_only_replaces_a_loop_and_continues_with_its_own_options(tmp_path
 
 @pytest.mark.slow
 def test_a_killed_loop_continues_to_the_same_result(whole, tmp_path, capsys):
+    """After the first round, which is that of the other loop, it is killed in the second one."""
     for name, content in (("pretrain", PRETRAIN), ("value", VALUE)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
     out = tmp_path / "loop"
@@ -225,11 +227,14 @@ def test_a_killed_loop_continues_to_the_same_result(whole, tmp_path, capsys):
     words += [f"--recipe=[{tmp_path / 'pretrain.yaml'}, {tmp_path / 'value.yaml'}]"]
     words += ["--exploration.temperature=0.5", "--exploration.epsilon=0.1", "--exploration.shortlist=20"]
     words += [f"--{name}={value}" for name, value in WORLD.items()]
-    command = Command(words, tmp_path)
-    command.until((out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir)
+    shutil.copytree(whole.root, out)
+    shutil.rmtree(out / "rounds" / "01")
+    dataclasses.replace(whole, root=out, rounds=whole.rounds[:1]).write()
+    command = Command([*words, "--resume=true"], tmp_path)
+    command.until((out / "rounds" / "01" / "runs" / "1-MPO" / "checkpoints").is_dir)
     command.send(signal.SIGKILL)
     assert command.ended() == -signal.SIGKILL
-    assert recpo.load(out).rounds == ()
+    assert recpo.load(out).rounds == whole.rounds[:1]
     assert main([*words, "--resume=true"]) == 0
     printed = capsys.readouterr().out
     assert "round 1: day 6 as served: true value" in printed

@@ -98,6 +98,20 @@ def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships()
     assert known == {one.name: reward_of(one, 10) for one in (als, log, taste, unsure)}
 
 
+def test_the_strongest_baseline_is_the_one_with_the_highest_estimated_reward():
+    # what was shown next follows the log's rules: they rank it best, and people gain less from it
+    rules = rewarded("rules", noisy(0.7, 1), 0.4, baseline=True)
+    als = rewarded("als", noisy(0.6, 2), 0.5, baseline=True)
+    tilted = rewarded("tilted", als.result.per_user["AUC_mixed"] + noisy(0.02, 3, 0.01), 0.3)
+    found = choose([rules, als, tilted], "AUC_mixed")
+    assert (found.leader, found.strongest_baseline, found.name) == ("rules", "als", "tilted")
+    assert "tilted beats the strongest baseline by estimated reward, als, by +0.02" in found.reason
+    alone = choose([rules, als], "AUC_mixed")
+    assert (alone.leader, alone.name) == ("rules", "als")
+    unknown = [one._replace(value=None) for one in (rules, als, tilted)]
+    assert choose(unknown, "AUC_mixed").name == choose(unknown, "AUC_mixed").strongest_baseline == "rules"
+
+
 def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards_the_best_one():
     als, shared = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1)
     unknown, low = rewarded("unknown", shared + 0.02, math.nan), rewarded("low", shared, 0.1)
