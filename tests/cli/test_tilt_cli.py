@@ -410,10 +410,18 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
     assert not out.exists()
 
 
-def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
-    codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
+@pytest.fixture(scope="module")
+def of_codes(road):
+    """The run of a policy of semantic ids, whose codes are gone."""
+    codes = recpo.tokenize(road.prepared, road.root / "codes", levels=2, codebook_size=8, capacity_slack=None)
     policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20, decoder_layers=1)
-    recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
+    run = recpo.train(road.prepared, policy=policy, out=road.root / "of_codes", **TINY)
+    shutil.rmtree(codes.root)
+    return run.root
+
+
+def test_a_policy_of_semantic_ids_is_reranked(road, of_codes, tmp_path):
+    shutil.copytree(of_codes, tmp_path / "base")
     found = recpo.tilt(
         tmp_path / "base",
         road.root / "factors",
@@ -423,7 +431,6 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
         candidates=30,
     )
     assert found.criterion == "auc_mixed"
-    shutil.rmtree(tmp_path / "codes")
     shutil.rmtree(tmp_path / "base")
     run = recpo.load(tmp_path / "run")
     made = run.policy()
@@ -435,12 +442,9 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     assert torch.isfinite(made.factors.item_factors).all()
 
 
-def test_a_policy_of_semantic_ids_is_reranked_by_sequential_rules(road, tmp_path):
-    codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
-    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20, decoder_layers=1)
-    base = recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
+def test_a_policy_of_semantic_ids_is_reranked_by_sequential_rules(road, of_codes, tmp_path):
     options = {"temperature": 0.05, "candidates": 30}
-    run = recpo.tilt(base, "sequential_rules", road.prepared, out=tmp_path / "run", **options).run
+    run = recpo.tilt(of_codes, "sequential_rules", road.prepared, out=tmp_path / "run", **options).run
     made, served = run.policy(), served_baseline("sequential_rules", recpo.load(road.prepared)).policy
     assert made.candidates == 30
     (batch,) = evaluation_batches(road.prepared, "valid", 200, 512)

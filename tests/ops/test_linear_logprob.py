@@ -81,17 +81,16 @@ def test_state_index_scores_any_target_of_any_state(n: int, v: int, m: int, keep
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
-def test_gradcheck_and_either_gradient_alone() -> None:
+def test_either_gradient_alone_is_that_of_both() -> None:
     states, table = problem(5, 30, 3)
     targets = torch.randint(1, 31, (5, 3))  # as many as states have elements
-    assert torch.autograd.gradcheck(lambda h, e: linear_logprob(h, e, targets), (states, table))
-    assert torch.autograd.gradcheck(lambda h: linear_logprob(h, table.detach(), targets), (states,))
-    assert torch.autograd.gradcheck(lambda e: linear_logprob(states.detach(), e, targets), (table,))
-    assert torch.autograd.gradcheck(linear_entropy, (states, table))
-    assert torch.autograd.gradcheck(lambda h: linear_entropy(h, table.detach()), (states,))
-    assert torch.autograd.gradcheck(lambda e: linear_entropy(states.detach(), e), (table,))
+    weights = torch.randn(5, 3, dtype=torch.float64)
+    for value, weight in ((lambda h, e: linear_logprob(h, e, targets), weights), (linear_entropy, weights[:, 0])):
+        both = torch.autograd.grad((value(states, table) * weight).sum(), (states, table))
+        (of_states,) = torch.autograd.grad((value(states, table.detach()) * weight).sum(), (states,))
+        (of_table,) = torch.autograd.grad((value(states.detach(), table) * weight).sum(), (table,))
+        torch.testing.assert_close((of_states, of_table), both)
 
 
 def test_agrees_with_linear_cross_entropy_in_float32() -> None:
@@ -217,11 +216,12 @@ def test_the_divergence_survives_extreme_logits_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_the_divergence_never_makes_an_n_by_v_tensor() -> None:
-    leaves = problem_of_two(2000, 30_000, torch.float32)
+def test_the_divergence_never_makes_an_n_by_v_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.BLOCK_BYTES, "cpu", 2 << 20)
+    leaves = problem_of_two(1000, 20_000, torch.float32)
     with _LargestTensor() as largest:
         linear_divergence(*leaves).sum().backward()
-    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
+    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 1000 * 20_000 * 4 / 10
 
 
 def test_the_divergence_refuses_a_reference_of_other_states_or_items() -> None:
@@ -360,10 +360,11 @@ class _LargestTensor(TorchDispatchMode):
 
 def test_never_makes_an_n_by_v_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "KEEP_BYTES", 0)
-    states, table = problem(2000, 30_000, 4, torch.float32)
+    monkeypatch.setitem(kernels.BLOCK_BYTES, "cpu", 2 << 20)
+    states, table = problem(1000, 20_000, 4, torch.float32)
     with _LargestTensor() as largest:
-        linear_logprob(states, table, torch.randint(1, 30_001, (2000,))).sum().backward()
-    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
+        linear_logprob(states, table, torch.randint(1, 20_001, (1000,))).sum().backward()
+    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 1000 * 20_000 * 4 / 10
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def trained(item_features: ItemFeatureOptions | None) -> CatalogSoftmaxPolicy:
     policy.set_schema(SCHEMA)
     policy.set_item_features(features())
     policy.set_item_counts((~IS_NEW).long())
-    optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
     generator = torch.Generator().manual_seed(2)
-    for step in range(120):
+    for step in range(60):
         policy.begin_step(step)
         batch = batch_of(torch.randint(0, GROUPS, (32,), generator=generator), generator)
         loss = -policy.log_prob(batch).mean()
