@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import torch._inductor.config
 
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
@@ -19,6 +20,10 @@ pytestmark = [
 
 def test_a_compiled_program_ranks_as_the_policy(export_once, tmp_path, monkeypatch):
     policy, bundle = export_once("sasrec")
+    monkeypatch.setattr(
+        torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0"
+    )  # the compiler works less
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "precompile_headers", False)
     write_compiled(bundle, tmp_path / "program.pt2")
     loaded = load_compiled(bundle, tmp_path / "program.pt2")
     verify_runtime(loaded.runtime, policy, loaded.k, seed=7)

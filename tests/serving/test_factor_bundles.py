@@ -147,7 +147,9 @@ def test_a_new_item_has_the_prior_mean_of_its_features(factors, living, world, b
 
 def test_tilting_needs_the_data_of_the_features_and_then_no_more(factors, living, asked, tmp_path):
     histories, people = asked
-    run = recpo.train(living, config="configs/pretrain.yaml", out=tmp_path / "run", trainer={"max_steps": 2})
+    small = {"policy.init_args.dim": 8, "policy.init_args.heads": 1, "policy.init_args.layers": 1}
+    small |= {"policy.init_args.max_history": 20, "data.layout.init_args.history_length": 20}
+    run = recpo.train(living, config="configs/pretrain.yaml", out=tmp_path / "run", trainer={"max_steps": 2}, **small)
     with refused("missing_option", "prepared"):
         recpo.tilt(run, factors, out=tmp_path / "tilted", temperature=0.1)
     tilted = recpo.tilt(run, factors, living, out=tmp_path / "tilted", temperature=0.1, lower_bound=1.0).run
