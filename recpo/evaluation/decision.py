@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     Attributes:
         name: the contender that ships.
         leader: the contender with the best value.
-        strongest_baseline: the baseline with the highest estimated reward, or, where none is known, the best value.
+        strongest_baseline: the baseline with the highest estimated reward, or, if none is known, the best value.
         policy: the policy that may ship (``choose``); None = there is none.
         gain: paired difference of that policy to the strongest baseline, weighted by precision; None = there is no
             policy.
