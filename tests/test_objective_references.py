@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from recpo.objectives import advantages as torch_advantages, gae
 from recpo.objectives.grpo import aspo_loss, cispo_loss, ecpo_loss, gbpo_loss, gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
+from recpo.objectives.mpo import MIN_TEMPERATURE, dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.policy_gradient import entropy, ppo_loss, reinforce_loss, value_loss
 from recpo.objectives.preference import dpo_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
@@ -253,6 +253,7 @@ def test_mpo(based, seed):
 
 
 @given(seed=SEEDS)
+@example(seed=1562)
 def test_the_temperature_of_mpo_minimizes_its_dual(seed):
     rng = np.random.default_rng(seed)
     shape = (rng.integers(1, 4), rng.integers(3, 7))
@@ -263,7 +264,10 @@ def test_the_temperature_of_mpo_minimizes_its_dual(seed):
     kl_target = rng.uniform(0.01, 0.1)
     found = dual_temperature(hostile[0], kl_target, log_base=hostile[1], mask=torch.tensor(mask)).item()
     at = [ref.mpo_dual(rewards, base, mask, found * factor, kl_target) for factor in (0.9, 0.999, 1.0, 1.001, 1.1)]
-    assert at[0] > at[1] >= at[2] <= at[3] < at[4]
+    if found < 1.001 * MIN_TEMPERATURE:  # no temperature is that far from the base: the dual falls as it goes to 0
+        assert at == sorted(at)
+    else:
+        assert at[0] > at[1] >= at[2] <= at[3] < at[4]
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "low_var"])
