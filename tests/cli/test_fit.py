@@ -137,7 +137,7 @@ def test_the_preparation_is_that_of_its_file(fitted, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_path):
+def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_path, capsys):
     root, log, out = demo.fit, demo.log, tmp_path / "fit"
 
     class StoppedError(Exception):
@@ -163,6 +163,8 @@ def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_pat
     trained = (out / "runs" / "pretrain" / "run.json").stat().st_mtime_ns
     with refused("conflicting_options", "seed"):
         recpo.fit(str(log), resume=True, seed=1, **options)
+    assert main(["fit", str(log), "--out", str(out), "--resume", "true", "--seed", "1"]) == 1
+    assert "seed" in capsys.readouterr().err
     first, said = recpo.load(root), []
 
     def stop_at_the_decision(text):
