@@ -45,7 +45,7 @@ def judged(root: Path) -> dict[str, object]:
     """What a fit ships against the strongest baseline, on the drawn items."""
     decision = recpo.load(root)
     found = decision.evaluation.document
-    known = {one["name"]: one for one in found["contenders"] if METRIC in one["metrics"]}
+    known = {one["name"]: one for one in found["contenders"] if METRIC in one["metrics"]}  # an oracle has none
     value = {name: one["metrics"][METRIC]["mean"] for name, one in known.items()}
     baseline = max((name for name in value if known[name]["kind"] == "baseline"), key=lambda name: value[name])
     gain, half_width = paired(found, decision.chosen, baseline, METRIC)

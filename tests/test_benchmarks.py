@@ -82,7 +82,7 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers(lines_
         assert line["versions"]["torch"]
 
 
-def test_alignment_compares_every_method_from_the_same_policies(lines_of, tmp_path):
+def test_alignment_compares_a_method_with_what_it_started_from(lines_of, tmp_path):
     flags = ("--work", str(tmp_path), "--seeds", "0", "--methods", "GRPO")
     lines = [line for line in lines_of("alignment.py", *flags) if "policy" in line]
     assert [line["policy"] for line in lines] == ["pre-trained", "GRPO"]

@@ -1,8 +1,8 @@
 """Which contender should ship: a criterion of value on held-out users, and the rule that decides by it.
 
 A trained policy ships only if it beats the strongest baseline beyond doubt: by a paired difference on the same users,
-corrected for the number of policies that were compared. Otherwise the baseline ships. What tells two contenders apart
-has power; which baseline is the strongest, and which of the policies that beat it ships, is asked of what people gain.
+corrected for the number of policies that were compared. Otherwise the baseline ships. The criterion has the power to
+tell two contenders apart; estimated reward says which baseline is the strongest, and which of several policies ships.
 """
 
 import math
@@ -141,8 +141,8 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
 
     ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown, and
     weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), and
-    so is the policy that ships of those that pass: that is noisier, and asks what people gain. By another criterion,
-    both are the best ones by it.
+    of the policies that pass, the one with the highest estimated reward ships: it is noisier, and it estimates what
+    people gain. By another criterion, both are the best ones by it.
 
     Args:
         measured: the contenders on the same users.
@@ -172,8 +172,7 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
     sure = [row for row in policies if p_values[row.name] <= LEVEL]
     chosen = max(sure or policies[:1], key=worth)
-    best = chosen.name
-    gain, p_value = estimate(gains[:, names.index(best)], weights), p_values[best]
+    gain, p_value = estimate(gains[:, names.index(chosen.name)], weights), p_values[chosen.name]
     baseline = f"the strongest baseline{' by estimated reward' if strongest != baselines[0].name else ''}, {strongest},"
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
     known += "" if weights is None else ", weighted by precision"
@@ -182,11 +181,12 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     if sure:
         told = by_reward and len(sure) > 1 and math.isfinite(chosen.reward)
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
-        reason = f"{best}{why} beats {baseline} by {known}"
+        reason = f"{chosen.name}{why} beats {baseline} by {known}"
     else:
-        reason = f"no policy beats {baseline} beyond doubt: {best}, the best one, differs by {known}"
+        reason = f"no policy beats {baseline} beyond doubt: {chosen.name}, the best one, differs by {known}"
         reason += ", so the baseline ships"
-    return Choice(best if sure else strongest, leader, strongest, best, gain, p_value, reason, standings)
+    ships = chosen.name if sure else strongest
+    return Choice(ships, leader, strongest, chosen.name, gain, p_value, reason, standings)
 
 
 def reward_of(one: Evaluated, k: int) -> tuple[float, float]:

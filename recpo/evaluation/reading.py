@@ -179,7 +179,7 @@ def criterion(document: Document) -> Value | None:
 
 def _values(document: Document, k: int) -> list[Value]:
     """The measures of value, the most reliable first: with deep lists, the estimate that `recpo fit` decides by."""
-    targets = [(DISCOUNTED.format(k=k), _ESTIMATORS[0]), *((f"top_{k}", one) for one in _ESTIMATORS)]
+    off_policy = [(DISCOUNTED.format(k=k), "SNIPS"), *((f"top_{k}", estimator) for estimator in _ESTIMATORS)]
     estimated = "it estimates what users would get from the lists, from the log's propensities"
     auc = (
         "it compares a user's positives with other items that the same user was shown, so exposure cancels out, and "
@@ -187,7 +187,7 @@ def _values(document: Document, k: int) -> list[Value]:
     )
     return [
         _value(document, f"{TRUE_REWARD}{k}", "it is what users get from the lists"),
-        *(_value(document, (what, how), estimated, f"off-policy value ({how}, {what})") for what, how in targets),
+        *(_value(document, key, estimated, f"off-policy value ({key[1]}, {key[0]})") for key in off_policy),
         _value(document, "AUC_mixed", auc),
     ]
 

@@ -11,12 +11,8 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
     *("--policy.init_args.dim=8", "--policy.init_args.heads=1", "--policy.init_args.layers=1"),
     *("--policy.init_args.max_history=12", "--data.layout.init_args.history_length=12", "--trainer.max_epochs=1"),
-    *(
-        "--trainer.limit_train_batches=4",
-        "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false",
-        "--allocator=false",
-    ),
+    *("--trainer.limit_train_batches=4", "--trainer.accelerator=cpu"),
+    *("--trainer.enable_progress_bar=false", "--allocator=false"),
 )
 
 
