@@ -33,9 +33,9 @@ from verbs import QUICK_FACTORS, QUICK_TRAINING, call, configurations
 from recpo.artifacts.outputs import write_json
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.estimates import estimate_over_seeds
-from recpo.evaluation.measures import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
+from recpo.ops.exposures import held_out_targets
 from recpo.ops.ranking import ndcg, ranked_hits, recall
 from recpo.training.run import Run
 from recpo.training.validation import tail_items

@@ -53,9 +53,10 @@ from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
-from recpo.evaluation.measures import Recommender, exposure_auc, held_out_targets
+from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import NewItems, new_items
 from recpo.log.prepared import Prepared
+from recpo.ops.exposures import exposure_auc, held_out_targets
 from recpo.ops.ranking import first_places
 from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward

@@ -20,7 +20,7 @@ from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, ImplicitALS, fit_ease, fit_implicit
+from recpo.rewards.implicit import EASE, ImplicitALS, fit_allrank, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 
 _MILLISECONDS_PER_DAY: Final = 86_400_000
@@ -155,7 +155,9 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
 
 #: Directory of fitted baselines within that of an evaluation.
 BASELINES_DIRECTORY: Final = "baselines"
-_VERSION: Final = 1  # version of the fitting methods; a new version fits again
+#: The baselines whose models are fitted, and kept.
+FITTED: Final = ("factorization", "implicit_als", "allrank", "ease")
+_VERSION: Final = 2  # version of the fitting methods; a new version fits again
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class BaselineCache:
 def fitted_model(
     name: str, data: Prepared, options: Any, cache: BaselineCache, progress: bool = False
 ) -> Factors | ImplicitALS | EASE:
-    """The model of the baseline factorization, implicit_als or ease: an existing one of the cache, or a new one.
+    """The model of a baseline of ``FITTED``: an existing one of the cache, or a new one.
 
     Args:
         name: name of the baseline.
@@ -189,6 +191,7 @@ def fitted_model(
     recipes: dict[str, tuple[Callable[..., Any], Callable[[Path], Any], str]] = {
         "factorization": (fit_factors, Factors.open, ""),  # a directory
         "implicit_als": (fit_implicit, ImplicitALS.open, ".safetensors"),
+        "allrank": (fit_allrank, ImplicitALS.open, ".safetensors"),
         "ease": (fit_ease, EASE.open, ".safetensors"),
     }
     fit, opened, suffix = recipes[name]

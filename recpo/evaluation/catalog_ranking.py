@@ -13,18 +13,9 @@ from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.measures import (
-    Measure,
-    Observed,
-    Recommender,
-    Targets,
-    auc_precision,
-    exposure_auc,
-    held_out_targets,
-    unseen_auc,
-    with_unseen,
-)
+from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.segments import ItemSegment, UserSegment
+from recpo.ops.exposures import Targets, auc_precision, exposure_auc, held_out_targets, unseen_auc, with_unseen
 from recpo.ops.ranking import accuracy, accuracy_of_bin, first_places, graded_ndcg, is_member, named, ranked_hits
 
 Gain = Literal["linear", "exponential"]

@@ -25,7 +25,7 @@ from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation import baselines
-from recpo.evaluation.baselines import BaselineCache, by_place, first_allowed
+from recpo.evaluation.baselines import FITTED, BaselineCache, by_place, first_allowed
 from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.document import Kind
 from recpo.evaluation.measures import Recommender
@@ -37,7 +37,7 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import EaseOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitALS, ImplicitOptions
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules
 
 Baseline = Literal[
@@ -48,6 +48,7 @@ Baseline = Literal[
     "sequential_rules",
     "factorization",
     "implicit_als",
+    "allrank",
     "ease",
     "random",
 ]
@@ -105,6 +106,7 @@ class BaselineOptions:
         sequential_rules: which items followed which.
         factorization: the matrix factorization of grades.
         implicit_als: alternating least squares on positives.
+        allrank: alternating least squares on the grades of what was shown, and 0 for all other items.
         ease: the linear item-to-item model.
     """
 
@@ -112,6 +114,7 @@ class BaselineOptions:
     sequential_rules: SequentialRulesOptions = field(default_factory=SequentialRulesOptions)
     factorization: FactorOptions = field(default_factory=lambda: FactorOptions(method="als"))
     implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
+    allrank: AllRankOptions = field(default_factory=AllRankOptions)
     ease: EaseOptions = field(default_factory=EaseOptions)
 
     def __post_init__(self) -> None:
@@ -136,7 +139,7 @@ def baseline(
     """
 
     def load() -> Loaded:
-        if name in ("factorization", "implicit_als", "ease"):
+        if name in FITTED:
             return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
         if name == "random":
             return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)

@@ -1,7 +1,8 @@
 """Baselines as policies: a softmax over the scores that a model without training steps gives to every item.
 
 A baseline that no trained policy beats is what a team should serve (``recpo fit``). As a policy it is exported,
-verified and served like any other: popularity, a factorization of grades, implicit ALS, EASE and sequential rules.
+verified and served like any other: popularity, a factorization of grades, implicit ALS, AllRank, EASE and sequential
+rules.
 """
 
 from abc import abstractmethod
@@ -14,7 +15,7 @@ from torch import Tensor
 from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
-from recpo.base.feedback import HIGHEST
+from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
@@ -141,14 +142,15 @@ class FactorPolicy(BaselinePolicy):
 
 
 class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
-    """Implicit ALS (``recpo.rewards.implicit``): ``x · y_i``, with ``x`` folded in from the positives of the history.
+    """Implicit ALS or AllRank (``recpo.rewards.implicit``): ``x · y_i``, with ``x`` folded in from the history.
 
     Its logits are dot products, so a tilted policy on top of it is exact.
 
     Args:
         num_items: catalog size V.
         rank: number of factors r.
-        unobserved: weight of the pairs without a positive event.
+        graded: AllRank, which reads all graded events; False = implicit ALS, which reads positives.
+        unobserved: weight of the pairs without such an event.
         ridge: ridge of the users; above 0.
         nu: exponent of their frequency.
         max_history: number of most recent events that are read.
@@ -165,6 +167,7 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         num_items: int,
         *,
         rank: int,
+        graded: bool,
         unobserved: float,
         ridge: float,
         nu: float,
@@ -172,7 +175,7 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         temperature: float = 0.1,
     ) -> None:
         super().__init__(num_items, max_history=max_history, temperature=temperature)
-        self.unobserved, self.ridge, self.nu, self.dim = unobserved, ridge, nu, rank
+        self.graded, self.unobserved, self.ridge, self.nu, self.dim = graded, unobserved, ridge, nu, rank
         self.register_buffer("item_factors", torch.zeros(num_items, rank))
 
     def scores(self, histories: Histories) -> Tensor:
@@ -197,12 +200,17 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
 
     def _users(self, histories: Histories) -> Tensor:
         """``x`` of the histories, ``[B, r]``."""
-        known, items = distinct_positives(histories, self.max_history), self.item_factors.double()
+        if self.graded:
+            known, targets = graded_events(histories, self.max_history)
+        else:
+            known = distinct_positives(histories, self.max_history)
+            targets = known.double()
+        items = self.item_factors.double()
         rows = items[(histories.item_ids - 1).clamp_min(0)] * known[..., None]
         ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
         identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
         matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
-        return grade_factors.solve_positive_definite(matrices, rows.sum(1)).float()
+        return grade_factors.solve_positive_definite(matrices, (rows * targets[..., None]).sum(1)).float()
 
 
 class EasePolicy(BaselinePolicy):
@@ -272,6 +280,17 @@ class SequentialRulesPolicy(BaselinePolicy):
         followers = self.followers[ids].long().flatten(1)
         none = torch.zeros_like(self.weights[:1, :1]).expand(ids.shape[0], self.num_items + 1)
         return none.scatter_add(1, followers, weights.flatten(1))[:, 1:] + self.popularity
+
+
+def graded_events(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:
+    """Which of the last ``max_history`` events have a grade, ``[B, H]`` bool, and the grades, float64, 0 elsewhere.
+
+    An item that occurs several times counts each time.
+    """
+    feedback, recent = grade_factors.recent_feedback(histories, max_history)
+    grades = torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64, device=feedback.device)
+    known = recent & (feedback > 0)
+    return known, grades[feedback] * known
 
 
 def distinct_positives(histories: Histories, max_history: int) -> Tensor:

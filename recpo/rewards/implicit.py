@@ -1,9 +1,10 @@
-"""Positive events for recommenders that use nothing else: of the training period, of a history, of validation.
+"""Recommenders that know which items a user had, and not only how they were graded: implicit ALS, AllRank and EASE.
 
-Training uses the log's own positive events (``recpo.base.feedback.FeedbackRule``). A history only has feedback levels;
-there, events of the upper two levels count as positive. That uses more of the history, and on the validation period of
-a simulated log (200,000 events) NDCG@10 is higher than with the highest level alone (implicit ALS .228 against .221,
-EASE .216 against .209) or with all events (.204, .202).
+Implicit ALS and EASE read positives and nothing else. Training uses the log's own positive events
+(``recpo.base.feedback.FeedbackRule``). A history only has feedback levels; there, events of the upper two levels count
+as positive. That uses more of the history, and on the validation period of a simulated log (200,000 events) NDCG@10 is
+higher than with the highest level alone (implicit ALS .228 against .221, EASE .216 against .209) or with all events
+(.204, .202).
 
 Implicit alternating least squares: positives are ones, and all other pairs are zeros with a small weight.
 
@@ -13,6 +14,13 @@ tuning of Rendle, Krichene, Zhang and Koren, "Revisiting the Performance of iALS
 
     sum over S of (1 - x_u · y_i)^2 + unobserved * sum over all pairs of (x_u · y_i)^2
         + ridge * (sum_u (|S_u| + unobserved V)^nu |x_u|^2 + sum_i (|S_i| + unobserved U)^nu |y_i|^2).
+
+AllRank: the same with grades. S has every graded event, and its grade ``g`` (``recpo.base.feedback.GRADES``) instead of
+1: ``(g - x_u · y_i)^2``. A factorization of grades alone (``recpo.rewards.graded``) does not know that an item which a
+user never had is probably not to the user's taste; implicit ALS does not know what the user thought of the others.
+
+Steck, "Training and Testing of Recommender Systems on Data Missing Not at Random" (KDD 2010): its AllRank-Regression,
+with the imputed value 0, the grade of a dislike.
 
 EASE: a linear model from all positives of a user to every item, in closed form.
 
@@ -25,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar, Final
 
@@ -37,14 +46,15 @@ from torch.nn.functional import embedding_bag
 from tqdm import tqdm
 
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, validate_range, validate_ranges
-from recpo.base.types import Histories, Recommendations
+from recpo.base.types import EvaluationBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
+from recpo.ops.exposures import mixed_auc
 from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
-from recpo.policies.baseline import LEAST_POSITIVE_LEVEL
+from recpo.policies.baseline import LEAST_POSITIVE_LEVEL, graded_events
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.policies.grade_factors import recent_feedback
 from recpo.rewards.factors import ModelInOneFile, plain
-from recpo.rewards.graded import Chunk, chunks_of, no_equations, solve
+from recpo.rewards.graded import Chunk, chunks, chunks_of, mean_grade, no_equations, repeated, solve
 from recpo.rewards.selection import VALIDATION_USERS, validation_batches
 
 _K: Final = 10
@@ -80,34 +90,38 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
 
 
 def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE]) -> tuple[int, list[float | None]]:
-    """The index of the model with the highest NDCG@10 on the validation positives, and the value of each model.
+    """The index of the model with the highest value on the validation period (``measure``), and the value of each one.
 
-    Items of the user's past are neither listed nor targets. For a single model without validation positives: 0 and
-    None.
+    Items of the user's past are neither listed nor compared. For a single model without a validation user who has a
+    value: 0 and None.
 
     Raises:
-        RecpoError: there are several models and no validation positive.
+        RecpoError: there are several models and no such user.
     """
     sums, users = [0.0] * len(models), 0
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
-        slates = batch.feedback.slates
-        assert slates.positive is not None
-        new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
         for number, model in enumerate(models):
-            k = min(_K, data.num_items)
-            lists = model.recommend(batch.feedback.histories, k, batch.exclude).item_ids
-            values = ndcg(ranked_hits(lists, slates.item_ids, new), [_K]).double()
+            values = model.values(batch).double()
             sums[number] += float(values.nansum())
         users += int(values.isfinite().sum())
     if not users:
         if len(models) > 1:
             raise RecpoError(
-                f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models "
-                "is best: give one value of each option",
+                f"{data.root}: no validation user has a {models[0].measure}, which takes a positive event, so nothing "
+                f"says which of {len(models)} models is best: give one value of each option",
                 code="empty",
             )
         return 0, [None]
     return max(range(len(models)), key=lambda number: sums[number]), [total / users for total in sums]
+
+
+def ndcg_of_new(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
+    """NDCG@10 ``[B]`` on the positives of the period that are not of the past; nan for a user without one."""
+    slates = batch.feedback.slates
+    assert slates.positive is not None
+    new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
+    lists = model.recommend(batch.feedback.histories, min(_K, model.num_items), batch.exclude).item_ids
+    return ndcg(ranked_hits(lists, slates.item_ids, new), [_K])[:, 0]
 
 
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -142,6 +156,14 @@ class ImplicitOptions:
         _validate(self, "ranks", "unobserved", "ridges")
 
 
+@dataclass(frozen=True)
+class AllRankOptions(ImplicitOptions):
+    """Hyper-parameters of AllRank, as those of implicit ALS. There are more events, so the best weights are smaller."""
+
+    unobserved: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)
+    ridges: tuple[PositiveFloat, ...] = (0.01, 0.03, 0.1)
+
+
 def _validate(options: ImplicitOptions | EaseOptions, *tried: str) -> None:
     """Raises ``RecpoError`` if an option is out of range, or there is no value to try of one of ``tried``."""
     validate_ranges(options)
@@ -151,10 +173,11 @@ def _validate(options: ImplicitOptions | EaseOptions, *tried: str) -> None:
 
 @dataclass(frozen=True)
 class ImplicitALS(ModelInOneFile):
-    """A recommender that ranks by ``x_u · y_i``, with ``x_u`` folded in from the positives of the history.
+    """A recommender that ranks by ``x_u · y_i``, with ``x_u`` folded in from the history: implicit ALS or AllRank.
 
     Attributes:
         item_factors: ``[V, r]`` float32, ``y`` of the items 1..V.
+        graded: AllRank, which reads the graded events of a history and their grades; False = its positives, as ones.
         unobserved: weight of the pairs without a positive event.
         ridge: ridge of the users.
         nu: exponent of their frequency.
@@ -165,6 +188,7 @@ class ImplicitALS(ModelInOneFile):
 
     kind: ClassVar = "implicit_als"
     item_factors: Tensor
+    graded: bool
     unobserved: float
     ridge: float
     nu: float
@@ -172,19 +196,50 @@ class ImplicitALS(ModelInOneFile):
     max_history: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def num_items(self) -> int:
+        """``V``."""
+        return len(self.item_factors)
+
+    @property
+    def rank(self) -> int:
+        """``r``."""
+        return self.item_factors.shape[1]
+
+    @property
+    def measure(self) -> str:
+        """The name of ``values``."""
+        return "AUC_mixed" if self.graded else f"NDCG@{_K}"
+
+    def values(self, batch: EvaluationBatch) -> Tensor:
+        """What models are selected by, ``[B]``; nan for a user without one.
+
+        NDCG@10 of implicit ALS. AllRank knows grades, so its model is the one that orders both what was shown and what
+        was not.
+        """
+        if not self.graded:
+            return ndcg_of_new(self, batch)
+        scores = self.fold_in(batch.feedback.histories) @ self.item_factors.T
+        return mixed_auc(batch, self.num_items, lambda items: scores.gather(1, (items - 1).clamp_min(0)))
+
     def fold_in(self, histories: Histories) -> Tensor:
-        """User factors ``[B, r]`` float32: the user step of the fit on the positives of the history."""
+        """User factors ``[B, r]`` float32: the user step of the fit on the history."""
         rows = max(1, _FOLD_IN_BYTES // (8 * self.item_factors.shape[1] * max(1, histories.item_ids.shape[1])))
-        known = positive_places(histories, self.max_history)
+        if self.graded:
+            known, targets = graded_events(histories, self.max_history)
+        else:
+            known = positive_places(histories, self.max_history)
+            targets = known.double()
         items = self.item_factors.double()
         shared = self.unobserved * items.T @ items
         identity = torch.eye(len(shared), dtype=items.dtype, device=items.device)
         users = []
-        for item_ids, kept in zip(histories.item_ids.split(rows), known.split(rows), strict=True):
+        parts = (column.split(rows) for column in (histories.item_ids, known, targets))
+        for item_ids, kept, wanted in zip(*parts, strict=True):
             own = items[(item_ids - 1).clamp_min(0)] * kept[..., None]
             ridge = self.ridge * (kept.sum(1).double() + self.unobserved * len(items)) ** self.nu
             matrices = own.transpose(1, 2) @ own + shared + ridge[:, None, None] * identity
-            users.append(torch.linalg.solve(matrices, own.sum(1)).float())
+            users.append(torch.linalg.solve(matrices, (own * wanted[..., None]).sum(1)).float())
         return torch.cat(users)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
@@ -201,7 +256,7 @@ def fit_implicit(
     *,
     progress: bool = False,
 ) -> ImplicitALS:
-    """Fits on the positive pairs of the training period and keeps the model with the best validation NDCG@10.
+    """Fits implicit ALS on the positive pairs of the training period; the best validation NDCG@10 is kept.
 
     Args:
         data: prepared data.
@@ -211,48 +266,62 @@ def fit_implicit(
     Raises:
         RecpoError: there are several models and the validation period has no positive event.
     """
+    return _fit(data, options, progress, graded=False)
+
+
+def fit_allrank(
+    data: Prepared,
+    options: AllRankOptions = AllRankOptions(),
+    *,
+    progress: bool = False,
+) -> ImplicitALS:
+    """Fits AllRank on the graded events of the training period; the best validation ``AUC_mixed`` is kept.
+
+    Args:
+        data: prepared data.
+        options: values to try.
+        progress: show a progress bar on a terminal.
+
+    Raises:
+        RecpoError: no event has a grade, or there are several models and no validation user has a positive event beside
+            another one.
+    """
+    mean_grade(data)
+    return _fit(data, options, progress, graded=True)
+
+
+def _fit(data: Prepared, options: ImplicitOptions, progress: bool, *, graded: bool) -> ImplicitALS:
+    """The best of all models, of the graded events or of the positive pairs."""
+    name, read = ("allrank", chunks) if graded else ("implicit_als", positive_chunks)
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
     total = events * (len(grid) + len(others)) * options.sweeps
-    with tqdm(
-        total=total, desc=ImplicitALS.kind, unit="event", unit_scale=True, disable=None if progress else True
-    ) as bar:
-        models = [_fit_one(data, first, *pair, options, bar.update) for pair in grid]
+    with tqdm(total=total, desc=name, unit="event", unit_scale=True, disable=None if progress else True) as bar:
+        parts = repeated(partial(read, data, bar.update), bar.update)
+
+        def fit(rank: int, unobserved: float, ridge: float) -> ImplicitALS:
+            """One model."""
+            items = np.random.default_rng(options.seed).normal(0.0, 0.1 / np.sqrt(rank), (data.num_items, rank))
+            users = int(data.manifest["num_users"])
+            for _ in range(options.sweeps):
+                items = sweep(parts(), items, unobserved, ridge, options.nu, users)
+            longest = options.max_history or int(data.manifest["max_context"])
+            factors, catalog = torch.from_numpy(items.astype(np.float32)), data.catalog_checksum
+            return ImplicitALS(factors, graded, unobserved, ridge, options.nu, catalog, longest)
+
+        models = [fit(first, *pair) for pair in grid]
         best, tried = best_on_validation(data, models)
         chosen = models[best]
         if others:
-            pair = chosen.unobserved, chosen.ridge
-            larger = [chosen, *(_fit_one(data, rank, *pair, options, bar.update) for rank in others)]
+            larger = [chosen, *(fit(rank, chosen.unobserved, chosen.ridge) for rank in others)]
             best, again = best_on_validation(data, larger)
             models, tried, chosen = models + larger[1:], tried + again[1:], larger[best]
     named = [
-        {"rank": model.item_factors.shape[1], "unobserved": model.unobserved, "ridge": model.ridge, "NDCG@10": value}
+        {"rank": model.rank, "unobserved": model.unobserved, "ridge": model.ridge, model.measure: value}
         for model, value in zip(models, tried, strict=True)
     ]
     return replace(chosen, facts={"options": plain(options), "tried": named})
-
-
-def _fit_one(
-    data: Prepared,
-    rank: int,
-    unobserved: float,
-    ridge: float,
-    options: ImplicitOptions,
-    finished: Callable[[int], object],
-) -> ImplicitALS:
-    items = np.random.default_rng(options.seed).normal(0.0, 0.1 / np.sqrt(rank), (data.num_items, rank))
-    users = int(data.manifest["num_users"])
-    for _ in range(options.sweeps):
-        items = sweep(positive_chunks(data, finished), items, unobserved, ridge, options.nu, users)
-    return ImplicitALS(
-        torch.from_numpy(items.astype(np.float32)),
-        unobserved,
-        ridge,
-        options.nu,
-        data.catalog_checksum,
-        options.max_history or int(data.manifest["max_context"]),
-    )
 
 
 def positive_chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
@@ -339,10 +408,20 @@ class EASE(ModelInOneFile):
     """
 
     kind: ClassVar = "ease"
+    measure: ClassVar = f"NDCG@{_K}"
     weights: Tensor
     catalog_checksum: str
     max_history: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_items(self) -> int:
+        """``V``."""
+        return len(self.weights)
+
+    def values(self, batch: EvaluationBatch) -> Tensor:
+        """What models are selected by, ``[B]``."""
+        return ndcg_of_new(self, batch)
 
     def scores(self, histories: Histories) -> Tensor:
         """``[B, V]``; 0 for a history without a positive."""

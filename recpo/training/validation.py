@@ -18,11 +18,11 @@ from recpo.base.contracts import Objective, Policy, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
 from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, popularity_bins
-from recpo.evaluation.measures import Targets, exposure_auc, held_out_targets, unseen_auc, with_unseen
 from recpo.log.prepared import Prepared
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.preference import PreferenceObjective
 from recpo.objectives.reward_model import PointwiseReward
+from recpo.ops.exposures import Targets, exposure_auc, held_out_targets, unseen_auc, with_unseen
 from recpo.ops.ranking import first_places, hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import LearningOptions, Monitor

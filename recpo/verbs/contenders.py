@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import FeatureArrays, Reads, Side
 from recpo.base.types import Features, Histories, Recommendations
-from recpo.evaluation.baselines import BaselineCache, fitted_model, item_scores
+from recpo.evaluation.baselines import FITTED, BaselineCache, fitted_model, item_scores
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -434,7 +434,7 @@ def _of_name(name: Baseline, data: Prepared, cache: BaselineCache) -> ServedBase
         rules = fit_sequential_rules(data, options.sequential_rules)
         made = {one: getattr(rules, one) for one in ("neighbors", "decay", "max_history")}
         return ServedBaseline(name, rules, made)
-    if name not in ("factorization", "implicit_als", "ease"):
+    if name not in FITTED:
         popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
         popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
         return ServedBaseline(name, popular, {})
@@ -442,8 +442,7 @@ def _of_name(name: Baseline, data: Prepared, cache: BaselineCache) -> ServedBase
     if isinstance(model, Factors):
         return _of_factors(name, model)
     if isinstance(model, ImplicitALS):
-        made = {one: getattr(model, one) for one in ("unobserved", "ridge", "nu", "max_history")}
-        made["rank"] = model.item_factors.shape[1]
+        made = {one: getattr(model, one) for one in ("rank", "graded", "unobserved", "ridge", "nu", "max_history")}
         implicit = ImplicitPolicy(data.num_items, **made)
         implicit.item_factors.copy_(model.item_factors)
         return ServedBaseline(name, implicit, made)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import NonNegativeFloat, RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
-from recpo.evaluation.measures import held_out_targets, unseen_auc, unseen_items
 from recpo.evaluation.reading import alike
 from recpo.log.prepared import Prepared
+from recpo.ops import exposures
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.selection import VALIDATION_USERS, fit_factors, validation_batches
@@ -115,13 +116,8 @@ def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:
     """
     found = []
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS, models[0].reads):
-        targets = held_out_targets(batch).without(batch.exclude)
-        unseen, shown = unseen_items(batch, data.num_items), targets.item_ids.shape[1]
-        items, values = torch.cat([targets.item_ids, unseen], 1), []
-        for model in models:
-            scores = model.bounded_grades(batch.feedback.histories, items)
-            values.append(unseen_auc(scores[:, :shown], scores[:, shown:], targets, unseen)["AUC_mixed"])
-        found.append(torch.stack(values).double())
+        grades = (partial(model.bounded_grades, batch.feedback.histories) for model in models)
+        found.append(torch.stack([exposures.mixed_auc(batch, data.num_items, one) for one in grades]).double())
     everyone = torch.cat(found, 1) if found else torch.zeros(len(models), 0, dtype=torch.float64)
     return everyone[:, ~everyone.isnan().any(0)]
 

@@ -226,7 +226,7 @@ class Road:
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
         found += ["ease"] if fits and seconds <= _EASE_SHARE * 60 * self.options.minutes else []
-        return [*found, "factorization"] if self.graded else found
+        return [*found, "allrank", "factorization"] if self.graded else found
 
     @property
     def left_out(self) -> list[str]:

@@ -23,7 +23,8 @@ from recpo.evaluation.beyond_accuracy import (
     popularity_bins,
     tag_diversity,
 )
-from recpo.evaluation.measures import Observed, Targets
+from recpo.evaluation.measures import Observed
+from recpo.ops.exposures import Targets
 from tests.reference import list_loops
 
 KS = (1, 3, 7)

@@ -16,7 +16,8 @@ from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowe
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.document import Evaluated, metrics_document
 from recpo.evaluation.estimates import estimate
-from recpo.evaluation.measures import Recommender, held_out_targets
+from recpo.evaluation.measures import Recommender
+from recpo.ops.exposures import held_out_targets
 from tests.reference import ranking_loops
 from tests.refusals import refused
 

@@ -14,16 +14,8 @@ from sklearn.metrics import roc_auc_score
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.measures import (
-    UNSEEN_DRAWS,
-    Recommender,
-    Targets,
-    auc,
-    auc_precision,
-    exposure_auc,
-    unseen_auc,
-    unseen_items,
-)
+from recpo.evaluation.measures import Recommender
+from recpo.ops.exposures import UNSEEN_DRAWS, Targets, auc, auc_precision, exposure_auc, unseen_auc, unseen_items
 from recpo.ops.ranking import first_places
 
 rows = st.lists(

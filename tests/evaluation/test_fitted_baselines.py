@@ -12,17 +12,18 @@ import recpo
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation import baselines
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
-from recpo.evaluation.measures import exposure_auc, held_out_targets
 from recpo.log.prepared import Prepared
+from recpo.ops.exposures import exposure_auc, held_out_targets
 from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import EaseOptions, ImplicitOptions, fit_ease, fit_implicit
+from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions, fit_allrank, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 from tests.refusals import refused
 
 SMALL = BaselineOptions(
     factorization=FactorOptions(method="als", ranks=(2,), ridges=(2.0,), sweeps=2),
     implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
+    allrank=AllRankOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
     ease=EaseOptions(ridges=(100.0,)),
 )
 QUICK = {"baselines": False, "ks": [5], "off_policy": None, "segments": False, "baseline_options": SMALL}
@@ -81,9 +82,9 @@ def test_it_scores_what_was_shown_by_what_it_ranks_by(data, bound):
     assert metrics_of(found)["AUC_other"]["mean"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["implicit_als", "ease"])
+@pytest.mark.parametrize("name", ["implicit_als", "allrank", "ease"])
 def test_als_and_ease_list_and_score_as_their_models_do_and_are_kept(data, tmp_path, name):
-    model = {"implicit_als": fit_implicit, "ease": fit_ease}[name](data, getattr(SMALL, name))
+    model = {"implicit_als": fit_implicit, "allrank": fit_allrank, "ease": fit_ease}[name](data, getattr(SMALL, name))
     hits, sums = [], []
     for batch in evaluation_batches(data.root, "test", model.max_history, 512):
         histories, slates = batch.feedback.histories, batch.feedback.slates

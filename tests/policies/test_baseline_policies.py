@@ -39,7 +39,7 @@ def test_a_policy_lists_what_the_baseline_lists(name, data, held_out):
     assert (ours.scores <= 1e-6).all()
 
 
-@pytest.mark.parametrize("name", ["item_rate", "implicit_als"])
+@pytest.mark.parametrize("name", ["item_rate", "allrank"])
 def test_probabilities_add_up_and_are_those_of_lists_and_slates(name, data, held_out):
     policy = served_baseline(name, data).policy
     histories = held_out.feedback.histories
@@ -77,7 +77,7 @@ def test_distinct_positives_are_those_of_implicit_als():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["popularity", "implicit_als"])
+@pytest.mark.parametrize("name", ["popularity", "implicit_als", "allrank"])
 def test_a_bundle_of_a_baseline_lists_and_scores_like_it(name, data, held_out, tmp_path):
     bundle = recpo.export(name, prepared=data, out=tmp_path / "bundle", k=5)
     assert bundle.manifest.origin["baseline"] == name

@@ -1,4 +1,4 @@
-"""Implicit ALS and EASE against dense NumPy, their fold-in, their files, and the part of a history that they read."""
+"""Implicit ALS, AllRank and EASE against dense NumPy, their fold-in and files, and what of a history they read."""
 
 from functools import partial
 
@@ -6,19 +6,25 @@ import numpy as np
 import pytest
 import torch
 
+from recpo.base.feedback import GRADES
 from recpo.base.types import Histories, Recommendations
 from recpo.batches.slates import HeldOutBatches, Rank
+from recpo.ops.exposures import exposure_auc, held_out_targets, unseen_auc, unseen_items
 from recpo.rewards import graded, implicit as positives
+from recpo.rewards.graded import chunks
 from recpo.rewards.implicit import (
     EASE,
+    AllRankOptions,
     EaseOptions,
     ImplicitALS,
     ImplicitOptions,
     best_on_validation,
     cooccurrences,
+    fit_allrank,
     fit_ease,
     fit_implicit,
     item_weights,
+    ndcg_of_new,
     positive_chunks,
     positive_places,
     sweep,
@@ -42,18 +48,38 @@ def implicit(data):
 
 
 @pytest.fixture(scope="module")
+def graded_events(data):
+    """``[U, V]``: the number of graded training events of a pair, and the sum of their grades."""
+    counts = np.zeros((data.manifest["num_users"], data.num_items))
+    sums = np.zeros_like(counts)
+    for columns in data.train_columns(["user_index", "item_index", "feedback", "is_target"]):
+        user, item, level, is_target = columns.values()
+        known = (level > 0) & is_target
+        pairs = user[known], item[known] - 1
+        np.add.at(counts, pairs, 1.0)
+        np.add.at(sums, pairs, np.array(GRADES)[level[known]])
+    assert counts.max() > 1  # an item that was shown again counts again
+    return counts, sums
+
+
+@pytest.fixture(scope="module")
+def allrank(data):
+    return fit_allrank(data, AllRankOptions(ranks=(3,), unobserved=(0.05,), ridges=(0.02,), sweeps=3))
+
+
+@pytest.fixture(scope="module")
 def ease(data):
     return fit_ease(data, EaseOptions(ridges=(5.0,)))
 
 
-def dense_side(ones, other, unobserved, ridge, nu):
-    """One user after the other, every pair by its own weight."""
-    solved = np.zeros((len(ones), other.shape[1]))
-    for row, of_row in enumerate(ones):
+def dense_side(counts, other, unobserved, ridge, nu, sums=None):
+    """One user after the other, every pair by its own weight; ``sums`` of targets, which are ones if it is None."""
+    solved, sums = np.zeros((len(counts), other.shape[1])), counts if sums is None else sums
+    for row, of_row in enumerate(counts):
         weight = of_row + unobserved
         scaled = ridge * (of_row.sum() + unobserved * len(of_row)) ** nu
         left = (other * weight[:, None]).T @ other + scaled * np.eye(other.shape[1])
-        solved[row] = np.linalg.solve(left, other.T @ of_row)
+        solved[row] = np.linalg.solve(left, other.T @ sums[row])
     return solved
 
 
@@ -64,6 +90,14 @@ def test_a_sweep_of_implicit_als_is_the_dense_one(data, matrix, nu):
     expected = dense_side(matrix.T, users, 0.2, 0.05, nu)
     got = sweep(positive_chunks(data), items, 0.2, 0.05, nu, len(matrix))
     np.testing.assert_allclose(got, expected, atol=1e-9)
+
+
+def test_a_sweep_of_allrank_is_the_dense_one(data, graded_events):
+    counts, sums = graded_events
+    items = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, 4))
+    users = dense_side(counts, items, 0.02, 0.05, 1.0, sums)
+    expected = dense_side(counts.T, users, 0.02, 0.05, 1.0, sums.T)
+    np.testing.assert_allclose(sweep(chunks(data), items, 0.02, 0.05, 1.0, len(counts)), expected, atol=1e-9)
 
 
 def test_its_objective_never_rises(data, matrix):
@@ -126,13 +160,29 @@ def test_a_fold_in_of_implicit_als_is_the_user_step(implicit, histories, monkeyp
     np.testing.assert_allclose(implicit.fold_in(histories), expected, atol=1e-6)
 
 
+def test_a_fold_in_of_allrank_is_the_user_step(allrank, histories):
+    counts, sums = np.zeros((3, 60)), np.zeros((3, 60))
+    for row, (items, levels) in enumerate(zip(histories.item_ids, histories.feedback, strict=True)):
+        for item, level in zip(items.tolist(), levels.tolist(), strict=True):
+            if level:
+                counts[row, item - 1] += 1
+                sums[row, item - 1] += GRADES[level]
+    expected = dense_side(counts, allrank.item_factors.double().numpy(), 0.05, 0.02, 1.0, sums)
+    np.testing.assert_allclose(allrank.fold_in(histories), expected, atol=1e-6)
+    # a dislike, whose grade is 0, lowers what a user without it would get of the item
+    liked = Histories(torch.tensor([[5, 0]]), torch.tensor([1]), torch.tensor([[5, 0]]))
+    both = Histories(torch.tensor([[5, 7]]), torch.tensor([2]), torch.tensor([[5, 1]]))
+    of_seven = [float((allrank.fold_in(one) @ allrank.item_factors.T)[0, 6]) for one in (liked, both)]
+    assert of_seven[1] < of_seven[0]
+
+
 def test_the_scores_of_ease_are_sums_over_the_history(ease, histories):
     scores = ease.scores(histories)
     torch.testing.assert_close(scores[0], ease.weights[4] + ease.weights[8])
     assert not scores[1].any()
 
 
-@pytest.mark.parametrize("name", ["implicit", "ease"])
+@pytest.mark.parametrize("name", ["implicit", "allrank", "ease"])
 def test_they_recommend_the_best_items_but_excluded_ones(name, histories, request):
     model = request.getfixturevalue(name)
     exclude = torch.tensor([[5, 9, 3], [1, 0, 0], [0, 0, 0]])
@@ -149,7 +199,7 @@ def test_they_recommend_the_best_items_but_excluded_ones(name, histories, reques
     assert (few.scores[:, 2:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("implicit", ImplicitALS), ("ease", EASE)])
+@pytest.mark.parametrize(("name", "kind"), [("implicit", ImplicitALS), ("allrank", ImplicitALS), ("ease", EASE)])
 def test_saved_and_opened_they_are_the_same(name, kind, histories, request, tmp_path):
     model = request.getfixturevalue(name)
     model.save(tmp_path / "model")
@@ -175,6 +225,8 @@ def test_saved_and_opened_they_are_the_same(name, kind, histories, request, tmp_
 
 class Fixed:
     """Recommends to everybody what the validation period shows them, or nothing of it."""
+
+    measure, num_items, values = "NDCG@10", 60, ndcg_of_new
 
     def __init__(self, lists):
         self.max_history, self.lists, self.calls = 20, lists, 0
@@ -215,6 +267,28 @@ def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data)
     assert [one["ridge"] for one in ridges] == [1.0, 30.0]
 
 
+def test_allrank_is_selected_by_the_order_of_what_was_shown_and_what_was_not(data, allrank):
+    values = []
+    for batch in HeldOutBatches(data, "valid", allrank.max_history, 256, Rank()):
+        every = allrank.fold_in(batch.feedback.histories) @ allrank.item_factors.T
+        targets, unseen = held_out_targets(batch).without(batch.exclude), unseen_items(batch, data.num_items)
+        shown, others = (every.gather(1, (items - 1).clamp_min(0)) for items in (targets.item_ids, unseen))
+        other, mixed = exposure_auc(shown, targets)["AUC_other"], unseen_auc(shown, others, targets, unseen)
+        values.append(0.6 * other + 0.4 * mixed["AUC_unseen"])
+    (tried,) = allrank.facts["tried"]
+    assert tried == {"rank": 3, "unobserved": 0.05, "ridge": 0.02, "AUC_mixed": tried["AUC_mixed"]}
+    assert tried["AUC_mixed"] == pytest.approx(float(torch.cat(values).nanmean()))
+    several = fit_allrank(data, AllRankOptions(ranks=(3,), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=3))
+    best = max(several.facts["tried"], key=lambda one: one["AUC_mixed"])
+    assert several.unobserved == best["unobserved"]
+
+
+def test_allrank_needs_grades(data, monkeypatch):
+    monkeypatch.setattr(graded, "chunks", lambda *_, **__: iter(()))
+    with refused("empty", str(data.root)):
+        fit_allrank(data)
+
+
 def test_a_large_catalog_gets_one_ridge():
     assert [EaseOptions().ridges_for(items) for items in (3_000, 3_001)] == [(30.0, 100.0, 300.0, 1000.0), (100.0,)]
     assert EaseOptions(ridges=(7.0,)).ridges_for(3_000) == (7.0,)
@@ -239,6 +313,7 @@ def test_a_catalog_that_is_too_large_is_refused_before_work(data):
         (partial(ImplicitOptions, unobserved=(0.0,)), ("out_of_range", "unobserved")),
         (partial(ImplicitOptions, ridges=(-1.0,)), ("out_of_range", "ridges")),
         (partial(ImplicitOptions, sweeps=0), ("out_of_range", "sweeps")),
+        (partial(AllRankOptions, ridges=()), ("out_of_range", "ridges")),
         (partial(EaseOptions, ridges=()), ("out_of_range", "ridges")),
         (partial(EaseOptions, ridges=(0.0,)), ("out_of_range", "ridges")),
     ],

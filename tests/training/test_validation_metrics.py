@@ -11,9 +11,10 @@ from recpo.base.types import SlateTraits
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import SequenceLayout
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.measures import Recommender, held_out_targets
+from recpo.evaluation.measures import Recommender
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward, SoftmaxDPO
 from recpo.objectives.advantages import TernaryAdvantage
+from recpo.ops.exposures import held_out_targets
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
