@@ -158,7 +158,11 @@ class ImplicitOptions:
 
 @dataclass(frozen=True)
 class AllRankOptions(ImplicitOptions):
-    """Hyper-parameters of AllRank, as those of implicit ALS. There are more events, so the best weights are smaller."""
+    """Hyper-parameters of AllRank, as those of implicit ALS.
+
+    There are more events, so the best weights are smaller. The model has the last of ``ranks``: more factors were never
+    worse by more than .004 of true value and up to .058 better, and ``AUC_mixed`` cannot tell them apart.
+    """
 
     unobserved: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)
     ridges: tuple[PositiveFloat, ...] = (0.01, 0.03, 0.1)
@@ -316,7 +320,7 @@ def _fit(data: Prepared, options: ImplicitOptions, progress: bool, *, graded: bo
         if others:
             larger = [chosen, *(fit(rank, chosen.unobserved, chosen.ridge) for rank in others)]
             best, again = best_on_validation(data, larger)
-            models, tried, chosen = models + larger[1:], tried + again[1:], larger[best]
+            models, tried, chosen = models + larger[1:], tried + again[1:], larger[-1 if graded else best]
     named = [
         {"rank": model.rank, "unobserved": model.unobserved, "ridge": model.ridge, model.measure: value}
         for model, value in zip(models, tried, strict=True)
