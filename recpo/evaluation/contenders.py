@@ -37,7 +37,7 @@ from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules
 
 Baseline = Literal[
@@ -149,7 +149,8 @@ def baseline(
         popularity = baselines.Popularity(scores)
         return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
 
-    return Contender(name, "baseline", load)
+    # no library that we know has AllRank, so it is not among what a team has without recpo
+    return Contender(name, "factors" if name == "allrank" else "baseline", load)
 
 
 def oracle(truth: TrueRewards) -> Contender:
@@ -177,8 +178,8 @@ def validate_names(contenders: Sequence[Contender]) -> None:
         raise RecpoError(message, code="duplicate", field=again[0])
 
 
-class _ItemToItem(Protocol):
-    """EASE and sequential rules."""
+class _Scoring(Protocol):
+    """Implicit ALS, AllRank, EASE and sequential rules."""
 
     @property
     def max_history(self) -> int: ...
@@ -188,7 +189,7 @@ class _ItemToItem(Protocol):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations: ...
 
 
-def loaded_model(model: Factors | ImplicitALS | _ItemToItem, name: str) -> Loaded:
+def loaded_model(model: Factors | _Scoring, name: str) -> Loaded:
     """A fitted model, run on the CPU; histories may be on any device.
 
     Factors list the items with the highest predicted grade, or lower bound of it, for users folded in from their
@@ -204,11 +205,7 @@ def loaded_model(model: Factors | ImplicitALS | _ItemToItem, name: str) -> Loade
         histories, items = batch.histories.map(Tensor.cpu), batch.slates.item_ids
         if isinstance(model, Factors):
             return model.bounded_grades(histories, items.cpu()).to(items.device)
-        if isinstance(model, ImplicitALS):
-            of_all = model.fold_in(histories) @ model.item_factors.T
-        else:
-            of_all = model.scores(histories)
-        return of_all.gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
+        return model.scores(histories).gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
 
     reads = model.reads if isinstance(model, Factors) else Reads()
     return Loaded(Recommender(recommend, name=name, score=score), model.max_history, reads=reads)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -89,39 +89,65 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
     return first_places(histories.item_ids, recent & (feedback >= LEAST_POSITIVE_LEVEL))
 
 
-def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE]) -> tuple[int, list[float | None]]:
-    """The index of the model with the highest value on the validation period (``measure``), and the value of each one.
+class Tried(NamedTuple):
+    """What the validation period says of models.
 
-    Items of the user's past are neither listed nor compared. For a single model without a validation user who has a
-    value: 0 and None.
+    Attributes:
+        best: the index of the best one.
+        measure: the name of the values.
+        values: of each model; None = no validation user has one.
+    """
+
+    best: int
+    measure: str
+    values: list[float | None]
+
+
+def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE], measures: Sequence[str]) -> Tried:
+    """The model with the highest mean of the first of some measures (``MEASURES``) that a validation user has.
+
+    A single model without such a user is the best one.
 
     Raises:
         RecpoError: there are several models and no such user.
     """
-    sums, users = [0.0] * len(models), 0
-    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
-        for number, model in enumerate(models):
-            values = model.values(batch).double()
-            sums[number] += float(values.nansum())
-        users += int(values.isfinite().sum())
-    if not users:
-        if len(models) > 1:
-            raise RecpoError(
-                f"{data.root}: no validation user has a {models[0].measure}, which takes a positive event, so nothing "
-                f"says which of {len(models)} models is best: give one value of each option",
-                code="empty",
-            )
-        return 0, [None]
-    return max(range(len(models)), key=lambda number: sums[number]), [total / users for total in sums]
+    for measure in measures:
+        sums, users = [0.0] * len(models), 0
+        for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
+            for number, model in enumerate(models):
+                values = MEASURES[measure](model, batch).double()
+                sums[number] += float(values.nansum())
+            users += int(values.isfinite().sum())
+        if users:
+            best = max(range(len(models)), key=lambda number: sums[number])
+            return Tried(best, measure, [total / users for total in sums])
+    if len(models) > 1:
+        raise RecpoError(
+            f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models is "
+            "best: give one value of each option",
+            code="empty",
+        )
+    return Tried(0, measures[-1], [None])
 
 
-def ndcg_of_new(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
+def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
     """NDCG@10 ``[B]`` on the positives of the period that are not of the past; nan for a user without one."""
     slates = batch.feedback.slates
     assert slates.positive is not None
     new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
     lists = model.recommend(batch.feedback.histories, min(_K, model.num_items), batch.exclude).item_ids
     return ndcg(ranked_hits(lists, slates.item_ids, new), [_K])[:, 0]
+
+
+def _mixed_auc(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
+    """``AUC_mixed`` ``[B]``; nan for a user without a positive and another exposure."""
+    scores = model.scores(batch.feedback.histories)
+    return mixed_auc(batch, model.num_items, lambda items: scores.gather(1, (items - 1).clamp_min(0)))
+
+
+_NDCG, _MIXED = f"NDCG@{_K}", "AUC_mixed"
+#: What models are selected by. AllRank knows grades: its best model orders what was shown, and what was not.
+MEASURES: Final = {_NDCG: _ndcg, _MIXED: _mixed_auc}
 
 
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -211,20 +237,13 @@ class ImplicitALS(ModelInOneFile):
         return self.item_factors.shape[1]
 
     @property
-    def measure(self) -> str:
-        """The name of ``values``."""
-        return "AUC_mixed" if self.graded else f"NDCG@{_K}"
+    def tried(self) -> dict[str, Any]:
+        """The options that were selected."""
+        return {"rank": self.rank, "unobserved": self.unobserved, "ridge": self.ridge}
 
-    def values(self, batch: EvaluationBatch) -> Tensor:
-        """What models are selected by, ``[B]``; nan for a user without one.
-
-        NDCG@10 of implicit ALS. AllRank knows grades, so its model is the one that orders both what was shown and what
-        was not.
-        """
-        if not self.graded:
-            return ndcg_of_new(self, batch)
-        scores = self.fold_in(batch.feedback.histories) @ self.item_factors.T
-        return mixed_auc(batch, self.num_items, lambda items: scores.gather(1, (items - 1).clamp_min(0)))
+    def scores(self, histories: Histories) -> Tensor:
+        """``[B, V]`` of the items 1..V."""
+        return self.fold_in(histories) @ self.item_factors.T
 
     def fold_in(self, histories: Histories) -> Tensor:
         """User factors ``[B, r]`` float32: the user step of the fit on the history."""
@@ -281,14 +300,16 @@ def fit_allrank(
 ) -> ImplicitALS:
     """Fits AllRank on the graded events of the training period; the best validation ``AUC_mixed`` is kept.
 
+    Where no validation user has a positive and another exposure, as with one held-out event per user, it is the best
+    NDCG@10.
+
     Args:
         data: prepared data.
         options: values to try.
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: no event has a grade, or there are several models and no validation user has a positive event beside
-            another one.
+        RecpoError: no event has a grade, or there are several models and the validation period has no positive event.
     """
     mean_grade(data)
     return _fit(data, options, progress, graded=True)
@@ -314,18 +335,17 @@ def _fit(data: Prepared, options: ImplicitOptions, progress: bool, *, graded: bo
             factors, catalog = torch.from_numpy(items.astype(np.float32)), data.catalog_checksum
             return ImplicitALS(factors, graded, unobserved, ridge, options.nu, catalog, longest)
 
+        measures = [_MIXED, _NDCG] if graded else [_NDCG]
         models = [fit(first, *pair) for pair in grid]
-        best, tried = best_on_validation(data, models)
-        chosen = models[best]
+        found = best_on_validation(data, models, measures)
+        chosen, measured = models[found.best], zip(models, found.values, strict=True)
+        tried = [{**model.tried, found.measure: value} for model, value in measured]
         if others:
             larger = [chosen, *(fit(rank, chosen.unobserved, chosen.ridge) for rank in others)]
-            best, again = best_on_validation(data, larger)
-            models, tried, chosen = models + larger[1:], tried + again[1:], larger[-1 if graded else best]
-    named = [
-        {"rank": model.rank, "unobserved": model.unobserved, "ridge": model.ridge, model.measure: value}
-        for model, value in zip(models, tried, strict=True)
-    ]
-    return replace(chosen, facts={"options": plain(options), "tried": named})
+            found = best_on_validation(data, larger, [found.measure])
+            chosen, measured = larger[-1 if graded else found.best], zip(larger, found.values, strict=True)
+            tried += [{**model.tried, found.measure: value} for model, value in measured][1:]
+    return replace(chosen, facts={"options": plain(options), "tried": tried})
 
 
 def positive_chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
@@ -412,7 +432,6 @@ class EASE(ModelInOneFile):
     """
 
     kind: ClassVar = "ease"
-    measure: ClassVar = f"NDCG@{_K}"
     weights: Tensor
     catalog_checksum: str
     max_history: int
@@ -422,10 +441,6 @@ class EASE(ModelInOneFile):
     def num_items(self) -> int:
         """``V``."""
         return len(self.weights)
-
-    def values(self, batch: EvaluationBatch) -> Tensor:
-        """What models are selected by, ``[B]``."""
-        return ndcg_of_new(self, batch)
 
     def scores(self, histories: Histories) -> Tensor:
         """``[B, V]``; 0 for a history without a positive."""
@@ -472,7 +487,7 @@ def fit_ease(
     ridges = options.ridges_for(data.num_items)
     for ridge in tqdm(ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
         model = EASE(torch.from_numpy(item_weights(pairs, ridge)), data.catalog_checksum, max_history)
-        value = best_on_validation(data, [model])[1][0]
+        (value,) = best_on_validation(data, [model], [_NDCG]).values
         if value is None and len(ridges) > 1:
             raise RecpoError(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(ridges)} "
@@ -484,7 +499,7 @@ def fit_ease(
         best = model if best is None or (value or 0.0) > max(known for known in tried if known is not None) else best
         tried.append(value)
     assert best is not None
-    named = [{"ridge": ridge, "NDCG@10": value} for ridge, value in zip(ridges, tried, strict=True)]
+    named = [{"ridge": ridge, _NDCG: value} for ridge, value in zip(ridges, tried, strict=True)]
     return replace(best, facts={"options": plain(options), "tried": named})
 
 

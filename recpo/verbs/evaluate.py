@@ -57,9 +57,10 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     columns user_id, item_id and rank (1 = best) or score (higher = better), in the ids of the log. Baselines:
     popularity (training events), positives (training positives), item_rate (share of positives), recency (training
     events, newer ones counting more), sequential_rules (what followed the positives of the history elsewhere),
-    factorization (matrix factorization of graded feedback), implicit_als (alternating least squares on positives), ease
-    (linear model of items by items, for catalogs up to 15,000 items), random. A bundle ranks, but gives no
-    probabilities of logged items. The logging policy is added if its value is known"""
+    factorization (matrix factorization of graded feedback), implicit_als (alternating least squares on positives),
+    allrank (alternating least squares on the grades of what was shown, and zeros elsewhere), ease (linear model of
+    items by items, for catalogs up to 15,000 items), random. A bundle ranks, but gives no probabilities of logged
+    items. The logging policy is added if its value is known"""
     _: KW_ONLY
     log: Path | str | None = None
     """instead of ``prepared``: directory of a log of ``recpo serve --variant``, whose users saw the variants

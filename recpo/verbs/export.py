@@ -51,7 +51,7 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     run: Run | Factors | Path | str | None = None
     """run directory written by ``recpo train`` or ``recpo tilt``. With ``prepared`` also factors written by ``recpo
     factorize``, or the name of a baseline of ``recpo evaluate``: popularity, positives, item_rate, recency,
-    factorization, implicit_als or ease"""
+    factorization, implicit_als, allrank or ease"""
     _: KW_ONLY
     prepared: Prepared | Path | str | None = None
     """prepared data, for a baseline or factors"""

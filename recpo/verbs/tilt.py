@@ -50,9 +50,9 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     first_day: ClassVar = ("run", "factors", "prepared", "out", "temperature", "lower_bound", "criterion")
 
     run: Run | Path | str
-    """the run to tilt, its directory, or the name of a baseline that is a policy: implicit_als, ease, popularity and
-    others (``recpo export``). Tilted implicit ALS, which knows who chose what, is the best policy of sparse logs that
-    we measured (docs/evaluation.md)"""
+    """the run to tilt, its directory, or the name of a baseline that is a policy: allrank, implicit_als, ease,
+    popularity and others (``recpo export``). Tilted AllRank, which knows who was shown what, is the best policy of
+    sparse logs that we measured (docs/serving.md)"""
     factors: Factors | Path | str
     """factors that ``recpo factorize`` fitted for the same items, their directory, or the name of a baseline whose
     scores take the place of grades, e.g. sequential_rules"""

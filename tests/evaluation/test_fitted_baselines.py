@@ -92,7 +92,7 @@ def test_als_and_ease_list_and_score_as_their_models_do_and_are_kept(data, tmp_p
         lists = model.recommend(histories, 5, batch.exclude).item_ids
         positives = [set(i[p].tolist()) for i, p in zip(targets.item_ids, targets.positive, strict=True)]
         hits += [bool(liked & set(row)) for row, liked in zip(lists.tolist(), positives, strict=True) if liked]
-        every = model.scores(histories) if name == "ease" else model.fold_in(histories) @ model.item_factors.T
+        every = model.scores(histories)
         sums.append(exposure_auc(every.gather(1, (slates.item_ids - 1).clamp_min(0)), targets)["AUC_other"])
     options = QUICK | {"out": tmp_path / "evaluation", "overwrite": True}
     for _ in range(2):

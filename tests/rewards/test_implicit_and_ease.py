@@ -24,7 +24,6 @@ from recpo.rewards.implicit import (
     fit_ease,
     fit_implicit,
     item_weights,
-    ndcg_of_new,
     positive_chunks,
     positive_places,
     sweep,
@@ -187,7 +186,7 @@ def test_they_recommend_the_best_items_but_excluded_ones(name, histories, reques
     model = request.getfixturevalue(name)
     exclude = torch.tensor([[5, 9, 3], [1, 0, 0], [0, 0, 0]])
     lists = model.recommend(histories, 8, exclude)
-    scores = model.scores(histories) if name == "ease" else model.fold_in(histories) @ model.item_factors.T
+    scores = model.scores(histories)
     for user in range(3):
         allowed = [item for item in range(1, 61) if item not in exclude[user].tolist()]
         best = sorted(allowed, key=lambda item: (-float(scores[user, item - 1]), item))[:8]
@@ -226,10 +225,8 @@ def test_saved_and_opened_they_are_the_same(name, kind, histories, request, tmp_
 class Fixed:
     """Recommends to everybody what the validation period shows them, or nothing of it."""
 
-    measure, num_items, values = "NDCG@10", 60, ndcg_of_new
-
     def __init__(self, lists):
-        self.max_history, self.lists, self.calls = 20, lists, 0
+        self.max_history, self.num_items, self.lists, self.calls = 20, 60, lists, 0
 
     def recommend(self, histories, k, exclude=None):
         self.calls += 1
@@ -248,10 +245,9 @@ def test_the_highest_ndcg_on_new_validation_positives_is_chosen(data):
             rows[row, : len(wanted[:10])] = torch.tensor(wanted[:10], dtype=torch.long)
         perfect.append(rows)
         nothing.append(torch.zeros_like(rows))
-    best, tried = best_on_validation(data, [Fixed(nothing), Fixed(perfect), Fixed(nothing)])
+    tried = best_on_validation(data, [Fixed(nothing), Fixed(perfect), Fixed(nothing)], ["NDCG@10"])
     assert users
-    assert best == 1
-    assert tried == [0.0, pytest.approx(1.0), 0.0]
+    assert tried == (1, "NDCG@10", [0.0, pytest.approx(1.0), 0.0])
 
 
 def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data):
@@ -282,6 +278,22 @@ def test_allrank_is_selected_by_the_order_of_what_was_shown_and_what_was_not(dat
     best = max(several.facts["tried"][:2], key=lambda one: one["AUC_mixed"])
     assert [one["rank"] for one in several.facts["tried"]] == [3, 3, 1]
     assert (several.rank, several.unobserved) == (1, best["unobserved"])  # the last rank, whatever its value is
+
+
+def test_without_other_exposures_allrank_is_selected_by_ndcg(data, monkeypatch):
+    whole = HeldOutBatches.__iter__
+
+    def positives_alone(self):
+        for batch in whole(self):
+            slates = batch.feedback.slates
+            kept = slates._replace(mask=slates.mask & slates.positive)
+            yield batch._replace(feedback=batch.feedback._replace(slates=kept))
+
+    monkeypatch.setattr(HeldOutBatches, "__iter__", positives_alone)
+    tried = fit_allrank(data, AllRankOptions(ranks=(2,), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=2)).facts[
+        "tried"
+    ]
+    assert all(0 < one["NDCG@10"] <= 1 for one in tried)
 
 
 def test_allrank_needs_grades(data, monkeypatch):
