@@ -48,7 +48,6 @@ _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
-_ALLRANK: Final = "allrank"
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
@@ -269,7 +268,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             road: the steps so far.
             twice: whether what ships is made again.
         """
-        names: list[str] = list(road.baselines)
+        names: list[str] = list(road.named)
         if road.graded:
             road.factorize()
             names.append(fit_recipes.FACTORS)
@@ -277,7 +276,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         for name in names:
             road.measure(name)
         if road.by_grades:  # who chose what, and the grades
-            names += self._tilted(road, _ALLRANK)
+            names += self._tilted(road, fit_road.ALLRANK)
         road.show_list()
         road.decide_effort(recipes, twice)
         for name in road.plan.recipes:

@@ -67,6 +67,8 @@ RUNS: Final = "runs"
 FINAL: Final = "final"
 #: The baseline that tilts policies where there are no grades.
 RULES: Final = "sequential_rules"
+#: A factor model that is named, like a baseline, and needs no directory.
+ALLRANK: Final[Baseline] = "allrank"
 #: In front of the name of what is tilted.
 TILTED: Final = "tilted-"
 _ENOUGH_EVENTS: Final = 10_000  # of the validation period, to tell contenders apart
@@ -226,7 +228,12 @@ class Road:
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
         found += ["ease"] if fits and seconds <= _EASE_SHARE * 60 * self.options.minutes else []
-        return [*found, "allrank", "factorization"] if self.graded else found
+        return [*found, "factorization"] if self.graded else found
+
+    @property
+    def named(self) -> list[Baseline]:
+        """The contenders that are fitted by their names."""
+        return [*self.baselines, ALLRANK] if self.graded else self.baselines
 
     @property
     def left_out(self) -> list[str]:
@@ -305,7 +312,7 @@ class Road:
         out = self.root / RUNS / name
         if self.plan.seconds_of(out) is not None:
             return  # it was tried, and no temperature is better
-        cache = self.root / BASELINES if base in self.baselines else None
+        cache = self.root / BASELINES if base in self.named else None
         how: dict[str, Any] = {"k": self.options.k, "baseline_cache": cache}
         how["temperature"] = "auto" if temperature is None else temperature
         if self.by_grades:
@@ -321,7 +328,7 @@ class Road:
 
     def remake(self, name: str) -> bool:
         """Makes a contender of the first road again, as it was made there; False if its training diverged."""
-        if name in self.baselines:
+        if name in self.named:
             return True
         if name == FACTORS:
             self.factorize()
@@ -345,7 +352,7 @@ class Road:
         return sum(seconds) + max(longest, default=0.0)
 
     def measure(self, name: str) -> Evaluated:
-        """One pass over the validation period, once per contender: a baseline, ``factors`` or the name of a run."""
+        """One pass over the validation period, once per contender: of ``named``, ``factors`` or the name of a run."""
         if name not in self._measured:
             began = time.monotonic()
             self._measured[name] = self._validation.evaluate(self._contender(name))
@@ -400,8 +407,8 @@ class Road:
         return min(self.options.k, self.data.num_items)
 
     def path_of(self, name: str) -> Path | str:
-        """The directory of a contender, or the name of a baseline."""
-        if name in self.baselines:
+        """The directory of a contender, or its name if it has none."""
+        if name in self.named:
             return name
         return self.root / FACTORS if name == FACTORS else self.root / RUNS / name
 

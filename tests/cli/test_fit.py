@@ -78,7 +78,9 @@ def test_a_fit_decides_reports_and_serves(fitted):
     assert isinstance(decision, recpo.Decision)
     table = decision.to_pandas()
     assert decision.chosen in set(table["name"])
-    assert {"popularity", "item_rate", "implicit_als", "factorization", "factors", "pretrain"} <= set(table["name"])
+    named = {"popularity", "item_rate", "implicit_als", "factorization", "allrank", "factors", "pretrain"}
+    assert named <= set(table["name"])
+    assert not table.set_index("name")["is_baseline"][["allrank", "factors"]].any()  # a team has neither without recpo
     assert table["value"].dropna().is_monotonic_decreasing
     best = table[table["is_baseline"]].iloc[0]["name"]
     assert decision.facts["strongest_baseline"] == best

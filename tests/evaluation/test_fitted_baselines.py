@@ -96,7 +96,9 @@ def test_als_and_ease_list_and_score_as_their_models_do_and_are_kept(data, tmp_p
         sums.append(exposure_auc(every.gather(1, (slates.item_ids - 1).clamp_min(0)), targets)["AUC_other"])
     options = QUICK | {"out": tmp_path / "evaluation", "overwrite": True}
     for _ in range(2):
-        metrics = metrics_of(recpo.evaluate(data, [name], **options))
+        found = recpo.evaluate(data, [name], **options)
+        assert found.document["contenders"][0]["kind"] == ("factors" if name == "allrank" else "baseline")
+        metrics = metrics_of(found)
         assert metrics["HitRate@5"]["mean"] == pytest.approx(sum(hits) / len(hits))
         assert metrics["AUC_other"]["mean"] == pytest.approx(torch.cat(sums).nanmean().item())
     (kept,) = (tmp_path / "evaluation" / "baselines").iterdir()
