@@ -84,7 +84,7 @@ def one_world(world: str, seed: int, options: argparse.Namespace, root: Path) ->
     runs = [
         root / "fit" / "runs" / name for name in decision.to_pandas()["name"] if (root / "fit/runs" / name).exists()
     ]
-    named = ["popularity", "item_rate", "implicit_als", "factorization", root / "fit" / "factors", *runs]
+    named = ["popularity", "item_rate", "implicit_als", "factorization", "allrank", root / "fit" / "factors", *runs]
     found = recpo.evaluate(
         root / "fit" / "prepared",
         named,

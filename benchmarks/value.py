@@ -123,7 +123,7 @@ def evaluated(world, options):
     call(
         evaluate,
         prepared=prepared,
-        contenders=json.dumps([*options.baselines, *map(str, runs), str(factors)]),
+        contenders=json.dumps([*options.baselines, "allrank", *map(str, runs), str(factors)]),
         truth=log / "truth",
         ks="[10]",
         segments="false",

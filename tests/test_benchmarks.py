@@ -384,7 +384,7 @@ def test_value_compares_runs_with_baselines_and_the_oracle(lines_of, tmp_path):
     found = {line["contender"]: line for line in lines if "contender" in line}
     runs = {f"{name}-0" for name in ("pretrain", "gbpo", "mpo", "tilted")}
     baselines = {"popularity", "item_rate", "factorization", "implicit_als", "ease"}
-    assert found.keys() == runs | baselines | {"factors", "oracle", "logging policy"}
+    assert found.keys() == runs | baselines | {"allrank", "factors", "oracle", "logging policy"}
     assert max(found.values(), key=lambda line: line["true_reward@10"])["contender"] == "oracle"
     assert {(line["world"], line["seed"]) for line in found.values()} == {("confounded", 3)}
     assert [-1 <= line["kendall_tau"]["SNIPS"] <= 1 for line in lines if "kendall_tau" in line] == [True]

@@ -139,15 +139,19 @@ def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
     return ndcg(ranked_hits(lists, slates.item_ids, new), [_K])[:, 0]
 
 
-def _mixed_auc(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
+def _mixed_auc(model: ImplicitALS, batch: EvaluationBatch) -> Tensor:
     """``AUC_mixed`` ``[B]``; nan for a user without a positive and another exposure."""
-    scores = model.scores(batch.feedback.histories)
-    return mixed_auc(batch, model.num_items, lambda items: scores.gather(1, (items - 1).clamp_min(0)))
+    users = model.fold_in(batch.feedback.histories)
+
+    def score(items: Tensor) -> Tensor:
+        return torch.einsum("br,bnr->bn", users, model.item_factors[(items - 1).clamp_min(0)])
+
+    return mixed_auc(batch, model.num_items, score)
 
 
 _NDCG, _MIXED = f"NDCG@{_K}", "AUC_mixed"
 #: What models are selected by. AllRank knows grades: its best model orders what was shown, and what was not.
-MEASURES: Final = {_NDCG: _ndcg, _MIXED: _mixed_auc}
+MEASURES: Final[Mapping[str, Callable[[Any, EvaluationBatch], Tensor]]] = {_NDCG: _ndcg, _MIXED: _mixed_auc}
 
 
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -311,7 +315,7 @@ def fit_allrank(
     Raises:
         RecpoError: no event has a grade, or there are several models and the validation period has no positive event.
     """
-    mean_grade(data)
+    mean_grade(data)  # refuses a log without grades
     return _fit(data, options, progress, graded=True)
 
 
