@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -55,9 +55,10 @@ from recpo.policies.catalog_search import best_by_blocks
 from recpo.policies.grade_factors import recent_feedback
 from recpo.rewards.factors import ModelInOneFile, plain
 from recpo.rewards.graded import Chunk, chunks, chunks_of, mean_grade, no_equations, repeated, solve
-from recpo.rewards.selection import VALIDATION_USERS, validation_batches
+from recpo.rewards.selection import VALIDATION_USERS, close_to_best, validation_batches
 
 _K: Final = 10
+_NDCG: Final = f"NDCG@{_K}"
 
 
 def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -89,45 +90,44 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
     return first_places(histories.item_ids, recent & (feedback >= LEAST_POSITIVE_LEVEL))
 
 
-class Tried(NamedTuple):
-    """What the validation period says of models.
+def best_on_validation(
+    data: Prepared, models: Sequence[ImplicitALS | EASE]
+) -> tuple[int, list[dict[str, float | None]]]:
+    """The index of the best model on the validation period, and what every model is selected by.
 
-    Attributes:
-        best: the index of the best one.
-        measure: the name of the values.
-        values: of each model; None = no validation user has one.
-    """
-
-    best: int
-    measure: str
-    values: list[float | None]
-
-
-def best_on_validation(data: Prepared, models: Sequence[ImplicitALS | EASE], measures: Sequence[str]) -> Tried:
-    """The model with the highest mean of the first of some measures (``MEASURES``) that a validation user has.
-
-    A single model without such a user is the best one.
+    The best one has the highest NDCG@10 on positives that are not of the user's past. Models that know grades must also
+    order what was shown: of them, those count whose ``AUC_mixed`` is at most one standard error below the highest, if
+    users have it. By ``AUC_mixed`` alone, few users decide by noise; by NDCG@10 alone, what was likely to be shown
+    counts more than its grades. For a single model without validation positives: 0 and None.
 
     Raises:
-        RecpoError: there are several models and no such user.
+        RecpoError: there are several models and no validation positive.
     """
-    for measure in measures:
-        sums, users = [0.0] * len(models), 0
-        for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
-            for number, model in enumerate(models):
-                values = MEASURES[measure](model, batch).double()
-                sums[number] += float(values.nansum())
-            users += int(values.isfinite().sum())
-        if users:
-            best = max(range(len(models)), key=lambda number: sums[number])
-            return Tried(best, measure, [total / users for total in sums])
-    if len(models) > 1:
-        raise RecpoError(
-            f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models is "
-            "best: give one value of each option",
-            code="empty",
-        )
-    return Tried(0, measures[-1], [None])
+    lists, order = list[Tensor](), list[Tensor]()
+    graded = [model for model in models if isinstance(model, ImplicitALS) and model.graded]
+    for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
+        lists.append(torch.stack([_ndcg(model, batch).double() for model in models]))
+        if graded:
+            order.append(torch.stack([_mixed_auc(model, batch).double() for model in graded]))
+    ndcgs, mixed = (_of_all(parts, len(models)) for parts in (lists, order))
+    if not ndcgs.shape[1]:
+        if len(models) > 1:
+            raise RecpoError(
+                f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models "
+                "is best: give one value of each option",
+                code="empty",
+            )
+        return 0, [{_NDCG: None}]
+    values = [{_NDCG: value} for value in ndcgs.mean(1).tolist()]
+    if mixed.shape[1]:
+        values = [one | {"AUC_mixed": value} for one, value in zip(values, mixed.mean(1).tolist(), strict=True)]
+    return int(ndcgs.mean(1).masked_fill(~close_to_best(mixed), -torch.inf).argmax()), values
+
+
+def _of_all(parts: Sequence[Tensor], count: int) -> Tensor:
+    """``[count, U]`` of the users who have a value."""
+    every = torch.cat([*parts, torch.zeros(count, 0, dtype=torch.float64)], 1)
+    return every[:, ~every.isnan().any(0)]
 
 
 def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
@@ -147,11 +147,6 @@ def _mixed_auc(model: ImplicitALS, batch: EvaluationBatch) -> Tensor:
         return torch.einsum("br,bnr->bn", users, model.item_factors[(items - 1).clamp_min(0)])
 
     return mixed_auc(batch, model.num_items, score)
-
-
-_NDCG, _MIXED = f"NDCG@{_K}", "AUC_mixed"
-#: What models are selected by. AllRank knows grades: its best model orders what was shown, and what was not.
-MEASURES: Final[Mapping[str, Callable[[Any, EvaluationBatch], Tensor]]] = {_NDCG: _ndcg, _MIXED: _mixed_auc}
 
 
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -190,8 +185,7 @@ class ImplicitOptions:
 class AllRankOptions(ImplicitOptions):
     """Hyper-parameters of AllRank, as those of implicit ALS.
 
-    There are more events, so the best weights are smaller. The model has the last of ``ranks``: more factors were never
-    worse by more than .004 of true value and up to .058 better, and ``AUC_mixed`` cannot tell them apart.
+    There are more events, so the best weights are smaller.
     """
 
     unobserved: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)
@@ -302,10 +296,7 @@ def fit_allrank(
     *,
     progress: bool = False,
 ) -> ImplicitALS:
-    """Fits AllRank on the graded events of the training period; the best validation ``AUC_mixed`` is kept.
-
-    Where no validation user has a positive and another exposure, as with one held-out event per user, it is the best
-    NDCG@10.
+    """Fits AllRank on the graded events of the training period, and keeps the best model (``best_on_validation``).
 
     Args:
         data: prepared data.
@@ -339,16 +330,14 @@ def _fit(data: Prepared, options: ImplicitOptions, progress: bool, *, graded: bo
             factors, catalog = torch.from_numpy(items.astype(np.float32)), data.catalog_checksum
             return ImplicitALS(factors, graded, unobserved, ridge, options.nu, catalog, longest)
 
-        measures = [_MIXED, _NDCG] if graded else [_NDCG]
         models = [fit(first, *pair) for pair in grid]
-        found = best_on_validation(data, models, measures)
-        chosen, measured = models[found.best], zip(models, found.values, strict=True)
-        tried = [{**model.tried, found.measure: value} for model, value in measured]
+        best, values = best_on_validation(data, models)
+        chosen, tried = models[best], [model.tried | value for model, value in zip(models, values, strict=True)]
         if others:
             larger = [chosen, *(fit(rank, chosen.unobserved, chosen.ridge) for rank in others)]
-            found = best_on_validation(data, larger, [found.measure])
-            chosen, measured = larger[-1 if graded else found.best], zip(larger, found.values, strict=True)
-            tried += [{**model.tried, found.measure: value} for model, value in measured][1:]
+            best, values = best_on_validation(data, larger)
+            chosen = larger[best]
+            tried += [model.tried | value for model, value in zip(larger[1:], values[1:], strict=True)]
     return replace(chosen, facts={"options": plain(options), "tried": tried})
 
 
@@ -491,7 +480,7 @@ def fit_ease(
     ridges = options.ridges_for(data.num_items)
     for ridge in tqdm(ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
         model = EASE(torch.from_numpy(item_weights(pairs, ridge)), data.catalog_checksum, max_history)
-        (value,) = best_on_validation(data, [model], [_NDCG]).values
+        (value,) = (of_model[_NDCG] for of_model in best_on_validation(data, [model])[1])
         if value is None and len(ridges) > 1:
             raise RecpoError(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(ridges)} "

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from recpo.base.errors import RecpoError
@@ -168,6 +170,17 @@ def validation_batches(
     """The users of the validation period, each with the history before it."""
     users = HeldOutBatches(data, "valid", max_history, _USERS_PER_BATCH, Rank(), max_users, reads)
     return iter(users) if data.num_shards("valid") else iter(())
+
+
+def close_to_best(values: Tensor) -> Tensor:
+    """Which rows of ``values [N, U]`` have a mean at most one standard error below the best one's, paired by user.
+
+    All of them if there are fewer than two users.
+    """
+    if values.shape[1] < 2:
+        return torch.ones(len(values), dtype=torch.bool)
+    loss = values[values.mean(1).argmax()] - values
+    return loss.mean(1) <= loss.std(1) / loss.shape[1] ** 0.5
 
 
 def validation_errors(data: Prepared, models: list[Factors]) -> tuple[list[float], int]:

@@ -17,7 +17,7 @@ from recpo.log.prepared import Prepared
 from recpo.ops import exposures
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.selection import VALIDATION_USERS, fit_factors, validation_batches
+from recpo.rewards.selection import VALIDATION_USERS, close_to_best, fit_factors, validation_batches
 from recpo.verbs.verb import WritingVerb, function_of
 
 _LISTED_USERS: Final = 1000
@@ -78,7 +78,7 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
         chosen, tried = 0, [dict[str, Any](weight=weight) for weight in weights]
         if len(models) > 1:
             values = mixed_auc(models, data)
-            chosen = smallest_good(values)
+            chosen = int(close_to_best(values).nonzero()[0])
             tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
         facts = {"popularity": weights[chosen], "popularity_tried": tried}
         return replace(models[chosen], facts={**factors.facts, **facts})
@@ -120,15 +120,3 @@ def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:
         found.append(torch.stack([exposures.mixed_auc(batch, data.num_items, one) for one in grades]).double())
     everyone = torch.cat(found, 1) if found else torch.zeros(len(models), 0, dtype=torch.float64)
     return everyone[:, ~everyone.isnan().any(0)]
-
-
-def smallest_good(values: Tensor) -> int:
-    """The first row of ``values [N, U]`` whose mean is at most one standard error below the best one's, paired by user.
-
-    0 if there are fewer than two users.
-    """
-    if values.shape[1] < 2:
-        return 0
-    loss = values[values.mean(1).argmax()] - values
-    error = loss.std(1) / loss.shape[1] ** 0.5
-    return int((loss.mean(1) <= error).nonzero()[0])

@@ -10,6 +10,7 @@ import torch
 
 import recpo
 from recpo.cli.main import main
+from recpo.rewards.selection import close_to_best
 from recpo.training.run import Run
 from recpo.verbs import factorize as verb
 from tests.refusals import refused
@@ -71,13 +72,16 @@ def test_popularity_is_a_part_of_the_bias_and_chosen_by_the_mixed_area(place, pr
         assert tried[weight] == pytest.approx(metrics[name]["AUC_mixed"]["mean"], abs=1e-6)
 
 
-def test_the_smallest_weight_within_one_error_of_the_best_is_chosen():
+def test_what_is_within_one_error_of_the_best_is_close_to_it():
     users, noise = torch.linspace(0, 1, 400), 0.1 * (-1.0) ** torch.arange(400)
-    assert verb.smallest_good(torch.stack([users, users + noise + 0.004, users])) == 0  # the error is .005
-    assert verb.smallest_good(torch.stack([users, users + noise + 0.006, users])) == 1
-    assert verb.smallest_good(torch.stack([users, users + 0.1, users + 0.1])) == 1
-    assert verb.smallest_good(torch.stack([users - 1, users + 0.2, users + 0.5])) == 2
-    assert verb.smallest_good(users[None, :1].expand(3, 1)) == 0
+    for gains, close in (
+        ((users, users + noise + 0.004, users), [True, True, True]),  # the error is .005
+        ((users, users + noise + 0.006, users), [False, True, False]),
+        ((users, users + 0.1, users + 0.1), [False, True, True]),
+        ((users - 1, users + 0.2, users + 0.5), [False, False, True]),
+        (users[None, :1].expand(3, 1), [True, True, True]),
+    ):
+        assert close_to_best(torch.stack(tuple(gains))).tolist() == close
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,10 @@ def test_the_highest_ndcg_on_new_validation_positives_is_chosen(data):
             rows[row, : len(wanted[:10])] = torch.tensor(wanted[:10], dtype=torch.long)
         perfect.append(rows)
         nothing.append(torch.zeros_like(rows))
-    tried = best_on_validation(data, [Fixed(nothing), Fixed(perfect), Fixed(nothing)], ["NDCG@10"])
+    best, tried = best_on_validation(data, [Fixed(nothing), Fixed(perfect), Fixed(nothing)])
     assert users
-    assert tried == (1, "NDCG@10", [0.0, pytest.approx(1.0), 0.0])
+    assert best == 1
+    assert [one["NDCG@10"] for one in tried] == [0.0, pytest.approx(1.0), 0.0]
 
 
 def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data):
@@ -263,21 +264,39 @@ def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data)
     assert [one["ridge"] for one in ridges] == [1.0, 30.0]
 
 
-def test_allrank_is_selected_by_the_order_of_what_was_shown_and_what_was_not(data, allrank):
+def test_allrank_is_selected_by_ndcg_among_those_that_order_best_what_was_shown_and_what_was_not(data, allrank):
     values = []
     for batch in HeldOutBatches(data, "valid", allrank.max_history, 256, Rank()):
-        every = allrank.fold_in(batch.feedback.histories) @ allrank.item_factors.T
+        every = allrank.scores(batch.feedback.histories)
         targets, unseen = held_out_targets(batch).without(batch.exclude), unseen_items(batch, data.num_items)
         shown, others = (every.gather(1, (items - 1).clamp_min(0)) for items in (targets.item_ids, unseen))
         other, mixed = exposure_auc(shown, targets)["AUC_other"], unseen_auc(shown, others, targets, unseen)
         values.append(0.6 * other + 0.4 * mixed["AUC_unseen"])
     (tried,) = allrank.facts["tried"]
-    assert tried == {"rank": 3, "unobserved": 0.05, "ridge": 0.02, "AUC_mixed": tried["AUC_mixed"]}
+    assert {"rank": 3, "unobserved": 0.05, "ridge": 0.02}.items() < tried.items()
     assert tried["AUC_mixed"] == pytest.approx(float(torch.cat(values).nanmean()))
-    several = fit_allrank(data, AllRankOptions(ranks=(3, 1), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=3))
-    best = max(several.facts["tried"][:2], key=lambda one: one["AUC_mixed"])
-    assert [one["rank"] for one in several.facts["tried"]] == [3, 3, 1]
-    assert (several.rank, several.unobserved) == (1, best["unobserved"])  # the last rank, whatever its value is
+    assert 0 < tried["NDCG@10"] < 1
+
+
+@pytest.mark.parametrize(("order", "chosen"), [([0.5, 0.52, 0.9], 2), ([0.5, 0.5, 0.5], 1)])
+def test_allrank_chooses_lists_only_among_models_of_a_good_order(data, monkeypatch, order, chosen):
+    """Model 1 has the best lists; where model 2 orders better beyond one standard error, they do not count."""
+    ndcg = [0.1, 0.3, 0.2]
+
+    def of(values):
+        def measured(model, batch):
+            noise = 0.01 * (-1.0) ** torch.arange(len(batch.user_ids))
+            return values[model.max_history] + noise * model.max_history
+
+        return measured
+
+    monkeypatch.setattr(positives, "_ndcg", of(ndcg))
+    monkeypatch.setattr(positives, "_mixed_auc", of(order))
+    models = [ImplicitALS(torch.zeros(60, 1), True, 0.1, 0.1, 1.0, "", number) for number in range(3)]
+    best, values = best_on_validation(data, models)
+    assert best == chosen
+    assert [one["NDCG@10"] for one in values] == pytest.approx(ndcg, abs=0.01)
+    assert [one["AUC_mixed"] for one in values] == pytest.approx(order, abs=0.01)
 
 
 def test_without_other_exposures_allrank_is_selected_by_ndcg(data, monkeypatch):
@@ -290,10 +309,11 @@ def test_without_other_exposures_allrank_is_selected_by_ndcg(data, monkeypatch):
             yield batch._replace(feedback=batch.feedback._replace(slates=kept))
 
     monkeypatch.setattr(HeldOutBatches, "__iter__", positives_alone)
-    tried = fit_allrank(data, AllRankOptions(ranks=(2,), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=2)).facts[
-        "tried"
-    ]
-    assert all(0 < one["NDCG@10"] <= 1 for one in tried)
+    options = AllRankOptions(ranks=(2,), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=2)
+    model = fit_allrank(data, options)
+    best = max(model.facts["tried"], key=lambda one: one["NDCG@10"])
+    assert best.keys() == {"rank", "unobserved", "ridge", "NDCG@10"}
+    assert model.unobserved == best["unobserved"]
 
 
 def test_allrank_needs_grades(data, monkeypatch):
