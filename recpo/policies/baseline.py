@@ -149,11 +149,11 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
     Args:
         num_items: catalog size V.
         rank: number of factors r.
-        graded: AllRank, which reads all graded events; False = implicit ALS, which reads positives.
         unobserved: weight of the pairs without such an event.
         ridge: ridge of the users; above 0.
         nu: exponent of their frequency.
         max_history: number of most recent events that are read.
+        graded: AllRank, which reads all graded events; False = implicit ALS, which reads positives.
         temperature: see ``BaselinePolicy``.
 
     Attributes:
@@ -167,11 +167,11 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         num_items: int,
         *,
         rank: int,
-        graded: bool,
         unobserved: float,
         ridge: float,
         nu: float,
         max_history: int,
+        graded: bool = False,
         temperature: float = 0.1,
     ) -> None:
         super().__init__(num_items, max_history=max_history, temperature=temperature)

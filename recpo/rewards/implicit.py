@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
@@ -180,13 +180,14 @@ class ImplicitOptions:
     def __post_init__(self) -> None:
         _validate(self, "ranks", "unobserved", "ridges")
 
+    def of(self, model: ImplicitALS) -> Self:
+        """The options that fit a model like this one, without a choice."""
+        return replace(self, ranks=(model.rank,), unobserved=(model.unobserved,), ridges=(model.ridge,))
+
 
 @dataclass(frozen=True)
 class AllRankOptions(ImplicitOptions):
-    """Hyper-parameters of AllRank, as those of implicit ALS.
-
-    There are more events, so the best weights are smaller.
-    """
+    """Hyper-parameters of AllRank, as those of implicit ALS. There are more events, so the best weights are smaller."""
 
     unobserved: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)
     ridges: tuple[PositiveFloat, ...] = (0.01, 0.03, 0.1)

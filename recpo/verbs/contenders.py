@@ -402,6 +402,7 @@ def served_baseline(
     named: Factors | Baseline | Path | str,
     data: Prepared,
     cache: Path | str | None = None,
+    options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
 ) -> ServedBaseline:
     """A baseline, fitted on the training period of ``data``, or a factor model, as a policy.
 
@@ -409,6 +410,7 @@ def served_baseline(
         named: name of a baseline, factors, or their directory.
         data: the prepared data.
         cache: directory of fitted ones; None = they are not kept.
+        options: options of the baselines.
 
     Raises:
         RecpoError: a baseline that cannot be served, or factors of other items or feedback.
@@ -421,15 +423,14 @@ def served_baseline(
         )
     if str(named) in SERVED:
         kept = None if cache is None else Path(cache)
-        return _of_name(cast(Baseline, str(named)), data, BaselineCache(kept, kept))
+        return _of_name(cast(Baseline, str(named)), data, BaselineCache(kept, kept), options)
     factors = named if isinstance(named, Factors) else Factors.open(named)
     validate_factors(factors, data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 
 
-def _of_name(name: Baseline, data: Prepared, cache: BaselineCache) -> ServedBaseline:
+def _of_name(name: Baseline, data: Prepared, cache: BaselineCache, options: BaselineOptions) -> ServedBaseline:
     made: dict[str, Any]
-    options = BaselineOptions()
     if name == "sequential_rules":
         rules = fit_sequential_rules(data, options.sequential_rules)
         made = {one: getattr(rules, one) for one in ("neighbors", "decay", "max_history")}

@@ -11,6 +11,7 @@ from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import read_features
+from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.evaluation import Evaluation
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
@@ -70,6 +71,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     """also write this file, the program as machine code for machines like this one (torch's AOTInductor)"""
     baseline_cache: Path | str | None = None
     """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
+    baseline_options: BaselineOptions = BaselineOptions()  # noqa: RUF009  frozen
+    """options of the baselines"""
     evaluation: Evaluation | Path | str | None = None
     """directory written by ``recpo evaluate`` with this run as a contender; its metrics, and those of baselines, go
     into the model card"""
@@ -112,7 +115,7 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
             )
         assert not isinstance(named, Run)
         data = Prepared.open(self.prepared)
-        served = served_baseline(named, data, self.baseline_cache)
+        served = served_baseline(named, data, self.baseline_cache, self.baseline_options)
         facts = _facts_of_baseline(served, data, self._measured(served.name))
         self._write(served.policy, data.item_ids(), facts, data.root)
 

@@ -322,6 +322,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         names = choice.tested if final is road else list(dict.fromkeys([*final.baselines, choice.name]))
         out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
         shared: dict[str, Any] = {"baseline_cache": final.root / fit_road.BASELINES}
+        shared["baseline_options"] = final.baseline_options
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
         data, ks = final.data, [min(self.k, final.data.num_items)]
         final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared), out)

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
-from recpo.evaluation.baselines import BaselineCache
+from recpo.evaluation.baselines import BaselineCache, fitted_model
 from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.document import Evaluated
@@ -35,7 +35,7 @@ from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
 from recpo.log.splits import LeaveLastOut, TemporalSplit
-from recpo.rewards.implicit import EaseOptions
+from recpo.rewards.implicit import EaseOptions, ImplicitALS, ImplicitOptions
 from recpo.training.run import Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
@@ -172,9 +172,11 @@ class Road:
 
     Attributes:
         data: the prepared data, after the step that makes them.
+        baseline_options: options of the baselines; where contenders are made again, those that were chosen before.
     """
 
     data: Prepared
+    baseline_options: BaselineOptions = BaselineOptions()
 
     def __init__(self, root: Path, options: RoadOptions, first: "Road | None" = None) -> None:
         self.root, self.options, self._first = root, options, first or self
@@ -313,7 +315,7 @@ class Road:
         if self.plan.seconds_of(out) is not None:
             return  # it was tried, and no temperature is better
         cache = self.root / BASELINES if base in self.named else None
-        how: dict[str, Any] = {"k": self.options.k, "baseline_cache": cache}
+        how: dict[str, Any] = {"k": self.options.k, "baseline_cache": cache, "baseline_options": self.baseline_options}
         how["temperature"] = "auto" if temperature is None else temperature
         if self.by_grades:
             how["lower_bound"] = _LOWER_BOUND
@@ -321,9 +323,19 @@ class Road:
         self.step(Tilt(self.path_of(base), by, self.data, out=out, **how), out / Run.FINISHED)
 
     def again(self, data: Prepared) -> "Road":
-        """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock."""
+        """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock.
+
+        The validation period of these data is short: implicit ALS and AllRank keep the options that were chosen before.
+        """
         road = Road(self.root / FINAL, self.options, first=self)
         road.data = data
+        chosen: dict[str, Any] = {}
+        for name in (one for one in ("implicit_als", ALLRANK) if one in self.named):
+            options: ImplicitOptions = getattr(self.baseline_options, name)
+            model = fitted_model(name, self.data, options, self._baseline_cache)
+            assert isinstance(model, ImplicitALS)
+            chosen[name] = options.of(model)
+        road.baseline_options = replace(self.baseline_options, **chosen)
         return road
 
     def remake(self, name: str) -> bool:
@@ -421,11 +433,14 @@ class Road:
         return Run.open(self.root / RUNS / name) if self.finished(name) else None
 
     def _contender(self, name: str) -> Contender:
-        cache = BaselineCache(self.root / BASELINES, self.root / BASELINES)
-        made = partial(baseline, data=self.data, options=BaselineOptions(), cache=cache)
+        made = partial(baseline, data=self.data, options=self.baseline_options, cache=self._baseline_cache)
         options = ModelOptions(device=self.options.device)
         (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
         return found
+
+    @property
+    def _baseline_cache(self) -> BaselineCache:
+        return BaselineCache(self.root / BASELINES, self.root / BASELINES)
 
     @cached_property
     def _validation(self) -> HeldOutPass:

@@ -12,6 +12,7 @@ from recpo.artifacts.outputs import output_directory, validate_output_directory
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import NonNegativeFloat, PositiveFloat, PositiveInt, RecpoError
 from recpo.evaluation.candidates import candidates_of
+from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import validate_temperature
@@ -91,6 +92,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     """scores the lists; prefer a reward that the factors do not use"""
     baseline_cache: Path | str | None = None
     """directory of fitted baselines, as in ``recpo evaluate``; null = a baseline is fitted again"""
+    baseline_options: BaselineOptions = BaselineOptions()  # noqa: RUF009  frozen
+    """options of the baselines"""
     batch_size: PositiveInt = 512
     """users scored at once"""
 
@@ -157,7 +160,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         if factors is not None:
             return tilting.ByFactors(factors, self.candidates, self.lower_bound)
         named = str(self.factors)
-        served = served_baseline(named, self._for_baseline(named, data), self.baseline_cache)
+        known = self._for_baseline(named, data)
+        served = served_baseline(named, known, self.baseline_cache, self.baseline_options)
         return tilting.ByBaseline(named, served.policy.eval(), served.configuration, self.candidates)
 
     def _base(self, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:
@@ -211,7 +215,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         if factors is not None:
             validate_factors(factors, data)
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
-        served = served_baseline(named, data, self.baseline_cache)
+        served = served_baseline(named, data, self.baseline_cache, self.baseline_options)
         return tilting.TiltBase(named, served.policy.eval(), served.configuration, data, None)
 
     @staticmethod

@@ -30,6 +30,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.rewards.implicit import ImplicitALS
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
@@ -211,6 +212,9 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
     tested = {row["name"] for row in decision.facts["leaderboard"] if row["test"]}
     baselines = {row["name"] for row in decision.facts["leaderboard"] if row["is_baseline"]}
     assert tested == baselines | {decision.chosen}
+    first, again = (next((fitted / place / "baselines").glob("implicit_als-*")) for place in (".", "final"))
+    assert ImplicitALS.open(again).tried == ImplicitALS.open(first).tried
+    assert "--baseline_options" in decision.commands[-1]
 
 
 @pytest.mark.slow
@@ -264,6 +268,10 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
     assert made["final/runs/mpo-1"]["init_from"] == tmp_path / "final" / "runs" / "pretrain"
     assert made["final/runs/mpo-1"]["reward.init_args.factors"] == tmp_path / "final" / "factors"
     assert final.remake("popularity")
+    for name in ("implicit_als", "allrank"):  # not chosen again, on a period that is too short for it
+        model = ImplicitALS.open(next((tmp_path / "baselines").glob(f"{name}-*")))
+        assert len(model.facts["tried"]) > 1
+        assert getattr(final.baseline_options, name) == getattr(road.baseline_options, name).of(model)
 
 
 def test_what_collapses_when_it_is_made_again_is_no_contender_that_is_left_out(prepared, tmp_path, monkeypatch):

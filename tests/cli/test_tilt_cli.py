@@ -317,7 +317,7 @@ def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(roa
     assert found.trials[0].grade == pytest.approx(sum(means) / len(means), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["implicit_als", "popularity"])
+@pytest.mark.parametrize("name", ["allrank", "popularity"])
 def test_a_baseline_is_tilted(name, road, tmp_path):
     """Its run needs neither the data nor the baseline, and its probabilities are those of both models."""
     data, factors = recpo.load(road.prepared), recpo.load(road.root / "factors")
@@ -332,7 +332,7 @@ def test_a_baseline_is_tilted(name, road, tmp_path):
     assert origin["tilted"] == {"baseline": name}
     assert origin["data"]["item_column"] == data.item_column
     policy = recpo.load(tmp_path / "run").policy()
-    assert isinstance(policy, TiltedPolicy if name == "implicit_als" else RerankedPolicy)
+    assert isinstance(policy, TiltedPolicy if name == "allrank" else RerankedPolicy)
     (batch,) = evaluation_batches(data.root, "valid", 200, 512)
     histories = batch.feedback.histories
     listed = policy.recommend(histories, data.num_items)
