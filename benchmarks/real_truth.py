@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
-from value import BASELINES, METRICS, REWARD_MODEL, World, add_arguments, measured, table
+from value import ALLRANK, BASELINES, METRICS, REWARD_MODEL, World, add_arguments, measured, table
 from verbs import call
 
 from recpo.log.prepared import Prepared
@@ -135,9 +135,9 @@ def add_lists(world, found, options):
     truth, day = simulation.truth, float(simulation.days[-1])
     for name, metrics in found.items():
         metrics |= {"bad": np.nan, "distinct": np.nan}
-        source = name if name in BASELINES else root / name
-        if name in (*BASELINES, REWARD_MODEL) or source.is_dir():
-            known = {"prepared": data} if name in (*BASELINES, REWARD_MODEL) else {}
+        source = name if name in (*BASELINES, ALLRANK) else root / name
+        if name in (*BASELINES, ALLRANK, REWARD_MODEL) or source.is_dir():
+            known = {"prepared": data} if name in (*BASELINES, ALLRANK, REWARD_MODEL) else {}
             listed = recommend(source, past, 10, users=users.tolist(), **known)
             reward = truth.expected_reward(listed["user_id"].to_numpy(), listed[["item_id"]].to_numpy(), day)
             metrics |= {"bad": float((reward < options.bad).mean()), "distinct": float(listed["item_id"].nunique())}

@@ -421,7 +421,7 @@ def test_real_truth_replays_the_ratings_of_a_file(lines_of, tmp_path):
     flags = (*flags[:2], "--work", str(tmp_path / "grades"), "--events_per_user", "12")
     flags += ("--grades", "--texts", str(tmp_path / "texts.parquet"), "--baselines", "item_rate", "--seeds")
     graded = {line["contender"]: line for line in lines_of("real_truth.py", *flags) if "contender" in line}
-    assert graded.keys() == {"item_rate", "factors", "oracle", "logging policy"}
+    assert graded.keys() == {"item_rate", "allrank", "factors", "oracle", "logging policy"}
     log = pq.read_table(tmp_path / "grades" / "replay-5" / "grades.parquet").to_pandas()
     both = log.merge(matrix, on=["user_id", "item_id"])
     assert len(both) == len(log)
