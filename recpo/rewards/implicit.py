@@ -105,8 +105,9 @@ def best_on_validation(
     """
     lists, order = list[Tensor](), list[Tensor]()
     graded = [model for model in models if isinstance(model, ImplicitALS) and model.graded]
+    k = min(_K, data.num_items)
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
-        lists.append(torch.stack([_ndcg(model, batch).double() for model in models]))
+        lists.append(torch.stack([_ndcg(model, batch, k).double() for model in models]))
         if graded:
             order.append(torch.stack([_mixed_auc(model, batch).double() for model in graded]))
     ndcgs, mixed = (_of_all(parts, len(models)) for parts in (lists, order))
@@ -121,7 +122,8 @@ def best_on_validation(
     values = [{_NDCG: value} for value in ndcgs.mean(1).tolist()]
     if mixed.shape[1]:
         values = [one | {"AUC_mixed": value} for one, value in zip(values, mixed.mean(1).tolist(), strict=True)]
-    return int(ndcgs.mean(1).masked_fill(~close_to_best(mixed), -torch.inf).argmax()), values
+    good = close_to_best(mixed).nonzero()[:, 0].tolist()
+    return max(good, key=ndcgs.mean(1).tolist().__getitem__), values
 
 
 def _of_all(parts: Sequence[Tensor], count: int) -> Tensor:
@@ -130,12 +132,12 @@ def _of_all(parts: Sequence[Tensor], count: int) -> Tensor:
     return every[:, ~every.isnan().any(0)]
 
 
-def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch) -> Tensor:
-    """NDCG@10 ``[B]`` on the positives of the period that are not of the past; nan for a user without one."""
+def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch, k: int) -> Tensor:
+    """NDCG@k ``[B]`` on the positives of the period that are not of the past; nan for a user without one."""
     slates = batch.feedback.slates
     assert slates.positive is not None
     new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
-    lists = model.recommend(batch.feedback.histories, min(_K, model.num_items), batch.exclude).item_ids
+    lists = model.recommend(batch.feedback.histories, k, batch.exclude).item_ids
     return ndcg(ranked_hits(lists, slates.item_ids, new), [_K])[:, 0]
 
 
@@ -146,7 +148,7 @@ def _mixed_auc(model: ImplicitALS, batch: EvaluationBatch) -> Tensor:
     def score(items: Tensor) -> Tensor:
         return torch.einsum("br,bnr->bn", users, model.item_factors[(items - 1).clamp_min(0)])
 
-    return mixed_auc(batch, model.num_items, score)
+    return mixed_auc(batch, len(model.item_factors), score)
 
 
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -224,11 +226,6 @@ class ImplicitALS(ModelInOneFile):
     catalog_checksum: str
     max_history: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_items(self) -> int:
-        """``V``."""
-        return len(self.item_factors)
 
     @property
     def rank(self) -> int:
@@ -430,11 +427,6 @@ class EASE(ModelInOneFile):
     catalog_checksum: str
     max_history: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_items(self) -> int:
-        """``V``."""
-        return len(self.weights)
 
     def scores(self, histories: Histories) -> Tensor:
         """``[B, V]``; 0 for a history without a positive."""

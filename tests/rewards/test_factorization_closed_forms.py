@@ -205,11 +205,13 @@ def test_the_highest_ndcg_of_new_positives(validation):
     best = Fixed([[1, 2, 4, 3], [4, 1, 2, 3]], [])
     half = Fixed([[4, 4, 4, 3], [4, 1, 2, 3]], [])
     worst = Fixed([[4, 3, 4, 3], [1, 2, 3, 1]], [])
-    assert best_on_validation(data, [half, best, worst]) == (1, [pytest.approx(0.5), pytest.approx(1.0), 0.0])
-    assert best_on_validation(data, [best, best]) == (0, [pytest.approx(1.0)] * 2)  # the first of equals
-    assert [type(value) for value in best_on_validation(data, [best])[1]] == [float]
+    chosen, values = best_on_validation(data, [half, best, worst])
+    assert chosen == 1
+    assert [one["NDCG@10"] for one in values] == [pytest.approx(0.5), pytest.approx(1.0), 0.0]
+    assert best_on_validation(data, [best, best])[0] == 0  # the first of equals
+    assert [type(one["NDCG@10"]) for one in best_on_validation(data, [best])[1]] == [float]
     ten = Fixed([list(range(10, 20))] * 2, [], asked=10)
-    assert best_on_validation(SimpleNamespace(num_items=20), [ten]) == (0, [0.0])
+    assert best_on_validation(SimpleNamespace(num_items=20), [ten]) == (0, [{"NDCG@10": 0.0}])
     assert validation == [(7, 20_000)] * 4
 
 
@@ -226,7 +228,7 @@ def test_nothing_to_choose_by(monkeypatch):
     for module in (positives, selection):
         monkeypatch.setattr(module, "validation_batches", lambda *_: iter(()))
     data, model = SimpleNamespace(num_items=4, root="here"), Fixed([], [])
-    assert best_on_validation(data, [model]) == (0, [None])
+    assert best_on_validation(data, [model]) == (0, [{"NDCG@10": None}])
     with refused("empty"):
         best_on_validation(data, [model, model])
     assert validation_errors(data, [model]) == ([0.0], 0)
