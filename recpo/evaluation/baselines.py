@@ -20,7 +20,7 @@ from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, ImplicitALS, fit_allrank, fit_ease, fit_implicit
+from recpo.rewards.implicit import EASE, ImplicitALS, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 
 _MILLISECONDS_PER_DAY: Final = 86_400_000
@@ -191,7 +191,7 @@ def fitted_model(
     recipes: dict[str, tuple[Callable[..., Any], Callable[[Path], Any], str]] = {
         "factorization": (fit_factors, Factors.open, ""),  # a directory
         "implicit_als": (fit_implicit, ImplicitALS.open, ".safetensors"),
-        "allrank": (fit_allrank, ImplicitALS.open, ".safetensors"),
+        "allrank": (fit_implicit, ImplicitALS.open, ".safetensors"),
         "ease": (fit_ease, EASE.open, ".safetensors"),
     }
     fit, opened, suffix = recipes[name]

@@ -171,6 +171,7 @@ class ImplicitOptions:
         max_history: number of history events that a fold-in reads; null = as many as the prepared data keep per user.
     """
 
+    graded: ClassVar = False
     ranks: tuple[PositiveInt, ...] = (16, 64)
     unobserved: tuple[PositiveFloat, ...] = (0.03, 0.1, 0.3)
     ridges: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03)
@@ -191,6 +192,7 @@ class ImplicitOptions:
 class AllRankOptions(ImplicitOptions):
     """Hyper-parameters of AllRank, as those of implicit ALS. There are more events, so the best weights are smaller."""
 
+    graded: ClassVar = True
     unobserved: tuple[PositiveFloat, ...] = (0.003, 0.01, 0.03, 0.1)
     ridges: tuple[PositiveFloat, ...] = (0.01, 0.03, 0.1)
 
@@ -275,42 +277,21 @@ def fit_implicit(
     *,
     progress: bool = False,
 ) -> ImplicitALS:
-    """Fits implicit ALS on the positive pairs of the training period; the best validation NDCG@10 is kept.
+    """Fits implicit ALS on the positive pairs of the training period, or AllRank on its graded events.
 
     Args:
         data: prepared data.
-        options: values to try.
+        options: values to try, of which the best model is kept (``best_on_validation``); ``AllRankOptions`` = AllRank.
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: there are several models and the validation period has no positive event.
+        RecpoError: there are several models and the validation period has no positive event; AllRank, and no event has
+            a grade.
     """
-    return _fit(data, options, progress, graded=False)
-
-
-def fit_allrank(
-    data: Prepared,
-    options: AllRankOptions = AllRankOptions(),
-    *,
-    progress: bool = False,
-) -> ImplicitALS:
-    """Fits AllRank on the graded events of the training period, and keeps the best model (``best_on_validation``).
-
-    Args:
-        data: prepared data.
-        options: values to try.
-        progress: show a progress bar on a terminal.
-
-    Raises:
-        RecpoError: no event has a grade, or there are several models and the validation period has no positive event.
-    """
-    mean_grade(data)  # refuses a log without grades
-    return _fit(data, options, progress, graded=True)
-
-
-def _fit(data: Prepared, options: ImplicitOptions, progress: bool, *, graded: bool) -> ImplicitALS:
-    """The best of all models, of the graded events or of the positive pairs."""
-    name, read = ("allrank", chunks) if graded else ("implicit_als", positive_chunks)
+    graded = options.graded
+    if graded:
+        mean_grade(data)  # refuses a log without grades
+    name, read = ("allrank", chunks) if graded else (ImplicitALS.kind, positive_chunks)
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])

@@ -16,7 +16,7 @@ from recpo.log.prepared import Prepared
 from recpo.ops.exposures import exposure_auc, held_out_targets
 from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions, fit_allrank, fit_ease, fit_implicit
+from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 from tests.refusals import refused
 
@@ -84,7 +84,7 @@ def test_it_scores_what_was_shown_by_what_it_ranks_by(data, bound):
 
 @pytest.mark.parametrize("name", ["implicit_als", "allrank", "ease"])
 def test_als_and_ease_list_and_score_as_their_models_do_and_are_kept(data, tmp_path, name):
-    model = {"implicit_als": fit_implicit, "allrank": fit_allrank, "ease": fit_ease}[name](data, getattr(SMALL, name))
+    model = (fit_ease if name == "ease" else fit_implicit)(data, getattr(SMALL, name))
     hits, sums = [], []
     for batch in evaluation_batches(data.root, "test", model.max_history, 512):
         histories, slates = batch.feedback.histories, batch.feedback.slates

@@ -20,7 +20,6 @@ from recpo.rewards.implicit import (
     ImplicitOptions,
     best_on_validation,
     cooccurrences,
-    fit_allrank,
     fit_ease,
     fit_implicit,
     item_weights,
@@ -63,7 +62,7 @@ def graded_events(data):
 
 @pytest.fixture(scope="module")
 def allrank(data):
-    return fit_allrank(data, AllRankOptions(ranks=(3,), unobserved=(0.05,), ridges=(0.02,), sweeps=3))
+    return fit_implicit(data, AllRankOptions(ranks=(3,), unobserved=(0.05,), ridges=(0.02,), sweeps=3))
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +309,7 @@ def test_without_other_exposures_allrank_is_selected_by_ndcg(data, monkeypatch):
 
     monkeypatch.setattr(HeldOutBatches, "__iter__", positives_alone)
     options = AllRankOptions(ranks=(2,), unobserved=(0.05, 3.0), ridges=(0.02,), sweeps=2)
-    model = fit_allrank(data, options)
+    model = fit_implicit(data, options)
     best = max(model.facts["tried"], key=lambda one: one["NDCG@10"])
     assert best.keys() == {"rank", "unobserved", "ridge", "NDCG@10"}
     assert model.unobserved == best["unobserved"]
@@ -319,7 +318,7 @@ def test_without_other_exposures_allrank_is_selected_by_ndcg(data, monkeypatch):
 def test_allrank_needs_grades(data, monkeypatch):
     monkeypatch.setattr(graded, "chunks", lambda *_, **__: iter(()))
     with refused("empty", str(data.root)):
-        fit_allrank(data)
+        fit_implicit(data, AllRankOptions())
 
 
 def test_a_large_catalog_gets_one_ridge():
