@@ -38,7 +38,7 @@ class FeedbackRule:
 
     A dislike overrides the label: a disliked event has no other kind, with or without a label. Without a dislike, the
     event is positive (``label >= positive_threshold``), skipped (``label < skip_threshold``), neutral (between the two)
-    or unknown (no label). Evaluation compares positives with all other labeled exposures, skipped and neutral
+    or unknown (no label). Evaluation compares positives with all other exposures, skipped, neutral and disliked
     (``AUC_other``). Preference lists reject only skipped ones.
 
     Labels are compared as float32, the type in the prepared shards.

@@ -288,9 +288,9 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     """
     targets, label = observed.targets, observed.batch.feedback.slates.label
     assert label is not None  # the targets were built from it
-    labeled = targets.positive | targets.other
+    acceptable = (targets.positive | targets.other) & ~is_member(targets.item_ids, targets.item_ids, targets.disliked)
     gains = label if gain == "linear" else torch.exp2((4 * label).floor().clamp(max=3)) - 1
-    gains = torch.where(labeled, gains, 0.0)
+    gains = torch.where(acceptable, gains, 0.0)
     return named(ks, gNDCG=graded_ndcg(observed.lists.item_ids, targets.item_ids, gains, ks))
 
 

@@ -143,13 +143,13 @@ class _Recognizer:
         self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
-        self.doubts += opinion_doubts
+        rest = self._add_behaviors()
+        self.doubts += [*opinion_doubts, *self._label_by_behavior(texts)]
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
         evidence = {role: f"{self.how[role]}: {self.facts[name].evidence}" for role, name in found}
         findings = (
             Finding(role, name, self.units.get(role), evidence[role], texts.get(role, ())) for role, name in found
         )
-        rest = self._add_behaviors()
         self.doubts += [*self._other_readings(rest), *self._doubts_of(rest), *self._unlabeled(rest)]
         open_points = tuple(self.questions), tuple(self.doubts)
         return Recognition(self.preset, tuple(findings), self.behaviors, *open_points, tuple(one.name for one in rest))
@@ -342,6 +342,33 @@ class _Recognizer:
                 self.behaviors[behavior] = _flag_of(name, texts)
         used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
         return [one for name, one in self.facts.items() if name not in used]
+
+    def _label_by_behavior(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
+        """Without watch times and ratings, a behavior says how good an event was: clicks first, in the order of names.
+
+        Args:
+            texts: standard name -> the texts that mean true; that of the label is added if it is read from texts.
+
+        Returns:
+            What to check.
+        """
+        if {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
+            return []
+        both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
+        if not both:
+            return []
+        first = min(both, key=list(column_facts.BEHAVIORS).index)
+        column = self.behaviors.pop(first)
+        name = name_of(column)
+        self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
+        if isinstance(column, FlagColumn):
+            texts[LogColumns.LABEL] = column.values
+        others = [name_of(self.behaviors[one]) for one in both if one != first]
+        instead = f", or pass --columns.label NAME for {_any_of(others)}" if others else ""
+        return [
+            f"`{name}` is the label, so events without a {first} count as exposures that the user did not "
+            f"want; if they are something else, remove it from prepare.yaml and choose label EveryEvent{instead}"
+        ]
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""

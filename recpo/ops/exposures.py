@@ -22,15 +22,15 @@ class Targets(NamedTuple):
     """The held-out events' items and their sets, all ``[B, S]``.
 
     A set contains items: an event's membership says that its item is in the set. An item that the user disliked in any
-    held-out event is disliked and in no other set. An item that was positive in any event is not in ``other``. The
-    prepared log defines the kinds of events (``recpo.base.feedback.FeedbackRule``).
+    held-out event is not positive, and an item that is positive is not in ``other``. The prepared log defines the kinds
+    of events (``recpo.base.feedback.FeedbackRule``).
 
     Attributes:
         item_ids: int64, padded with 0.
         positive: bool, positive in this event and never disliked.
         disliked: bool, disliked in this event.
-        other: bool, labeled and in none of the other sets: skipped and neutral exposures. An event without a label is
-            in no set, unless it is disliked.
+        other: bool, labeled or disliked, and not positive: skipped, neutral and disliked exposures. An event with
+            neither a label nor a dislike is in no set.
     """
 
     item_ids: Tensor
@@ -58,13 +58,12 @@ def held_out_targets(batch: EvaluationBatch) -> Targets:
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
     liked = slates.mask & slates.positive
     labeled = slates.mask & ~slates.label.isnan()
-    acceptable = ~is_member(items, items, disliked)
-    other = labeled & acceptable & ~is_member(items, items, liked)
-    return Targets(items, liked & acceptable, disliked, other)
+    positive = liked & ~is_member(items, items, disliked)
+    return Targets(items, positive, disliked, (labeled | disliked) & ~is_member(items, items, positive))
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
-    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: each user's positives against other and disliked items.
+    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: each user's positives against all other and disliked items.
 
     Only items that the user was shown are compared, so neither metric depends on items that the log never showed. An
     item with several events counts once.

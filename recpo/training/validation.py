@@ -119,10 +119,10 @@ class ValidationMetrics:
 def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str], num_items: int) -> Tensor:
     """Numerators and denominators ``[len(names), 2]`` float64, on the CPU, of ``names`` over a batch of users.
 
-    Let ``l(i)`` be the log-probability of an item at the start of the period, P a user's positives and N the other or
-    disliked exposures (``held_out_targets``), each item once:
+    Let ``l(i)`` be the log-probability of an item at the start of the period, P a user's positives and N the other
+    exposures (``held_out_targets``), each item once:
 
-    - ``AUC_other``: the mean over users of ``exposure_auc``, against the other exposures without the disliked ones.
+    - ``AUC_other``: the mean over users of ``exposure_auc``.
     - ``AUC_mixed``: the mean over users of ``unseen_auc``. It scores 50 more items per user.
     - ``pair_loss``: the mean over users of the mean over ``P x N`` of ``-log sigmoid(l(p) - l(n))``.
     - ``SNIPS``: ``sum w r / sum w`` over exposures with a propensity ``p0`` and a grade or a dislike, with ``w =
@@ -136,7 +136,7 @@ def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str], 
         dislike = rewarded if slates.dislike is None else slates.dislike.bool()
         reward, behavior = slates.grade.nan_to_num(0.0) - dislike.float(), slates.logp_behavior
         rewarded = slates.mask & behavior.isfinite() & (dislike | ~slates.grade.isnan())
-    needed = targets.positive | targets.other | targets.disliked | rewarded
+    needed = targets.positive | targets.other | rewarded
     scored, logged = batch.feedback, slates.item_ids.shape[1]
     if "AUC_mixed" in names:
         scored = with_unseen(batch, num_items)
@@ -165,10 +165,10 @@ def exposure_pair_loss(logp: Tensor, targets: Targets) -> Tensor:
 
     Args:
         logp: ``[B, S]`` scores ``l`` of the slate items.
-        targets: the positives ``p``, and the others and disliked ``n``; a repeated item counts once.
+        targets: the positives ``p`` and the others ``n``; a repeated item counts once.
     """
     positive = first_places(targets.item_ids, targets.positive).cpu()
-    negative = first_places(targets.item_ids, targets.other | targets.disliked).cpu()
+    negative = first_places(targets.item_ids, targets.other).cpu()
     logp, device = logp.cpu(), logp.device  # user by user, which on another device would be a wait for each
     losses = logp.new_full((len(logp),), torch.nan, dtype=torch.float64)
     for row in (positive.any(1) & negative.any(1)).nonzero().squeeze(1).tolist():

@@ -108,7 +108,7 @@ def clicks(root):
     """A European export: semicolons, an impression with a request, a click and a propensity."""
     table = events()
     log = pd.DataFrame({"visitor_id": table["user"], "article_id": table["item"], "event_time": table["second"]})
-    log = log.assign(request_id=np.arange(len(log)) // 3, rating=table["flag"], pscore=0.25, thumbs_down=0)
+    log = log.assign(request_id=np.arange(len(log)) // 3, clicked=table["flag"], pscore=0.25, thumbs_down=0)
     log.loc[::9, "thumbs_down"] = 1
     log.to_csv(root / "clicks.csv", sep=";", index=False)
     return root / "clicks.csv"

@@ -15,7 +15,16 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
-from recpo.ops.exposures import UNSEEN_DRAWS, Targets, auc, auc_precision, exposure_auc, unseen_auc, unseen_items
+from recpo.ops.exposures import (
+    UNSEEN_DRAWS,
+    Targets,
+    auc,
+    auc_precision,
+    exposure_auc,
+    held_out_targets,
+    unseen_auc,
+    unseen_items,
+)
 from recpo.ops.ranking import first_places
 
 rows = st.lists(
@@ -99,6 +108,23 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     assert result.per_user["AUC_dislikes"].item() == 0.5
     assert result.per_user["AUC_unseen"].isnan().all()
     assert "AUC_other" not in evaluate_ranking(Recommender(recommend), [batch], Ranking(num_items=6, ks=(1,))).per_user
+
+
+def test_dislikes_are_other_exposures():
+    """Of thumbs up and down alone, a positive is compared with what the user disliked."""
+    items = torch.tensor([[1, 2, 3, 1, 4]])
+    mask, label = items > 0, torch.tensor([[1.0, 0.0, math.nan, 0.0, 1.0]])
+    dislike = torch.tensor([[False, True, True, True, False]])
+    slates = Slates(items, torch.zeros_like(items), mask, label=label, dislike=dislike)
+    slates = slates._replace(positive=FeedbackRule().positive(label, dislike))
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    targets = held_out_targets(
+        EvaluationBatch(FeedbackBatch(Histories(none, torch.tensor([0])), slates, none[0]), none)
+    )
+    assert targets.positive.tolist() == [[False] * 4 + [True]]  # 1 was disliked later
+    assert targets.other.tolist() == [[True] * 4 + [False]]
+    found = exposure_auc(torch.tensor([[-1.0, -4.0, -5.0, -1.0, -2.0]]), targets)
+    assert found["AUC_other"].item() == found["AUC_dislikes"].item() == pytest.approx(2 / 3)
 
 
 def users_of(user_ids, past, shown):

@@ -117,7 +117,7 @@ def test_values_overrule_names():
     found = recognize(facts(**BASE, dislike=[0, 1, 2, 3] * 10, like=[0, 1] * 20, propensity=[2.0, 0.1] * 20))
     assert found.column("dislike") is None
     assert found.column("propensity") is None
-    assert dict(found.behaviors) == {"like": "like"}
+    assert found.columns.label == "like"
     assert any("called like a dislike" in doubt for doubt in found.doubts)
 
 
@@ -151,6 +151,24 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
     assert plausible.doubts == ()
     long = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(500, 9_000)))
     assert "not plausible: median" in long.doubts[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "behaviors"),
+    [
+        ({"like": [0, 0, 1, 0] * 10, "clicked": [0, 1] * 20}, "clicked", {"like": "like"}),
+        ({"share": [0, 1] * 20, "bought": [True] * 40}, "share", {"purchase": "bought"}),
+        ({"liked": ["yes", "no"] * 20}, FlagColumn("liked", "yes"), {}),
+        ({"click": [0, 1] * 20, "stars": [1, 5, 3, 2] * 10}, "stars", {"click": "click"}),
+        ({"click": [0, 1] * 20, "watch_s": spread(30, 300)}, None, {"click": "click"}),
+        ({"click": [1] * 40}, None, {"click": "click"}),
+    ],
+)
+def test_without_watch_times_and_ratings_a_behavior_is_the_label(columns, label, behaviors):
+    found = recognize(facts(**BASE, **columns))
+    assert (found.columns.label, dict(found.behaviors)) == (label, behaviors)
+    is_read = label is not None and label != "stars"
+    assert any("remove it from prepare.yaml and choose label EveryEvent" in one for one in found.doubts) == is_read
 
 
 def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,14 +111,11 @@ def test_metrics_of_exposures_equal_loops_over_users(held_out):
                 weighed, total = weighed + weight * reward, total + weight
         disliked = {e["item"] for e in events if e["disliked"]}
         liked = {e["item"]: e["logp"] for e in events if e["positive"] and e["item"] not in disliked}
-        other = {e["item"]: e["logp"] for e in events if e["labeled"] and e["item"] not in disliked | liked.keys()}
-        negative = other | {e["item"]: e["logp"] for e in events if e["disliked"]}
-        if liked and other:
-            pairs = [(p > n) + 0.5 * (p == n) for p in liked.values() for n in other.values()]
-            areas.append(sum(pairs) / len(pairs))
-        if liked and negative:
-            pairs = [math.log1p(math.exp(n - p)) for p in liked.values() for n in negative.values()]
-            losses.append(sum(pairs) / len(pairs))
+        shown = {e["item"]: e["logp"] for e in events if e["labeled"] or e["disliked"]}
+        pairs = [(p, n) for p in liked.values() for item, n in shown.items() if item not in liked]
+        if pairs:
+            areas.append(np.mean([(p > n) + 0.5 * (p == n) for p, n in pairs]))
+            losses.append(np.mean([math.log1p(math.exp(n - p)) for p, n in pairs]))
     metrics = ValidationMetrics(10, policy.num_items)
     for batch in batches:
         metrics.update(policy, batch)
