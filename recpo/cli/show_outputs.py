@@ -223,8 +223,7 @@ def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbRes
     ranks = sorted({one["rank"] for one in factors.facts["tried"]})
     errors: dict[tuple[str, str], dict[int, str]] = {}
     for one in factors.facts["tried"]:
-        ridge = "learned" if one["ridge"] is None else f"{one['ridge']:g}"
-        errors.setdefault((ridge, _prior(one)), {})[one["rank"]] = decimals(one["squared_error"], 5)
+        errors.setdefault((_ridge(one), _prior(one)), {})[one["rank"]] = decimals(one["squared_error"], 5)
     rows = [(*row, *(own.get(rank, "") for rank in ranks)) for row, own in errors.items()]
     say(table("validation error", ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)), rows, names=2))
     say(
@@ -246,6 +245,15 @@ def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbRes
         "train", "--config", configuration("mpo.yaml"), *data, "--init_from", "runs/pretrain", "--out", "runs/mpo"
     )
     return VerbResult((verb.out,), following, facts)
+
+
+def _ridge(tried: Mapping[str, Any]) -> str:
+    """The ridge of a model, or that it was learned, after how many sweeps if they differ from the default."""
+    from recpo.rewards.variational import WARM_UP
+
+    if tried["ridge"] is not None:
+        return f"{tried['ridge']:g}"
+    return "learned" if tried["warm_up"] == WARM_UP else f"learned after {tried['warm_up']} sweeps"
 
 
 def _prior(tried: Mapping[str, Any]) -> str:

@@ -55,8 +55,8 @@ class FactorOptions:
     ``recpo.rewards.variational``); als is alternating least squares with one ridge
     (``recpo.rewards.graded``)"""
     ranks: Sequence[NonNegativeInt] | None = None
-    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8. With 0, a grade is
-    the sum of the averages of user and item, shrunk toward the mean or what their features say"""
+    """numbers of factors ``r`` to try; null = 8, 16 and 0, with als 4, 8 and 16; for a held-out period, 8. With 0, a
+    grade is the sum of the averages of user and item, shrunk toward the mean or what their features say"""
     ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
     """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
     consumption: Sequence[NonNegativeInt] | None = None
@@ -139,7 +139,7 @@ class FactorOptions:
     def grid(self) -> list[tuple[int, float | None]]:
         """The pairs of rank and ridge to try; None = the ridge is learned."""
         if self.method == "variational":
-            return [(rank, None) for rank in self.ranks or ((8, 16) if self.period == "train" else (8,))]
+            return [(rank, None) for rank in self.ranks or ((8, 16, 0) if self.period == "train" else (8,))]
         return list(product(self.ranks or (4, 8, 16), self.ridges))
 
     def priors(self, has_features: bool) -> list[tuple[int, bool]]:

@@ -35,7 +35,9 @@ def fit_factors(
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
     every prior (``FactorOptions.priors``), then with the best one and the features of the users, and the other ranks
-    with the best one of all. The result is the model of the training period. ``Factors.facts`` has all errors.
+    with the best one of all. If the best model has no factors, the first rank is fitted once more with a prior that is
+    learned later, which prunes less (``recpo.rewards.variational``). The result is the model of the training period.
+    ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -93,19 +95,22 @@ def fit_factors(
             best = improved([best.setting._replace(user_features=True)])
         if others:
             best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
+        if targets and others and first[1] is None and first[0] and variational.is_pruned(best.model):
+            best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
 
 
 class _Setting(NamedTuple):
-    """What is tried: a rank, a ridge (None = it is learned), and what prior means depend on."""
+    """What is tried: a rank, a ridge (None = it is learned), what prior means depend on, and when they are learned."""
 
     rank: int
     ridge: float | None
     consumption: int
     item_features: bool
     user_features: bool
+    warm_up: int = variational.WARM_UP
 
 
 class _Trial(NamedTuple):
@@ -119,7 +124,10 @@ class _Trial(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What was tried, and the squared error on the validation period; None = unknown."""
-        return self.setting._asdict() | {"squared_error": self.error}
+        named = self.setting._asdict()
+        if self.setting.ridge is not None:
+            del named["warm_up"]  # no prior is learned
+        return named | {"squared_error": self.error}
 
 
 class _Fitting:
@@ -134,7 +142,7 @@ class _Fitting:
         data, mean, options, rank, ridge = self.data, self.mean, self.options, setting.rank, setting.ridge
         if ridge is None:
             features = self._features(setting)
-            fit = variational.fit_items(data, mean, rank, options, self.finished, features)
+            fit = variational.fit_items(data, mean, rank, options, self.finished, features, setting.warm_up)
             model = variational.plain_factors(data, fit, mean, options)
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)

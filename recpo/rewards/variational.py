@@ -8,7 +8,10 @@ uncertain item has little influence. A sweep updates every user, then every item
 priors and the noise (empirical Bayes). The prior means may be linear in features of users and items:
 ``m_z + W_zᵀ x_u`` and ``m_w + W_wᵀ y_i``, with slopes ``W`` that have a prior of
 their own, ``tr(W S^-1 Wᵀ) / 2``, and are ridge regressions of the posterior means on the features. Only the maximum
-rank remains to be chosen: a full covariance drives factors that the data do not support to 0.
+rank remains to be chosen: a full covariance drives factors that the data do not support to 0. It also prunes factors
+that the data support weakly, because a product of two posteriors overstates what is unknown (Nakajima and Sugiyama,
+"Theoretical Analysis of Bayesian Matrix Factorization", JMLR 12, 2011); after more sweeps without learned priors
+(``warm_up``), it prunes them later.
 
 At the end, users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into
 the items), which turns ``Factors.fold_in`` into a ridge regression with a ridge of ``noise``.
@@ -36,6 +39,10 @@ from recpo.rewards.prior_features import PriorFeatures, user_features
 
 #: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3
+#: the same, to keep factors that would be pruned
+LATE_WARM_UP: Final = 10
+#: variance of ``p · q``, in units of the noise, below which the factors of a model say nothing
+_PRUNED: Final = 1e-3
 #: weight of the squared slopes of prior means, in units of the prior's precision
 SLOPE_RIDGE: Final = 1.0
 # the initial prior is a ridge of this many events
@@ -164,6 +171,7 @@ def fit_items(
     options: graded.FactorOptions,
     finished: Callable[[int], object],
     features: PriorFeatures | None = None,
+    warm_up: int = WARM_UP,
 ) -> Fit:
     """All sweeps over the events of the period that ``options`` names.
 
@@ -174,6 +182,7 @@ def fit_items(
         options: period, number of sweeps and seed.
         finished: called with the number of events that were read.
         features: what the prior means are linear in; None = nothing.
+        warm_up: number of sweeps before the priors are learned.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
     width, start = rank + 1, graded.first_items(data.num_items, rank, options.seed)
@@ -199,7 +208,7 @@ def fit_items(
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
         items, before = posterior(total, of_items, features.items, noise), of_items
-        if sweep >= WARM_UP:
+        if sweep >= warm_up:
             among.add(items, features.items)
             users, of_items = summed.prior(), among.prior()
         noise = (squared + squared_errors(total, items)) / events
@@ -260,6 +269,11 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: graded.FactorO
         feedback=data.feedback,
         lower_bound=options.bound,
     )
+
+
+def is_pruned(model: Factors) -> bool:
+    """Whether no factor is left: users, whose factors have a variance of about 1, hardly differ by ``p · q``."""
+    return float(model.item_factors.square().mean(0).sum()) <= _PRUNED * model.noise
 
 
 def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.ndarray) -> np.ndarray:

@@ -189,6 +189,7 @@ def test_a_period_has_the_grades_of_its_own_events(data):
             "consumption": 0,
             "item_features": False,
             "user_features": False,
+            "warm_up": 3,
             "squared_error": None,
         }
     ]

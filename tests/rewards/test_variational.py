@@ -6,9 +6,11 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+import recpo
 from recpo.base.features import Categories, Category, Number
 from recpo.base.types import Features, Histories
 from recpo.rewards import graded, variational
@@ -382,3 +384,26 @@ def test_averages_are_factors_of_rank_0(data, events):
     chosen = fit_factors(data, FactorOptions(method="als", ranks=(0,), ridges=(4.0,)))
     assert chosen.rank == 0
     assert chosen.item_bias.std() > 0.01
+
+
+def test_factors_that_a_learned_prior_would_prune_are_kept_by_learning_it_later(tmp_path):
+    """Thumbs of users whose tastes are strong, but of whom little is known: 600 users, 14 training events each."""
+    draw, users, items, events = np.random.default_rng(0), 600, 60, 20
+    of_items, of_users = draw.normal(size=(items, 5)), 0.5 * draw.normal(size=(users, 5))
+    liked = 1 / (1 + np.exp(-(of_users @ of_items.T + 0.7 * draw.normal(size=items))))
+    user, item = np.repeat(np.arange(users), events), np.concatenate([draw.permutation(items)[:events] for _ in liked])
+    thumbs = (draw.random(users * events) < liked[user, item]).astype(int)
+    columns = {"user_id": user, "item_id": item, "timestamp": np.tile(np.arange(events), users), "label": thumbs}
+    pd.DataFrame(columns).to_parquet(tmp_path / "log.parquet")
+    split, order = recpo.LeaveLastOut(valid_share=0.2, test_share=0.1), recpo.Columns(time_unit="order")
+    options = {"label": recpo.BinaryColumn(), "columns": order, "split": split, "progress": False}
+    data = recpo.prepare(tmp_path / "log.parquet", tmp_path / "prepared", **options)
+    model = fit_factors(data, FactorOptions())
+    *pruned, late = model.facts["tried"]
+    assert [(one["rank"], one["warm_up"]) for one in pruned] == [(8, 3), (8, 3), (16, 3), (0, 3)]
+    errors = [one["squared_error"] for one in pruned]
+    assert errors[0] == pytest.approx(errors[2], rel=1e-3) == pytest.approx(errors[3], rel=1e-3)  # as without factors
+    assert (late["rank"], late["warm_up"]) == (8, variational.LATE_WARM_UP)
+    assert late["squared_error"] < 0.98 * min(errors)
+    assert model.facts["chosen"] == late
+    assert not variational.is_pruned(model)
