@@ -2,11 +2,12 @@
 
     python benchmarks/decisions.py --logs default sparse living default:blind --seeds 0 1 2 --minutes 2
     python benchmarks/decisions.py --logs replay --matrix matrix.parquet kuairand=log.parquet beauty=beauty_directory
+    python benchmarks/decisions.py --logs books clips news shop thumbs --world-seed 2
 
 A log is the kind of a simulated world; with ``:blind`` its log has no propensities and no random exposures are marked;
-with ``:positives`` it has users, items and times alone, of what was watched to four fifths and not disliked; or
-NAME=FILE, a log of your own (a directory: its tables of items and users are read too). One world per kind
-(``--world-seed``): the seeds are those of `recpo fit`, so that they show whether one log gives one decision.
+with ``:positives`` it has users, items and times alone, of what was watched to four fifths and not disliked; one of
+``generators.py``; or NAME=FILE, a log of your own (a directory: its tables of items and users are read too). One world
+per kind (``--world-seed``): the seeds are those of `recpo fit`, so that they show whether one log gives one decision.
 
 Every contender of a fit, those that lost too, is evaluated on the test period. What judges is the true value of the
 top-k lists; without a truth, the criterion of the decision. A decision has two duties:
@@ -24,14 +25,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from generators import GENERATORS, START_MS
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +53,7 @@ LOGGED = ("propensity", "is_random")
 WATCHED = 0.8  # of the duration
 LIVE = ("oracle", "logging policy")
 QUICK = {"users": 120, "items": 60, "events": 6000}
+QUICK_OTHERS = {"users": 120, "items": 60}
 
 
 class Log(NamedTuple):
@@ -58,13 +64,14 @@ class Log(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Log:
-        """The log of ``world``, ``world:blind``, ``world:positives`` or ``NAME=FILE``."""
+        """The log of ``world``, ``world:blind``, ``world:positives``, a generator or ``NAME=FILE``."""
         name, is_own, path = text.partition("=")
         if is_own:
             return cls(name, Path(path))
         kind, _, suffix = name.partition(":")
-        if kind not in WORLDS or suffix not in ("", BLIND, POSITIVES):
-            expected = f"{', '.join(WORLDS)}, with or without :{BLIND} or :{POSITIVES}"
+        is_world = kind in WORLDS and suffix in ("", BLIND, POSITIVES)
+        if not is_world and name not in GENERATORS:
+            expected = f"{', '.join(WORLDS)}, with or without :{BLIND} or :{POSITIVES}; or {', '.join(GENERATORS)}"
             raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
         return cls(name)
 
@@ -74,8 +81,30 @@ class Log(NamedTuple):
         return self.name.replace(":", "-")
 
 
+def generated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
+    """What `recpo fit` gets of a generator: its log and tables, and the directory of a world that replays its truth."""
+    root = options.work / f"{log.name}-{options.world_seed}"
+    given, world = root / "given", root / "world"
+    if not world.is_dir():
+        shutil.rmtree(given, ignore_errors=True)
+        given.mkdir(parents=True)
+        made, truth, tables = GENERATORS[log.name](
+            np.random.default_rng(options.world_seed), **(QUICK_OTHERS if options.quick else {})
+        )
+        for name, table in {"log": made, **tables}.items():
+            table.to_parquet(given / f"{name}.parquet", index=False)
+        user, item = np.indices(truth.shape).reshape(2, -1)
+        matrix = pd.DataFrame({"user_id": user, "item_id": item, "reward": truth.ravel()})
+        matrix.to_parquet(root / "matrix.parquet", index=False)
+        sizes = {"matrix": root / "matrix.parquet", "start_ms": START_MS}
+        recpo.simulate(world, world=REPLAY, seed=options.world_seed, **sizes)
+    return str(given), world
+
+
 def simulated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
-    """What `recpo fit` gets of a world, and the directory of its truth."""
+    """What `recpo fit` gets of a world or a generator, and the directory of its truth."""
+    if log.name in GENERATORS:
+        return generated(log, options)
     kind, _, lacking = log.name.partition(":")
     root = options.work / f"world-{kind}-{options.world_seed}"
     if not root.is_dir():

@@ -19,8 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.log.inspection import inspect_log
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
+from recpo.worlds.truth import Truth
 from tests.forks import script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -471,7 +473,8 @@ def test_drawn_ratings_are_the_last_day_of_the_log(monkeypatch):
         assert len(rows) == np.count_nonzero(ratings)
 
 
-def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path):
+def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # of what the script imports
     decisions = benchmark("decisions")
     options = SimpleNamespace(work=tmp_path, world_seed=0, quick=True, matrix=None)
     (simulation, _), ((file, *_), _) = (
@@ -482,6 +485,35 @@ def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path):
     expected = liked[["user_id", "item_id", "timestamp"]].to_numpy().tolist()
     assert pq.read_table(file).to_pandas().to_numpy().tolist() == expected
     assert 0 < len(expected) < len(events)
+
+
+LABELS_OF_OTHERS = {
+    "books": "NumericColumn",
+    "clips": "WatchQuantiles",
+    "news": "BinaryColumn",
+    "shop": "EveryEvent",
+    "thumbs": "BinaryColumn",
+}
+
+
+@pytest.mark.parametrize("name", LABELS_OF_OTHERS)
+def test_logs_of_other_makers_are_read_as_they_are_meant_and_judged_by_their_own_truth(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # of what the script imports
+    decisions, options = benchmark("decisions"), SimpleNamespace(work=tmp_path, world_seed=3, quick=True)
+    given, world = decisions.simulated(decisions.Log.parse(name), options)
+    found = inspect_log(given)
+    assert (found.label.class_name, found.questions) == (LABELS_OF_OTHERS[name], ())
+    log, truth, tables = benchmark("generators").GENERATORS[name](np.random.default_rng(3), users=120, items=60)
+    assert found.counts.events == len(log)
+    assert not log.duplicated(["user_id", "item_id", "timestamp"]).any()
+    assert sorted(found.tables) == [side.removesuffix("s") for side in tables]
+    users, day = np.arange(120), 0.5
+    known = Truth.load(world).expected_reward(users, np.tile(np.arange(60), (120, 1)), day)
+    np.testing.assert_allclose(known, truth, atol=1e-6)
+    positive = {"books": "rating", "clips": "watch_ms", "news": "click", "thumbs": "like"}.get(name)
+    if positive is not None:
+        value = log[positive] / log.get("duration_ms", 1)
+        assert np.corrcoef(value, truth[log["user_id"], log["item_id"]])[0, 1] > 0.2
 
 
 def test_values_of_explored_logs_have_intervals_that_can_be_counted(lines_of):

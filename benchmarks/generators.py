@@ -1,0 +1,154 @@
+"""Logs of other makers: their users, tastes and loggers share nothing with the worlds of `recpo simulate`.
+
+`recpo fit` is judged on them as on any log (``decisions.py --logs books clips news shop thumbs``): what it reads, what
+it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every item for
+every user ``[users, items]``, and tables that lie beside the log, by name.
+
+- ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.
+- ``clips``: watch times of people with several interests; half of them are shown what suits them.
+- ``news``: impressions and clicks; articles age, and half of a feed is personal.
+- ``shop``: purchases alone, of which one leads to the next.
+- ``thumbs``: thumbs up or down for offers of a bandit that knows no persons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from scipy.special import expit
+
+START_MS: Final = 1_700_000_000_000
+DAY_MS: Final = 86_400_000
+Array = np.ndarray
+Made = tuple[pd.DataFrame, Array, dict[str, pd.DataFrame]]
+Events = Iterator[tuple[Array, ...]]
+
+
+def books(draw: np.random.Generator, users: int = 3_000, items: int = 2_000) -> Made:
+    """What is rated is chosen by fame and by taste; the true value is the expected rating, from 0 to 1."""
+    genres = 20
+    genre = draw.choice(genres, items, p=draw.dirichlet(np.full(genres, 2.0)))
+    quality = draw.normal(0, 0.6, items)
+    fame = draw.normal(0, 1.3, items) + 0.4 * quality
+    by_genre = draw.normal(0, 0.9, (users, genres))[:, genre]
+    affinity = by_genre + draw.normal(0, 0.35, (users, 6)) @ draw.normal(size=(6, items)) + quality
+    rating = 3.2 + 0.9 * affinity + draw.normal(0, 0.4, (users, 1))
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(3.4, 0.8, users).clip(8, items / 4).astype(int)):
+            item = draw.permutation(top(fame + 0.7 * affinity[user], number, draw))
+            yield item, times(number, 120, draw), (rating[user, item] + draw.normal(0, 0.7, number)).round().clip(1, 5)
+
+    table = pd.DataFrame({"item_id": np.arange(items), "genre": [f"genre {number}" for number in genre]})
+    return frame(events(), "rating"), ((rating - 1) / 4).clip(0, 1), {"items": table}
+
+
+def clips(draw: np.random.Generator, users: int = 2_000, items: int = 2_500) -> Made:
+    """The true value is the expected share of the duration that is watched; likes are rare."""
+    centers = draw.normal(size=(40, 12))
+    vectors = centers[draw.integers(0, 40, items)] + 0.6 * draw.normal(size=(items, 12))
+    affinity = np.zeros((users, items))
+    for _ in range(3):
+        interest = centers[draw.integers(0, 40, users)] + 0.5 * draw.normal(size=(users, 12))
+        squares = (interest**2).sum(1)[:, None] + (vectors**2).sum(1) - 2 * interest @ vectors.T
+        affinity = np.maximum(affinity, np.exp(-squares / 16))
+    quality = draw.normal(0, 0.5, items)
+    share = expit(-1.3 + 4 * affinity + quality)
+    fame = draw.normal(0, 1, items) + 0.5 * quality
+    known = (draw.random(users) < 0.5)[:, None] * affinity
+    duration = np.exp(draw.normal(3, 0.7, items)) * 1000
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(3.3, 0.6, users).clip(6, items / 4).astype(int)):
+            item = draw.permutation(top(fame + 4 * known[user], number, draw))
+            mean = share[user, item].clip(0.02, 0.98)
+            watched = draw.beta(2.2 * mean, 2.2 * (1 - mean)) * duration[item]
+            yield item, times(number, 21, draw), watched, duration[item], draw.random(number) < 0.08 * mean
+
+    return frame(events(), "watch_ms", "duration_ms", "like"), share, {}
+
+
+def news(draw: np.random.Generator, users: int = 3_000, items: int = 1_200) -> Made:
+    """The true value is the probability of a click in the first place of a feed of six."""
+    topics = 15
+    about, taste = draw.dirichlet(np.full(topics, 0.15), items), draw.dirichlet(np.full(topics, 0.4), users)
+    click = expit(4 * np.sqrt(taste) @ np.sqrt(about).T - 4.2 + draw.normal(0, 0.6, items))
+    believed = 0.5 * draw.dirichlet(np.full(topics, 0.4), users) + 0.5 * taste
+    score = 3.2 * np.sqrt(believed) @ np.sqrt(about).T + draw.normal(0, 1, items)
+    born, attention = draw.uniform(0, 14, items), np.array([1, 0.95, 0.9, 0.85, 0.8, 0.75])
+
+    def events() -> Events:
+        for user in range(users):
+            feeds = []
+            for day in draw.uniform(1, 14, max(1, draw.poisson(7))):
+                item = top(score[user] - 0.5 * np.maximum(day - born, 0) - 1e9 * (born > day), 6, draw)
+                moment = np.full(6, START_MS + int(day * DAY_MS))
+                feeds.append((item, moment, draw.random(6) < click[user, item] * attention))
+            yield tuple(np.concatenate(column) for column in zip(*feeds, strict=True))
+
+    return frame(events(), "click"), click, {}
+
+
+def shop(draw: np.random.Generator, users: int = 4_000, items: int = 1_500) -> Made:
+    """The true value is the root of how probable a purchase is next, relative to the most probable one."""
+    kinds = 30
+    kind, follower = draw.integers(0, kinds, items), draw.permutation(kinds)
+    taste = draw.dirichlet(np.full(kinds, 0.15), users)
+    wish = np.log(taste[:, kind] + 1e-3) + draw.normal(0, 1.2, items)
+    followers = np.zeros((users, items))  # of what a user bought last
+
+    def events() -> Events:
+        for user in range(users):
+            bought: list[int] = []
+            for _ in range(max(3, draw.poisson(10))):
+                scores = wish[user] + followers[user]
+                scores[bought] = -1e9
+                bought.append(int(top(scores, 1, draw)[0]))
+                followers[user] = 1.5 * (kind == follower[kind[bought[-1]]])
+            yield np.array(bought), times(len(bought), 60, draw)
+
+    log, scores = frame(events()), wish + followers
+    return log, np.exp((scores - scores.max(1, keepdims=True)) / 2), {}
+
+
+def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> Made:
+    """A bandit offers three items a visit by how often each was liked; the true value is the probability of a like."""
+    affinity = 0.6 * draw.normal(size=(users, 5)) @ draw.normal(size=(5, items))
+    like = expit(affinity + draw.normal(0, 0.7, items) - 0.2)
+    liked, offered = np.ones(items), np.full(items, 2.0)
+    shown: list[list[tuple[Array, ...]]] = [[] for _ in range(users)]
+    for day in range(30):
+        belief = draw.beta(liked, np.maximum(offered - liked, 0.5))
+        for user in np.flatnonzero(draw.random(users) < 0.35):
+            item = top(6 * belief, 3, draw)
+            up = draw.random(3) < like[user, item]
+            np.add.at(liked, item, up)
+            np.add.at(offered, item, 1)
+            shown[user].append((item, np.full(3, START_MS + day * DAY_MS + draw.integers(DAY_MS)), up, ~up))
+    nothing = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, bool))
+    visits = (tuple(map(np.concatenate, zip(nothing, *own, strict=True))) for own in shown)
+    return frame(visits, "like", "dislike"), like, {}
+
+
+GENERATORS: Final[dict[str, Callable[..., Made]]] = {one.__name__: one for one in (books, clips, news, shop, thumbs)}
+
+
+def top(scores: Array, number: int, draw: np.random.Generator) -> Array:
+    """Different items, drawn one after the other with probabilities proportional to ``exp(score)``."""
+    return np.argsort(-(scores + draw.gumbel(size=len(scores))))[:number]
+
+
+def times(number: int, days: int, draw: np.random.Generator) -> Array:
+    """Ascending moments in a period, in milliseconds."""
+    return np.sort(draw.integers(0, days * DAY_MS, number)) + START_MS
+
+
+def frame(events: Events, *columns: str) -> pd.DataFrame:
+    """The events of one user after the other as a log; flags are 0 and 1."""
+    parts = [(np.full(len(part[0]), user), *part) for user, part in enumerate(events)]
+    names = ("user_id", "item_id", "timestamp", *columns)
+    joined = dict(zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=True))
+    return pd.DataFrame({name: values * 1 if values.dtype == bool else values for name, values in joined.items()})
