@@ -220,10 +220,10 @@ def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbRes
     from recpo.log.prepared import Prepared
     from recpo.verbs.factorize import similar_lists
 
-    ranks = sorted({one["rank"] for one in factors.facts["tried"]})
-    errors: dict[tuple[str, str], dict[int, str]] = {}
-    for one in factors.facts["tried"]:
-        errors.setdefault((_ridge(one), _prior(one)), {})[one["rank"]] = decimals(one["squared_error"], 5)
+    tried = factors.facts["tried"]
+    ranks, errors = sorted({one["rank"] for one in tried}), dict[tuple[str, str], dict[int, str]]()
+    for one in tried:
+        errors.setdefault((_ridge(one, tried[0]), _prior(one)), {})[one["rank"]] = decimals(one["squared_error"], 5)
     rows = [(*row, *(own.get(rank, "") for rank in ranks)) for row, own in errors.items()]
     say(table("validation error", ("ridge", "prior means from", *(f"rank {rank}" for rank in ranks)), rows, names=2))
     say(
@@ -247,13 +247,11 @@ def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbRes
     return VerbResult((verb.out,), following, facts)
 
 
-def _ridge(tried: Mapping[str, Any]) -> str:
-    """The ridge of a model, or that it was learned, after how many sweeps if they differ from the default."""
-    from recpo.rewards.variational import WARM_UP
-
+def _ridge(tried: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """The ridge of a model, or that it was learned, and after how many sweeps if the first model took others."""
     if tried["ridge"] is not None:
         return f"{tried['ridge']:g}"
-    return "learned" if tried["warm_up"] == WARM_UP else f"learned after {tried['warm_up']} sweeps"
+    return "learned" if tried["warm_up"] == first["warm_up"] else f"learned after {tried['warm_up']} sweeps"
 
 
 def _prior(tried: Mapping[str, Any]) -> str:

@@ -304,7 +304,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("hidden", "negativefeedback", "blocked", "reported", "dismissed", "uninterested"),
     ),
     LogColumns.LABEL: (
-        *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target"),
+        *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target", "reward"),
         *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview"),
     ),
     LogColumns.PROPENSITY: (
@@ -318,6 +318,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
 #: What users do with items: name of the behavior -> names of flag columns.
 BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "click": ("click", "clicked", "clk"),
+    "complete": ("complete", "completed", "finish", "finished"),
     "like": ("like", "liked", "thumbsup", "upvote"),
     "follow": ("follow", "followed", "subscribe", "subscribed"),
     "share": ("share", "shared", "forward", "forwarded"),

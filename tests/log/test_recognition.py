@@ -158,6 +158,7 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
     [
         ({"like": [0, 0, 1, 0] * 10, "clicked": [0, 1] * 20}, "clicked", {"like": "like"}),
         ({"share": [0, 1] * 20, "bought": [True] * 40}, "share", {"purchase": "bought"}),
+        ({"liked": [0, 1] * 20, "finished": [True, False] * 20}, "finished", {"like": "liked"}),
         ({"liked": ["yes", "no"] * 20}, FlagColumn("liked", "yes"), {}),
         ({"click": [0, 1] * 20, "stars": [1, 5, 3, 2] * 10}, "stars", {"click": "click"}),
         ({"click": [0, 1] * 20, "watch_s": spread(30, 300)}, None, {"click": "click"}),
