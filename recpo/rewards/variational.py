@@ -272,8 +272,12 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: graded.FactorO
 
 
 def is_pruned(model: Factors) -> bool:
-    """Whether no factor is left: users, whose factors have a variance of about 1, hardly differ by ``p · q``."""
-    return float(model.item_factors.square().mean(0).sum()) <= _PRUNED * model.noise
+    """Whether no factor is left: users hardly differ by ``p · q``.
+
+    Around its prior mean, a user's factor has a variance of about 1, and the mean is one of ``history_prior``.
+    """
+    of_users = 1 + model.history_prior[:, :-1].square().mean(0)
+    return float((model.item_factors.square().mean(0) * of_users).sum()) <= _PRUNED * model.noise
 
 
 def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.ndarray) -> np.ndarray:
