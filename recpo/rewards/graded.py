@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ class FactorOptions:
     false. Only for variational"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
+    warm_up: PositiveInt | None = None
+    """passes before the priors are learned, for which the first factors contain no evidence; null = 3, and where a
+    learned prior leaves no factors, also 10. Only for variational"""
     seed: Seed = 0
     """seed of the initial item factors"""
     max_history: PositiveInt | None = None
@@ -100,12 +103,12 @@ class FactorOptions:
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
         given_priors = {"consumption": any(self.consumption or ())}
-        given_priors |= {name: bool(getattr(self, name)) for name in ("item_features", "user_features")}
+        given_priors |= {name: bool(getattr(self, name)) for name in ("item_features", "user_features", "warm_up")}
         for name, given in given_priors.items():
             if self.method == "als" and given:
                 raise RecpoError(
-                    f"{name} gives prior means, and als has one ridge toward 0: set method to variational, or {name} "
-                    "to null",
+                    f"{name} is an option of priors, and als has one ridge toward 0: set method to variational, or "
+                    f"{name} to null",
                     field=name,
                     code="conflicting_options",
                 )
@@ -127,6 +130,15 @@ class FactorOptions:
                 field="period",
                 code="conflicting_options",
             )
+
+    def of(self, model: Factors) -> Self:
+        """The options that fit a model like this one, without a choice."""
+        chosen = model.facts["chosen"]
+        priors = {name: chosen[name] for name in ("item_features", "user_features")}
+        if chosen["ridge"] is not None:
+            return replace(self, ranks=(chosen["rank"],), ridges=(chosen["ridge"],), **priors)
+        priors |= {"consumption": (chosen["consumption"],), "warm_up": chosen["warm_up"]}
+        return replace(self, ranks=(chosen["rank"],), **priors)
 
     @property
     def bound(self) -> float:
@@ -162,6 +174,11 @@ class FactorOptions:
             has_features: there are features of users.
         """
         return self.user_features is None and has_features and self._tries_priors
+
+    @property
+    def tries_late_priors(self) -> bool:
+        """Whether the first rank is fitted once more if no factors are left."""
+        return self._tries_priors and self.warm_up is None and self.grid[0][0] > 0 and len(self.grid) > 1
 
     @property
     def _tries_priors(self) -> bool:

@@ -69,7 +69,8 @@ def fit_factors(
     ) as bar:
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
-        settings = [_Setting(*first, *prior, bool(options.user_features)) for prior in priors]
+        warm_up = options.warm_up or variational.WARM_UP
+        settings = [_Setting(*first, *prior, bool(options.user_features), warm_up) for prior in priors]
         best = fit(settings[0])
         errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
@@ -95,7 +96,7 @@ def fit_factors(
             best = improved([best.setting._replace(user_features=True)])
         if others:
             best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
-        if targets and others and first[1] is None and first[0] and variational.is_pruned(best.model):
+        if targets and options.tries_late_priors and variational.is_pruned(best.model):
             best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
@@ -110,7 +111,7 @@ class _Setting(NamedTuple):
     consumption: int
     item_features: bool
     user_features: bool
-    warm_up: int = variational.WARM_UP
+    warm_up: int
 
 
 class _Trial(NamedTuple):

@@ -35,7 +35,8 @@ from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
 from recpo.log.splits import LeaveLastOut, TemporalSplit
-from recpo.rewards.implicit import EaseOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.factors import Factors
+from recpo.rewards.implicit import EaseOptions
 from recpo.training.run import Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
@@ -300,8 +301,9 @@ class Road:
 
     def factorize(self) -> None:
         """Fits the reward model."""
-        out = self.root / FACTORS
-        self.step(Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress), out)
+        out, before = self.root / FACTORS, self._first.root / FACTORS
+        verb = Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress)
+        self.step(verb if before == out else verb.of(Factors.open(before)), out)
 
     def tilt(self, name: str, base: str, temperature: float | None = None) -> None:
         """Tilts a run or a baseline by the reward model, or by sequential rules where AUC says nothing of grades.
@@ -325,16 +327,14 @@ class Road:
     def again(self, data: Prepared) -> "Road":
         """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock.
 
-        The validation period of these data is short: implicit ALS and AllRank keep the options that were chosen before.
+        The validation period of these data is short: all models of factors keep the options that were chosen before.
         """
         road = Road(self.root / FINAL, self.options, first=self)
         road.data = data
         chosen: dict[str, Any] = {}
-        for name in (one for one in ("implicit_als", ALLRANK) if one in self.named):
-            options: ImplicitOptions = getattr(self.baseline_options, name)
-            model = fitted_model(name, self.data, options, self._baseline_cache)
-            assert isinstance(model, ImplicitALS)
-            chosen[name] = options.of(model)
+        for name in (one for one in ("factorization", "implicit_als", ALLRANK) if one in self.named):
+            options = getattr(self.baseline_options, name)
+            chosen[name] = options.of(fitted_model(name, self.data, options, self._baseline_cache))
         road.baseline_options = replace(self.baseline_options, **chosen)
         return road
 

@@ -30,6 +30,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
+from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import ImplicitALS
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
@@ -253,10 +254,10 @@ def test_what_decides_has_enough_events_or_a_quarter_of_the_log(split, events, d
 
 
 def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path, monkeypatch):
-    done = []
+    done, factorize, road = [], Road.factorize, road_of(prepared, tmp_path)
+    factorize(road)
     monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): done.append((out, options)))
     monkeypatch.setattr(Road, "factorize", lambda self: done.append((self.root / "factors", {})))
-    road = road_of(prepared, tmp_path)
     for name, changed in {"pretrain": {}, "mpo": {}, "mpo-1": {"optimizer.init_args.lr": 0.02}}.items():
         road.train(name, RECIPES[name.partition("-")[0]], changed)
     done.clear()
@@ -268,10 +269,17 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
     assert made["final/runs/mpo-1"]["init_from"] == tmp_path / "final" / "runs" / "pretrain"
     assert made["final/runs/mpo-1"]["reward.init_args.factors"] == tmp_path / "final" / "factors"
     assert final.remake("popularity")
-    for name in ("implicit_als", "allrank"):  # not chosen again, on a period that is too short for it
-        model = ImplicitALS.open(next((tmp_path / "baselines").glob(f"{name}-*")))
+    models = {"implicit_als": ImplicitALS, "allrank": ImplicitALS, "factorization": Factors}
+    for name, kind in models.items():  # not chosen again, on a period that is too short for it
+        model = kind.open(next((tmp_path / "baselines").glob(f"{name}-*")))
         assert len(model.facts["tried"]) > 1
         assert getattr(final.baseline_options, name) == getattr(road.baseline_options, name).of(model)
+    chosen, verbs = Factors.open(tmp_path / "factors").facts["chosen"], []
+    monkeypatch.setattr(Road, "step", lambda self, verb, *places: verbs.append(verb))
+    factorize(final)
+    (verb,) = verbs
+    assert (verb.ranks, verb.consumption) == ((chosen["rank"],), (chosen["consumption"],))
+    assert (verb.warm_up, verb.item_features) == (chosen["warm_up"], chosen["item_features"])
 
 
 def test_what_collapses_when_it_is_made_again_is_no_contender_that_is_left_out(prepared, tmp_path, monkeypatch):

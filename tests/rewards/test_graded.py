@@ -129,6 +129,7 @@ def test_the_smallest_error_on_the_validation_period_is_chosen(data):
     assert [(one["rank"], one["ridge"]) for one in tried] == [(r, x) for r in (1, 6) for x in (0.1, 4.0, 50.0)]
     best = min(tried, key=lambda one: one["squared_error"])
     assert (chosen.rank, chosen.ridge) == (best["rank"], best["ridge"])
+    assert (options.of(chosen).ranks, options.of(chosen).ridges) == ((best["rank"],), (best["ridge"],))
     for one in tried[:2]:
         alone = fit_factors(data, FactorOptions(method="als", ranks=(one["rank"],), ridges=(one["ridge"],), sweeps=2))
         assert alone.facts["tried"] == [one]
@@ -222,6 +223,7 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
         ({"period": "valid", "consumption": (0, 4)}, ("conflicting_options", "period")),
         ({"method": "als", "consumption": (4,)}, ("conflicting_options", "consumption")),
         ({"method": "als", "item_features": True}, ("conflicting_options", "item_features")),
+        ({"method": "als", "warm_up": 3}, ("conflicting_options", "warm_up")),
         ({"consumption": ()}, ("empty", "consumption")),
         ({"consumption": (-1,)}, ("out_of_range", "consumption")),
     ],

@@ -407,3 +407,6 @@ def test_factors_that_a_learned_prior_would_prune_are_kept_by_learning_it_later(
     assert late["squared_error"] < 0.98 * min(errors)
     assert model.facts["chosen"] == late
     assert not variational.is_pruned(model)
+    again = fit_factors(data, FactorOptions().of(model))
+    assert len(again.facts["tried"]) == 1
+    assert torch.equal(again.item_factors, model.item_factors)
