@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Final, Literal, NamedTuple, Self
 
@@ -478,14 +478,19 @@ def normal_matrices(
     left: np.ndarray, width: int, ridge: float | np.ndarray = 0.0, shared: np.ndarray | None = None
 ) -> np.ndarray:
     """``A + shared + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
-    first, second = np.triu_indices(width)
-    matrices = np.empty((len(left), width, width))
-    matrices[:, first, second] = left
-    matrices[:, second, first] = left
+    matrices = np.take(left, _places(width), axis=1)  # several times as fast as two assignments to triangles
     if shared is not None:
         matrices += shared
-    matrices[:, np.arange(width), np.arange(width)] += ridge
+    matrices.reshape(len(left), -1)[:, :: width + 1] += ridge
     return matrices
+
+
+@lru_cache
+def _places(width: int) -> np.ndarray:
+    """``[d, d]``: where an upper triangle has the entries of a symmetric matrix."""
+    places, (first, second) = np.empty((width, width), np.intp), np.triu_indices(width)
+    places[first, second] = places[second, first] = np.arange(len(first))
+    return places
 
 
 def solve(system: Equations, ridge: float | np.ndarray, shared: np.ndarray | None = None) -> np.ndarray:
