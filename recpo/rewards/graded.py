@@ -75,7 +75,7 @@ class FactorOptions:
     """passes over the training events per model"""
     warm_up: PositiveInt | None = None
     """passes before the priors are learned, for which the first factors contain no evidence; null = 3, and where a
-    learned prior leaves no factors, also 10. Only for variational"""
+    learned prior hardly leaves a factor, also 10. Only for variational"""
     seed: Seed = 0
     """seed of the initial item factors"""
     max_history: PositiveInt | None = None
@@ -177,7 +177,7 @@ class FactorOptions:
 
     @property
     def tries_late_priors(self) -> bool:
-        """Whether the first rank is fitted once more if no factors are left."""
+        """Whether the first rank is fitted once more if hardly a factor is left."""
         return self._tries_priors and self.warm_up is None and self.grid[0][0] > 0 and len(self.grid) > 1
 
     @property

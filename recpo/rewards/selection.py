@@ -35,9 +35,9 @@ def fit_factors(
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
     every prior (``FactorOptions.priors``), then with the best one and the features of the users, and the other ranks
-    with the best one of all. If the best model has no factors, the first rank is fitted once more with a prior that is
-    learned later, which prunes less (``recpo.rewards.variational``). The result is the model of the training period.
-    ``Factors.facts`` has all errors.
+    with the best one of all. If the factors of the best model say little, the first rank is fitted once more with a
+    prior that is learned later, which prunes less (``recpo.rewards.variational``). The result is the model of the
+    training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.

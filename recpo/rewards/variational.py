@@ -41,8 +41,8 @@ from recpo.rewards.prior_features import PriorFeatures, user_features
 WARM_UP: Final = 3
 #: the same, to keep factors that would be pruned
 LATE_WARM_UP: Final = 10
-#: variance of ``p · q``, in units of the noise, below which the factors of a model say nothing
-_PRUNED: Final = 1e-3
+#: variance of ``p · q``, in units of the noise, below which factors may have been pruned
+_LEAST_VARIANCE: Final = 0.03
 #: weight of the squared slopes of prior means, in units of the prior's precision
 SLOPE_RIDGE: Final = 1.0
 # the initial prior is a ridge of this many events
@@ -272,12 +272,12 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: graded.FactorO
 
 
 def is_pruned(model: Factors) -> bool:
-    """Whether no factor is left: users hardly differ by ``p · q``.
+    """Whether no factor is left, or hardly one: the variance of ``p · q`` is less than 3 % of that of the noise.
 
     Around its prior mean, a user's factor has a variance of about 1, and the mean is one of ``history_prior``.
     """
     of_users = 1 + model.history_prior[:, :-1].square().mean(0)
-    return float((model.item_factors.square().mean(0) * of_users).sum()) <= _PRUNED * model.noise
+    return float((model.item_factors.square().mean(0) * of_users).sum()) <= _LEAST_VARIANCE * model.noise
 
 
 def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.ndarray) -> np.ndarray:
