@@ -377,6 +377,11 @@ class EaseOptions:
     def __post_init__(self) -> None:
         _validate(self, "ridges")
 
+    def of(self, model: EASE) -> Self:
+        """The options that fit a model like this one, without a choice."""
+        chosen = max(model.facts["tried"], key=lambda one: one[_NDCG] or 0.0)
+        return replace(self, ridges=(chosen["ridge"],))
+
     def ridges_for(self, num_items: int) -> tuple[float, ...]:
         """The ridges that are tried for a catalog of this size."""
         if self.ridges is not None:

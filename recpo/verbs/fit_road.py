@@ -327,12 +327,12 @@ class Road:
     def again(self, data: Prepared) -> "Road":
         """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock.
 
-        The validation period of these data is short: all models of factors keep the options that were chosen before.
+        The validation period of these data is short: fitted models keep the options that were chosen before.
         """
         road = Road(self.root / FINAL, self.options, first=self)
         road.data = data
         chosen: dict[str, Any] = {}
-        for name in (one for one in ("factorization", "implicit_als", ALLRANK) if one in self.named):
+        for name in (one for one in ("factorization", "implicit_als", ALLRANK, "ease") if one in self.named):
             options = getattr(self.baseline_options, name)
             chosen[name] = options.of(fitted_model(name, self.data, options, self._baseline_cache))
         road.baseline_options = replace(self.baseline_options, **chosen)

@@ -31,7 +31,7 @@ from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import ImplicitALS
+from recpo.rewards.implicit import EASE, ImplicitALS
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
@@ -269,7 +269,7 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
     assert made["final/runs/mpo-1"]["init_from"] == tmp_path / "final" / "runs" / "pretrain"
     assert made["final/runs/mpo-1"]["reward.init_args.factors"] == tmp_path / "final" / "factors"
     assert final.remake("popularity")
-    models = {"implicit_als": ImplicitALS, "allrank": ImplicitALS, "factorization": Factors}
+    models = {"implicit_als": ImplicitALS, "allrank": ImplicitALS, "factorization": Factors, "ease": EASE}
     for name, kind in models.items():  # not chosen again, on a period that is too short for it
         model = kind.open(next((tmp_path / "baselines").glob(f"{name}-*")))
         assert len(model.facts["tried"]) > 1

@@ -259,7 +259,10 @@ def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data)
     assert (tried[4]["unobserved"], tried[4]["ridge"]) == (first["unobserved"], first["ridge"])
     best = max((first, tried[4]), key=lambda one: one["NDCG@10"])
     assert (chosen.item_factors.shape[1], chosen.unobserved, chosen.ridge) == tuple(best.values())[:3]
-    ridges = fit_ease(data, EaseOptions(ridges=(1.0, 30.0))).facts["tried"]
+    several = EaseOptions(ridges=(1.0, 30.0))
+    ease = fit_ease(data, several)
+    ridges = ease.facts["tried"]
+    assert torch.equal(fit_ease(data, several.of(ease)).weights, ease.weights)
     assert [one["ridge"] for one in ridges] == [1.0, 30.0]
 
 
