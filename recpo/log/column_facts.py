@@ -333,6 +333,14 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
 #: Columns that state the kind of event of a row.
 EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", "behaviortype", "type")
 
+#: Kinds of events that only say what was offered; compared without case, spaces and separators.
+_OFFERS: Final = frozenset(
+    {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed"}
+)
+
+#: Flags of events that the user did not want.
+SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
+
 _UNITS: Final[dict[str, str]] = {
     **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),
     **dict.fromkeys(("us", "micros", "microseconds"), "us"),
@@ -432,6 +440,11 @@ def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
     rest = [word for text, word in plain.items() if text not in likes and text not in dislikes]
     is_clear = any(plain[text] in _LIKES | _DISLIKES for text in (*likes, *dislikes)) or bool(_NAMES & set(words(name)))
     return Opinions(likes, dislikes, is_clear and all(word in _NEITHER for word in rest))
+
+
+def offers(texts: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of events among ``texts`` that only say what was offered, such as "impression"."""
+    return tuple(text for text in texts if _plain(text) in _OFFERS)
 
 
 def true_texts(texts: Sequence[str]) -> tuple[str, ...]:

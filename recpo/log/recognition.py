@@ -4,7 +4,7 @@ Pure functions over the facts about columns (``recpo.log.column_facts``). If two
 chosen: a question names the option with which the user decides.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ _RATIO: Final = (0.02, 3.0)
 _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
+_FALSE: Final = ("0", "false", "False", "FALSE")  # numbers, booleans, and what text files have
 _WITHOUT_TIME: Final = (
     "; a log without times needs a column that orders the events of a user, such as the number of the row, and "
     "--columns.time_unit order"
@@ -143,8 +144,9 @@ class _Recognizer:
         self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
-        rest = self._add_behaviors()
-        self.doubts += [*opinion_doubts, *self._label_by_behavior(texts)]
+        unused = self._add_behaviors()
+        self.doubts += [*opinion_doubts, *self._label_by_actions(texts)]
+        rest = [one for one in unused if self._is_free(one.name)]
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
         evidence = {role: f"{self.how[role]}: {self.facts[name].evidence}" for role, name in found}
         findings = (
@@ -343,32 +345,48 @@ class _Recognizer:
         used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
         return [one for name, one in self.facts.items() if name not in used]
 
-    def _label_by_behavior(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
-        """Without watch times and ratings, a behavior says how good an event was: clicks first, in the order of names.
+    def _label_by_actions(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
+        """Without watch times and ratings, what users did with an exposure says how good it was.
 
         Args:
-            texts: standard name -> the texts that mean true; that of the label is added if it is read from texts.
+            texts: standard name -> the texts that mean true; that of the label is added if it is read from values.
 
         Returns:
             What to check.
         """
         if {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
             return []
+        for name, values, unwanted in (*self._behaviors_as_labels(), *self._other_labels()):
+            self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
+            if values:
+                texts[LogColumns.LABEL] = values
+            return [
+                f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
+                "something else, remove it from prepare.yaml and choose label EveryEvent"
+            ]
+        return []
+
+    def _behaviors_as_labels(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """The first behavior, by the order of names, whose flag has both values: its column, texts, other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
-        if not both:
-            return []
-        first = min(both, key=list(column_facts.BEHAVIORS).index)
-        column = self.behaviors.pop(first)
-        name = name_of(column)
-        self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
-        if isinstance(column, FlagColumn):
-            texts[LogColumns.LABEL] = column.values
-        others = [name_of(self.behaviors[one]) for one in both if one != first]
-        instead = f", or pass --columns.label NAME for {_any_of(others)}" if others else ""
-        return [
-            f"`{name}` is the label, so events without a {first} count as exposures that the user did not "
-            f"want; if they are something else, remove it from prepare.yaml and choose label EveryEvent{instead}"
-        ]
+        if both:
+            first = min(both, key=list(column_facts.BEHAVIORS).index)
+            column = self.behaviors.pop(first)
+            others = [name_of(self.behaviors[name]) for name in both if name != first]
+            instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
+            values = column.values if isinstance(column, FlagColumn) else ()
+            yield name_of(column), values, f"events without a {first}{instead}"
+
+    def _other_labels(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Flags of skips, and kinds of events of which some are mere offers: their columns, texts, and other events."""
+        for name, facts in self.facts.items():
+            if not self._is_free(name) or facts.distinct < 2:
+                continue
+            if facts.kind == "flag" and plain_name(name) in column_facts.SKIPS:
+                yield name, _FALSE, "events with it"
+            offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
+            if offered and len(offered) < len(facts.texts):
+                yield name, tuple(text for text in facts.texts if text not in offered), f"events of {_or(offered)}"
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""

@@ -12,6 +12,8 @@ import yaml
 
 import recpo
 from recpo.cli.main import main
+from recpo.log.inspection import inspect_log
+from recpo.verbs.init import preparation_of
 from tests.refusals import refused
 
 DAYS, USERS, ITEMS = 12, 30, 25
@@ -303,6 +305,24 @@ def test_plays_and_thumbs_as_texts_are_recognized_and_prepared(suffix, tmp_path)
     counts = recpo.load(tmp_path / "prepared").manifest["counts"]["splits"]
     assert sum(period["disliked"] for period in counts.values()) == (log["thumb"] == "down").sum()
     assert sum(period["behaviors"]["like"] for period in counts.values()) == (log["thumb"] == "up").sum()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "values", "positive"),
+    [("clicked", (True, False), True), ("skipped", (True, False), False), ("event", ("click", "impression"), "click")],
+)
+def test_what_users_did_with_an_impression_is_the_label(column, values, positive, suffix, tmp_path):
+    log = events()[["user", "item", "second"]]
+    log[column] = np.random.default_rng(1).choice(values, len(log), p=(0.3, 0.7))
+    log.to_csv(tmp_path / "log.csv", index=False) if suffix == "csv" else log.to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / f"log.{suffix}")
+    assert (found.label.class_name, found.column("label")) == ("BinaryColumn", column)
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    counts = data.manifest["counts"]["splits"].values()
+    kinds = [sum(period[kind] for period in counts) for kind in ("positive", "skipped")]
+    expected = (log[column] == positive).sum()
+    assert kinds == [expected, len(log) - expected]
 
 
 @pytest.mark.parametrize(
