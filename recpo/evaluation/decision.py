@@ -106,10 +106,8 @@ class Choice(NamedTuple):
         A difference d of which n users know the half-width w would be as large as its half-width with about
         ``n (w / d)^2`` users.
         """
-        gain, p_value = self.gain, self.p_value
-        if gain is None or p_value is None or self.name != self.strongest_baseline or p_value <= LEVEL:
-            return []
-        if not gain.mean + gain.half_width > 0:
+        gain = self.gain
+        if gain is None or self.name != self.strongest_baseline or not gain.mean + gain.half_width > 0:
             return []
         needed = math.ceil(gain.n * (gain.half_width / gain.mean) ** 2) if gain.mean else 0
         enough = f" It takes about {needed:,} such users to see a difference of this size." if needed > gain.n else ""
@@ -142,10 +140,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     (``auc_precision``): a user with one pair of items says much less than one with fifty.
 
     ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown, and
-    weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), a
-    policy whose estimated reward is lower beyond doubt does not pass (one-sided, paired, at most 5 %), and of the
-    policies that pass, the one with the highest estimated reward ships: it is noisier, and it estimates what people
-    gain. By another criterion, all of this goes by it.
+    weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), and
+    of the policies that pass, the one with the highest estimated reward ships: it is noisier, and it estimates what
+    people gain. By another criterion, both are the best ones by it.
 
     Args:
         measured: the contenders on the same users.
@@ -173,9 +170,8 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     weights, names = strong.precision.get(criterion), [row.name for row in policies]
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
-    better = [row for row in policies if p_values[row.name] <= LEVEL]
-    sure = [row for row in better if not (by_reward and _earns_less(by_name[row.name], by_name[strongest], k))]
-    chosen = max(sure or better or policies[:1], key=worth)
+    sure = [row for row in policies if p_values[row.name] <= LEVEL]
+    chosen = max(sure or policies[:1], key=worth)
     gain, p_value = estimate(gains[:, names.index(chosen.name)], weights), p_values[chosen.name]
     baseline = f"the strongest baseline{' by estimated reward' if strongest != baselines[0].name else ''}, {strongest},"
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
@@ -186,9 +182,6 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         told = by_reward and len(sure) > 1 and math.isfinite(chosen.reward)
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
         reason = f"{chosen.name}{why} beats {baseline} by {known}"
-    elif better:
-        reason = f"{chosen.name} beats {baseline} by {known}, but the estimated reward of its lists is lower beyond "
-        reason += "doubt, so the baseline ships"
     else:
         reason = f"no policy beats {baseline} beyond doubt: {chosen.name}, the best one, differs by {known}"
         reason += ", so the baseline ships"
@@ -213,16 +206,6 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
             low, high = found.intervals["normal"]
             return found.value, (high - low) / 2
     return math.nan, math.nan
-
-
-def _earns_less(one: Evaluated, other: Evaluated, k: int) -> bool:
-    """Whether the estimated reward of a contender is below another's beyond doubt; False where one is unknown."""
-    if one.value is None or other.value is None:
-        return False
-    for found in one.value.differences(other.value):
-        if (found.target, found.estimator) == (DISCOUNTED.format(k=k), SNIPS.name):
-            return _p_value(Estimate(-found.value, Z95 * found.standard_error, found.users)) <= LEVEL
-    return False
 
 
 def _known(value: float) -> float:
