@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from recpo.evaluation.document import with_holm
 from recpo.evaluation.html_report import svg
@@ -244,6 +244,7 @@ def test_everything_is_drawn_within_the_chart(rows, with_zero):
 
 
 @given(st.lists(st.tuples(values, values), min_size=1, max_size=8), st.integers(1, 6))
+@example([(5e-324, 0.0), *((10.0**power, 1.0) for power in range(7))], 1)
 def test_lines_lie_within_the_chart(points, number):
     lines = [svg.Line(HOSTILE, [svg.Point(x, y, y, y) for x, y in sorted(points)], "s0")] * number
     drawn = ElementTree.fromstring(svg.line_chart("t", "d", lines, x_label="x").svg)

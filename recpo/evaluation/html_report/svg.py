@@ -5,6 +5,7 @@ a grid of several columns, and has a title and a description for screen readers.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -236,8 +237,9 @@ class _Axis(NamedTuple):
     def ticks(self, count: int = 5) -> list[float]:
         """About ``count`` round numbers within the axis."""
         if self.logarithmic:
-            powers = range(math.ceil(self.low / math.log(10)), math.floor(self.high / math.log(10)) + 1)
-            return [10.0**power for power in powers]
+            ends = math.ceil(self.low / math.log(10)), math.floor(self.high / math.log(10))
+            least, most = max(ends[0], sys.float_info.min_10_exp), min(ends[1], sys.float_info.max_10_exp)
+            return [10.0**power for power in range(least, most + 1)]
         raw = (self.high - self.low) / count
         power = 10 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
