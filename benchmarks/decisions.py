@@ -53,7 +53,6 @@ LOGGED = ("propensity", "is_random")
 WATCHED = 0.8  # of the duration
 LIVE = ("oracle", "logging policy")
 QUICK = {"users": 120, "items": 60, "events": 6000}
-QUICK_OTHERS = {"users": 120, "items": 60}
 
 
 class Log(NamedTuple):
@@ -81,23 +80,22 @@ class Log(NamedTuple):
         return self.name.replace(":", "-")
 
 
-def generated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
+def generated(log: Log, options: argparse.Namespace) -> tuple[str, Path]:
     """What `recpo fit` gets of a generator: its log and tables, and the directory of a world that replays its truth."""
     root = options.work / f"{log.name}-{options.world_seed}"
     given, world = root / "given", root / "world"
     if not world.is_dir():
         shutil.rmtree(given, ignore_errors=True)
         given.mkdir(parents=True)
-        made, truth, tables = GENERATORS[log.name](
-            np.random.default_rng(options.world_seed), **(QUICK_OTHERS if options.quick else {})
-        )
+        sizes = {name: QUICK[name] for name in ("users", "items")} if options.quick else {}
+        made, truth, tables = GENERATORS[log.name](np.random.default_rng(options.world_seed), **sizes)
         for name, table in {"log": made, **tables}.items():
             table.to_parquet(given / f"{name}.parquet", index=False)
         user, item = np.indices(truth.shape).reshape(2, -1)
         matrix = pd.DataFrame({"user_id": user, "item_id": item, "reward": truth.ravel()})
         matrix.to_parquet(root / "matrix.parquet", index=False)
-        sizes = {"matrix": root / "matrix.parquet", "start_ms": START_MS}
-        recpo.simulate(world, world=REPLAY, seed=options.world_seed, **sizes)
+        replayed = {"matrix": root / "matrix.parquet", "start_ms": START_MS}
+        recpo.simulate(world, world=REPLAY, seed=options.world_seed, **replayed)
     return str(given), world
 
 

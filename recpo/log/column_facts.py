@@ -338,8 +338,9 @@ _OFFERS: Final = frozenset(
     {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed"}
 )
 
-#: Flags of events that the user did not want.
+#: Flags of events that the user did not want, and their values for all others: numbers, booleans, texts of files.
 SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
+UNSKIPPED: Final = ("0", "false", "False", "FALSE")
 
 _UNITS: Final[dict[str, str]] = {
     **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),

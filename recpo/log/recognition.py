@@ -6,6 +6,7 @@ chosen: a question names the option with which the user decides.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import pyarrow as pa
@@ -25,7 +26,6 @@ _RATIO: Final = (0.02, 3.0)
 _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
-_FALSE: Final = ("0", "false", "False", "FALSE")  # numbers, booleans, and what text files have
 _WITHOUT_TIME: Final = (
     "; a log without times needs a column that orders the events of a user, such as the number of the row, and "
     "--columns.time_unit order"
@@ -144,9 +144,9 @@ class _Recognizer:
         self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
-        unused = self._add_behaviors()
+        self._add_behaviors()
         self.doubts += [*opinion_doubts, *self._label_by_actions(texts)]
-        rest = [one for one in unused if self._is_free(one.name)]
+        rest = self._unused()
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
         evidence = {role: f"{self.how[role]}: {self.facts[name].evidence}" for role, name in found}
         findings = (
@@ -331,8 +331,8 @@ class _Recognizer:
                 f"pass {options}"
             )
 
-    def _add_behaviors(self) -> list[ColumnFacts]:
-        """Adds the behaviors that flags state; returns the columns that are not used."""
+    def _add_behaviors(self) -> None:
+        """Adds the behaviors that flags state."""
         known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
         for name, facts in self.facts.items():
             behavior = known.get(name) or column_facts.behavior_of(name)
@@ -342,6 +342,9 @@ class _Recognizer:
                 self.behaviors[behavior] = name
             elif texts := true_texts(facts.texts):
                 self.behaviors[behavior] = _flag_of(name, texts)
+
+    def _unused(self) -> list[ColumnFacts]:
+        """The columns that have no role and are no behavior."""
         used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
         return [one for name, one in self.facts.items() if name not in used]
 
@@ -356,22 +359,25 @@ class _Recognizer:
         """
         if {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
             return []
-        for name, values, unwanted in (*self._behaviors_as_labels(), *self._other_labels()):
-            self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
-            if values:
-                texts[LogColumns.LABEL] = values
-            return [
-                f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
-                "something else, remove it from prepare.yaml and choose label EveryEvent"
-            ]
-        return []
+        found = next(chain(self._behaviors_as_labels(), self._other_labels()), None)
+        if found is None:
+            return []
+        name, values, unwanted = found
+        self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
+        self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
+        if values:
+            texts[LogColumns.LABEL] = values
+        return [
+            f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
+            "something else, remove it from prepare.yaml and choose label EveryEvent"
+        ]
 
     def _behaviors_as_labels(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
         """The first behavior, by the order of names, whose flag has both values: its column, texts, other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
         if both:
             first = min(both, key=list(column_facts.BEHAVIORS).index)
-            column = self.behaviors.pop(first)
+            column = self.behaviors[first]
             others = [name_of(self.behaviors[name]) for name in both if name != first]
             instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
             values = column.values if isinstance(column, FlagColumn) else ()
@@ -383,7 +389,7 @@ class _Recognizer:
             if not self._is_free(name) or facts.distinct < 2:
                 continue
             if facts.kind == "flag" and plain_name(name) in column_facts.SKIPS:
-                yield name, _FALSE, "events with it"
+                yield name, column_facts.UNSKIPPED, "events with it"
             offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
             if offered and len(offered) < len(facts.texts):
                 yield name, tuple(text for text in facts.texts if text not in offered), f"events of {_or(offered)}"
@@ -427,8 +433,7 @@ class _Recognizer:
         """What it costs if no column says how good an event was, and the columns that might."""
         if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
             return []
-        columns = [*(self.facts[name_of(column)] for column in self.behaviors.values()), *rest]
-        numbers = [one for one in columns if one.is_number and one.distinct > 1]
+        numbers = [one for one in rest if one.is_number and one.distinct > 1]
         shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
         remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
         return [

@@ -143,7 +143,8 @@ class _Fitting:
         data, mean, options, rank, ridge = self.data, self.mean, self.options, setting.rank, setting.ridge
         if ridge is None:
             features = self._features(setting)
-            fit = variational.fit_items(data, mean, rank, options, self.finished, features, setting.warm_up)
+            asked = replace(options, warm_up=setting.warm_up)
+            fit = variational.fit_items(data, mean, rank, asked, self.finished, features)
             model = variational.plain_factors(data, fit, mean, options)
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)

@@ -171,7 +171,6 @@ def fit_items(
     options: graded.FactorOptions,
     finished: Callable[[int], object],
     features: PriorFeatures | None = None,
-    warm_up: int = WARM_UP,
 ) -> Fit:
     """All sweeps over the events of the period that ``options`` names.
 
@@ -179,10 +178,9 @@ def fit_items(
         data: prepared data.
         mean: mean of the grades.
         rank: maximum number of factors.
-        options: period, number of sweeps and seed.
+        options: period, numbers of sweeps and seed.
         finished: called with the number of events that were read.
         features: what the prior means are linear in; None = nothing.
-        warm_up: number of sweeps before the priors are learned.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
     width, start = rank + 1, graded.first_items(data.num_items, rank, options.seed)
@@ -208,7 +206,7 @@ def fit_items(
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
         items, before = posterior(total, of_items, features.items, noise), of_items
-        if sweep >= warm_up:
+        if sweep >= (options.warm_up or WARM_UP):
             among.add(items, features.items)
             users, of_items = summed.prior(), among.prior()
         noise = (squared + squared_errors(total, items)) / events
