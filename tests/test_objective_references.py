@@ -395,6 +395,7 @@ def test_bellman_target():
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @given(seed=SEEDS)
+@example(seed=363_560)  # two kept advantages that are nearly equal
 def test_whitening(parts, seed):
     """Over the kept positions of all parts of a step, micro-batches or ranks alike."""
     rng = np.random.default_rng(seed)
@@ -409,4 +410,6 @@ def test_whitening(parts, seed):
     sums = None if parts == 1 else sum(torch_advantages.whitening_sums(*piece) for piece in pieces)
     got = torch.cat([torch_advantages.whitened_advantage(*piece, sums) for piece in pieces])
     assert not got.requires_grad
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    # The variance is a difference of two means, so that parts add up: it loses the digits that mean^2 / variance has.
+    condition = np.square(kept).mean() / max(np.var(kept), 1e-16) if kept else 1.0
+    torch.testing.assert_close(got, want, rtol=1e-9 + 1e-14 * condition, atol=1e-7)
